@@ -1,0 +1,35 @@
+# make demo      set up .venv, plan GPT-2 small for 4 CPU ranks, run one training step, compare with one device
+# make test      set up .venv, lint, type-check, fast tests
+# make test-all  as test, with the full matrix
+PY    ?= python3
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS  ?= 2
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test test-all lint types clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu'
+
+test-all: lint types
+	$(BIN)/pytest -n $(JOBS) -m 'not gpu'
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

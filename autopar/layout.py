@@ -1,0 +1,246 @@
+"""Layouts, and the steps that lead from one to another.
+
+A layout has one entry per mesh axis:
+
+    R            replicated
+    S<d>         tensor dim d is cut into contiguous chunks, as torch.chunk cuts (the last ones may be short or empty)
+    S<d>/<k>     dim d is k equal sections side by side (q, k, v in one weight), and each section is cut
+    S<d>/<a:b:c> the same with sections of sizes a : b : c
+    P            each rank holds a part of a sum; Pmax, Pmin: of a maximum, a minimum
+
+and is written `"S0,R"`. Where several axes cut the same dim, the earlier axis is the major one.
+
+`steps(src, dst, sizes)` is the one place that decides which collectives a change of layout takes: the cost model prices
+these steps and the runtime executes them, so price and execution cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from autopar.errors import LayoutError
+
+Entry = str
+Layout = tuple[Entry, ...]
+
+PARTIAL = ("P", "Pmax", "Pmin")
+NO_GRAD: Entry = "-"  # the gradient entry of a value that has no gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective (or local operation) of a reshard, on one mesh axis.
+
+    `kind` is all_gather, all_reduce, reduce_scatter, all_to_all, slice (keep the own chunk) or mask (keep the value on
+    coordinate 0 and zeros elsewhere). `before` and `after` are whole layouts.
+    """
+
+    kind: str
+    axis: int
+    before: Layout
+    after: Layout
+
+
+def parse(text: str) -> Layout:
+    """`"S0,R"` -> `("S0", "R")`. Raises LayoutError on anything that is not a layout."""
+    layout = tuple(part.strip() for part in text.split(",")) if text else ()
+    for entry in layout:
+        _parts(entry)
+    return layout
+
+
+def show(layout: Layout) -> str:
+    """The text of a layout, the inverse of `parse`."""
+    return ",".join(layout)
+
+
+def is_shard(entry: Entry) -> bool:
+    return entry[0] == "S"
+
+
+def is_partial(entry: Entry) -> bool:
+    return entry[0] == "P"
+
+
+def dim_of(entry: Entry) -> int:
+    """The tensor dim that an S entry cuts; raises LayoutError on other entries."""
+    dim = _parts(entry)[0]
+    if dim is None:
+        raise LayoutError(f"entry {entry!r} cuts no dim")
+    return dim
+
+
+def sections_of(entry: Entry) -> tuple[int, ...]:
+    """The relative sizes of the sections of an S entry; `(1,)` for a plain one."""
+    return _parts(entry)[1]
+
+
+def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
+    """The entry that cuts `dim`, section by section where there is more than one."""
+    if len(sections) == 1:
+        return f"S{dim}"
+    unit = math.gcd(*sections)
+    weights = [s // unit for s in sections]
+    if all(w == 1 for w in weights):
+        return f"S{dim}/{len(weights)}"
+    return f"S{dim}/{':'.join(map(str, weights))}"
+
+
+@cache
+def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
+    if entry == "R" or entry in PARTIAL:
+        return None, (1,)
+    head, slash, tail = entry.partition("/")
+    if head[:1] == "S" and head[1:].isdigit():
+        if not slash:
+            return int(head[1:]), (1,)
+        weights = tail.split(":")
+        if all(w.isdigit() and int(w) > 0 for w in weights):
+            sections = tuple(map(int, weights)) if len(weights) > 1 else (1,) * int(weights[0])
+            if len(sections) > 1:
+                return int(head[1:]), sections
+    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, S0, S2/3 or S2/4:1:1")
+
+
+@cache
+def cutters(layout: Layout, dim: int) -> tuple[int, ...]:
+    """The axes that cut tensor dim `dim`, major first."""
+    return tuple(a for a, e in enumerate(layout) if is_shard(e) and dim_of(e) == dim)
+
+
+@cache
+def consistent(layout: Layout) -> bool:
+    """Whether all the axes that cut one dim agree on its sections (otherwise no rank order describes the pieces)."""
+    found: dict[int, tuple[int, ...]] = {}
+    return all(found.setdefault(dim_of(e), sections_of(e)) == sections_of(e) for e in layout if is_shard(e))
+
+
+def fraction(layout: Layout, sizes: Sequence[int]) -> float:
+    """The share of the whole tensor that one rank holds."""
+    return 1.0 / math.prod(n for e, n in zip(layout, sizes, strict=True) if is_shard(e))
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """`[start, stop)` of chunk `index` when `size` is cut as torch.chunk cuts it (trailing chunks may be empty)."""
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def pieces(size: int, layout: Layout, dim: int, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:
+    """The `[start, stop)` ranges of dim `dim` that the rank at `coord` holds, one per section."""
+    axes = cutters(layout, dim)
+    if not axes:
+        return [(0, size)]
+    sections = sections_of(layout[axes[0]])
+    unit, rest = divmod(size, sum(sections))
+    if rest and len(sections) > 1:
+        raise LayoutError(f"dim {dim} of size {size} has no sections {sections}")
+    bounds, start = [], 0
+    for weight in sections:
+        length = size if len(sections) == 1 else weight * unit
+        lo, hi = start, start + length
+        for axis in axes:
+            first, last = chunk(hi - lo, sizes[axis], coord[axis])
+            lo, hi = lo + first, lo + last
+        bounds.append((lo, hi))
+        start += length
+    return bounds
+
+
+def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int], coord: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the part that the rank at `coord` holds of a tensor of shape `shape`."""
+    return tuple(sum(hi - lo for lo, hi in pieces(n, layout, d, sizes, coord)) for d, n in enumerate(shape))
+
+
+def fits(shape: Sequence[int], layout: Layout, sizes: Sequence[int], even_dims: Sequence[int] = ()) -> bool:
+    """Whether a tensor of `shape` can lie so: every section divides evenly, dims in `even_dims` too, no rank is forced empty."""
+    if not consistent(layout):
+        return False
+    for dim, size in enumerate(shape):
+        axes = cutters(layout, dim)
+        if not axes:
+            continue
+        ways = math.prod(sizes[a] for a in axes)
+        sections = sections_of(layout[axes[0]])
+        if len(sections) > 1:
+            unit, rest = divmod(size, sum(sections))
+            if rest or any((w * unit) % ways for w in sections):
+                return False
+        elif size < ways or (dim in even_dims and size % ways):
+            return False
+    return all(dim_of(e) < len(shape) for e in layout if is_shard(e))
+
+
+@cache
+def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+    """The cheapest sequence of steps from `src` to `dst` on a mesh of axis sizes `sizes`, by bytes received per rank.
+
+    Deterministic, and independent of tensor and cluster, so that every rank and every later version of the plan does
+    the same. Raises LayoutError when the layouts do not belong to that mesh.
+    """
+    if not len(src) == len(dst) == len(sizes):
+        raise LayoutError(f"layouts {show(src)} and {show(dst)} do not belong to a mesh of {len(sizes)} axes")
+    for layout in (src, dst):
+        if not consistent(layout):
+            raise LayoutError(f"layout {show(layout)} cuts one dim into different sections on different axes")
+    queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, src, ())]
+    done: dict[Layout, bool] = {}
+    tie = 0
+    while queue:
+        spent, _, here, path = heapq.heappop(queue)
+        if here == dst:
+            return path
+        if done.setdefault(here, False):
+            continue
+        done[here] = True
+        for step, weight in _moves(here, src, dst, sizes):
+            tie += 1
+            heapq.heappush(queue, (spent + weight + 1e-4, tie, step.after, (*path, step)))
+    raise LayoutError(f"no way from layout {show(src)} to {show(dst)}")
+
+
+def _moves(here: Layout, src: Layout, dst: Layout, sizes: tuple[int, ...]) -> list[tuple[Step, float]]:
+    out = []
+    for axis, entry in enumerate(here):
+        if sizes[axis] == 1:
+            free = dict.fromkeys((src[axis], dst[axis], "R"))
+            out += [(Step("slice", axis, here, _put(here, axis, e)), 0.0) for e in free if e != entry]
+            continue
+        for target in dict.fromkeys(("R", src[axis], dst[axis])):
+            after = _put(here, axis, target)
+            if target != entry and (kind := _kind(here, after, axis)):
+                n = sizes[axis]
+                held = fraction(here, sizes) * (n - 1) / n
+                weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held}
+                out.append((Step(kind, axis, here, after), weight.get(kind, 1e-6)))
+    return out
+
+
+def _put(layout: Layout, axis: int, entry: Entry) -> Layout:
+    return (*layout[:axis], entry, *layout[axis + 1:])
+
+
+def _kind(before: Layout, after: Layout, axis: int) -> str | None:
+    """The collective that does this one change on one axis, or None where no single one does."""
+    src, dst = before[axis], after[axis]
+    if (is_shard(src) and not _is_minor(before, axis)) or (is_shard(dst) and not _is_minor(after, axis)):
+        return None
+    if not consistent(after):
+        return None
+    if is_shard(src):
+        if dst == "R":
+            return "all_gather"
+        return "all_to_all" if is_shard(dst) and dim_of(src) != dim_of(dst) else None
+    if src == "R":
+        return "slice" if is_shard(dst) else "mask" if dst == "P" else None
+    if dst == "R":
+        return "all_reduce"
+    return "reduce_scatter" if src == "P" and is_shard(dst) else None
+
+
+def _is_minor(layout: Layout, axis: int) -> bool:
+    return cutters(layout, dim_of(layout[axis]))[-1] == axis

@@ -1,0 +1,324 @@
+"""The rule language: an operator's index structure as a string, and its options on one mesh axis.
+
+    "... i, o i -> ... o"        operands -> outputs; each word is a tensor dim, named by its *factor*
+    f!                           the factor must stay whole
+    (h d)                        a dim made of several factors, major first: h splits contiguously, d section by section
+    {q|k|v}                      a dim made of pieces side by side: all pieces split together, section by section
+    1                            a dim that is never split (size 1, broadcast)
+    ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the factor
+    f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
+
+A factor that an output lacks is summed over (or `reduce`d): splitting it gives a partial result. `options` turns a rule
+into everything that a node can do on one axis (DESIGN section 4):
+
+    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R
+    replicate      R/R everywhere
+    pass gradient  values replicated, gradients partial: R/P everywhere (any backward is linear in the gradient)
+    pass partial   operators linear in their operands: P/R -> P/R
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import sympy
+
+from autopar.errors import RuleError
+from autopar.layout import NO_GRAD, Entry, shard
+
+Size = int | sympy.Expr
+Shape = tuple[Size, ...]
+
+_WORD = re.compile(r"\.\.\.|\([^)]*\)|\{[^}]*\}|[^\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How a value lies on one axis, and how its gradient does (`"-"`: it has none)."""
+
+    value: Entry
+    grad: Entry
+
+    def __str__(self) -> str:
+        return f"{self.value}|{self.grad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a node does on one mesh axis.
+
+    `factor` names it (`"b"`, `"o/3"`, `""` replicated, `"grad"`, `"P"`); `ins` has a use per tensor operand in argument
+    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough.
+    """
+
+    factor: str
+    ins: tuple[Use, ...]
+    outs: tuple[Use, ...]
+    run: str = ""
+    split: bool = False  # whether the work divides by the size of the axis
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dim of one tensor: its factors, major first (`join` "x"), or its pieces side by side (`join` "|")."""
+
+    factors: tuple[str, ...]
+    join: str = "x"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parsed rule string, before it meets shapes: dims per operand and output, and the marks of factors."""
+
+    ins: tuple[tuple[Dim | None, ...], ...]  # None stands for "..."
+    outs: tuple[tuple[Dim | None, ...], ...]
+    whole: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator, as rules see it: tensors are `Tensor`s, everything else is itself."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[Tensor, ...]
+
+    @property
+    def ins(self) -> tuple[Tensor, ...]:
+        """The tensor operands in argument order (args, then kwargs; lists flattened)."""
+        found: list[Tensor] = []
+        _collect((self.args, tuple(self.kwargs.values())), found)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape (ints or sympy expressions), whether it carries a gradient, and the hint sizes used for divisibility."""
+
+    shape: Shape
+    grad: bool = True
+    hint: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Concrete sizes: the hint, or the shape itself when that is static."""
+        return self.hint or tuple(int(n) for n in self.shape)
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _collect(item, found)
+
+
+@cache
+def parse(text: str) -> Spec:
+    """Parse a rule string. Raises RuleError on anything malformed."""
+    if text.count("->") != 1:
+        raise RuleError(f"rule {text!r} must have exactly one '->'")
+    marks: dict[str, str] = {}
+    left, right = (side.strip() for side in text.split("->"))
+    ins = tuple(_operand(part, marks, text) for part in left.split(",")) if left else ()
+    outs = tuple(_operand(part, marks, text) for part in right.split(",")) if right else ()
+    whole = tuple(f for f, mark in marks.items() if mark == "!")
+    runs = tuple((f, mark[1:]) for f, mark in marks.items() if mark[:1] == "@")
+    return Spec(ins, outs, whole, runs)
+
+
+def _operand(part: str, marks: dict[str, str], text: str) -> tuple[Dim | None, ...]:
+    dims: list[Dim | None] = []
+    for word in _WORD.findall(part):
+        if word == "...":
+            dims.append(None)
+        elif word[0] == "(":
+            dims.append(Dim(tuple(_factor(w, marks, text) for w in word[1:-1].split())))
+        elif word[0] == "{":
+            dims.append(Dim(tuple(_factor(w.strip(), marks, text) for w in word[1:-1].split("|")), "|"))
+        else:
+            dims.append(Dim((_factor(word, marks, text),)))
+    if dims.count(None) > 1:
+        raise RuleError(f"rule {text!r}: more than one '...' in {part.strip()!r}")
+    return tuple(dims)
+
+
+def _factor(word: str, marks: dict[str, str], text: str) -> str:
+    match = re.fullmatch(r"([A-Za-z]\w*|1)(!|@\w+)?", word)
+    if not match:
+        raise RuleError(f"rule {text!r}: {word!r} is not a factor (a name, with ! or @algorithm, or 1)")
+    name, mark = match.groups()
+    if mark:
+        marks[name] = mark
+    return name
+
+
+Place = tuple[int, Entry] | None  # (tensor dim, entry) where a factor sits in one tensor
+
+
+class Shaped:
+    """A rule fitted to the shapes of one call: factor sizes, and where each factor sits in each tensor."""
+
+    def __init__(self, spec: Spec, call: Call, text: str) -> None:
+        self.spec, self.call = spec, call
+        if len(spec.ins) != len(call.ins) or len(spec.outs) != len(call.outs):
+            raise RuleError(f"rule {text!r} for {call.target}: it has {len(spec.ins)} operands and {len(spec.outs)} outputs, "
+                            f"the call {len(call.ins)} and {len(call.outs)}")
+        rank = max([len(t.shape) - len(d) + 1 for d, t in self._pairs() if None in d], default=0)
+        self.ins = tuple(_spread(d, t, rank, text) for d, t in zip(spec.ins, call.ins, strict=True))
+        self.outs = tuple(_spread(d, t, rank, text) for d, t in zip(spec.outs, call.outs, strict=True))
+        self.sizes: dict[str, int] = {}
+        self.symbolic: dict[str, bool] = {}
+        for dims, tensor in zip((*self.ins, *self.outs), (*call.ins, *call.outs), strict=True):
+            for dim, size, shape in zip(dims, tensor.sizes, tensor.shape, strict=True):
+                if len(dim.factors) == 1:
+                    self._see(dim.factors[0], size, not isinstance(shape, int), text)
+        self._solve_compounds(text)
+
+    def _pairs(self) -> list[tuple[tuple[Dim | None, ...], Tensor]]:
+        return [*zip(self.spec.ins, self.call.ins, strict=True), *zip(self.spec.outs, self.call.outs, strict=True)]
+
+    def _see(self, factor: str, size: int, symbolic: bool, text: str) -> None:
+        if factor == "1":
+            return
+        if self.sizes.setdefault(factor, size) != size:
+            raise RuleError(f"rule {text!r} for {self.call.target}: factor {factor} is {self.sizes[factor]} in one tensor "
+                            f"and {size} in another")
+        self.symbolic[factor] = self.symbolic.get(factor, False) or symbolic
+
+    def _solve_compounds(self, text: str) -> None:
+        """Sizes of factors that only occur inside compound dims: one unknown per dim can be found."""
+        pending = [(dim, size, not isinstance(shape, int)) for dims, t in
+                   zip((*self.ins, *self.outs), (*self.call.ins, *self.call.outs), strict=True)
+                   for dim, size, shape in zip(dims, t.sizes, t.shape, strict=True) if len(dim.factors) > 1]
+        for _ in range(len(pending) + 1):
+            for dim, size, symbolic in pending:
+                unknown = [f for f in dim.factors if f not in self.sizes and f != "1"]
+                if len(unknown) == 1:
+                    known = [self.sizes[f] for f in dim.factors if f in self.sizes]
+                    found = size - sum(known) if dim.join == "|" else size // max(1, math.prod(known))
+                    self._see(unknown[0], found, symbolic, text)
+
+    def place(self, factor: str, dims: Sequence[Dim]) -> Place:
+        """Where `factor` sits in a tensor, with the entry that splits it there; None where the tensor lacks it."""
+        for index, dim in enumerate(dims):
+            if factor in dim.factors and dim.join == "x":
+                before = math.prod(self.sizes[f] for f in dim.factors[:dim.factors.index(factor)] if f != "1")
+                return index, shard(index, (1,) * before)
+        return None
+
+    def divides(self, factor: str, ways: int) -> bool:
+        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else if long enough."""
+        size = self.sizes[factor]
+        even = self.symbolic[factor] or not self.plain(factor)
+        return size % ways == 0 if even else size >= ways
+
+    def plain(self, factor: str) -> bool:
+        """Whether `factor` is a dim of its own wherever it occurs."""
+        return all(len(d.factors) == 1 for dims in (*self.ins, *self.outs) for d in dims if factor in d.factors)
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Factors that split together: the pieces of each side-by-side dim; every other factor by itself."""
+        joint: list[tuple[str, ...]] = []
+        for dims in (*self.ins, *self.outs):
+            joint += [d.factors for d in dims if d.join == "|" and d.factors not in joint]
+        taken = {f for group in joint for f in group}
+        return joint + [(f,) for f in self.sizes if f not in taken]
+
+
+def _spread(dims: Sequence[Dim | None], tensor: Tensor, rank: int, text: str) -> tuple[Dim, ...]:
+    """Replace `...` by named dims, aligned to the right, and mark size-1 dims of a broadcast as `1`."""
+    extra = len(tensor.shape) - (len(dims) - 1 if None in dims else len(dims))
+    if extra < 0 or (None not in dims and extra):
+        raise RuleError(f"rule {text!r}: operand written with {len(dims)} dims has shape {tensor.shape}")
+    out: list[Dim] = []
+    for dim in dims:
+        if dim is not None:
+            out.append(dim)
+            continue
+        names = [Dim((f"_{rank - extra + i}",)) for i in range(extra)]
+        at = len(out)
+        out += [Dim(("1",)) if tensor.shape[at + i] == 1 else d for i, d in enumerate(names)]
+    return tuple(out)
+
+
+def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str = "P",
+            sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
+    """Everything that `call` can do on an axis of `ways` ranks, by rule `text`; replicated first.
+
+    `linear` is "" , "all" (linear in all operands together: add, view) or "each" (linear in each one alone: mul,
+    matmul). `reduce` names the partial result of summed-over factors. `sections` lists sections in absolute sizes
+    that dims of other operators are known to have (fused projections): a plain factor whose size is their sum may be
+    cut section by section.
+    """
+    spec = parse(text)
+    shaped = Shaped(spec, call, text)
+    out = [_uniform(call, "", "R", "R")]
+    if any(t.grad for t in call.outs):
+        out.append(_uniform(call, "grad", "R", "P"))
+    for group in shaped.groups():
+        if any(f in spec.whole or f == "1" for f in group):
+            continue
+        out += _split(shaped, group, ways, reduce, sections)
+    return out + _linear(call, linear)
+
+
+def _uniform(call: Call, name: str, value: Entry, grad: Entry) -> Option:
+    return Option(name, tuple(_use(t, value, grad) for t in call.ins), tuple(_use(t, value, grad) for t in call.outs))
+
+
+def _use(tensor: Tensor, value: Entry, grad: Entry) -> Use:
+    return Use(value, grad if tensor.grad else NO_GRAD)
+
+
+def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
+           sections: Sequence[tuple[int, ...]]) -> list[Option]:
+    call = shaped.call
+    if not all(shaped.divides(f, ways) for f in group):
+        return []
+    run = dict(shaped.spec.runs).get(group[0], "")
+    variants: list[tuple[int, ...]] = [(1,)]
+    if len(group) == 1 and shaped.plain(group[0]):
+        variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
+    found = []
+    for cut in variants:
+        ins = tuple(_place_use(shaped, group, dims, t, cut, False, reduce) for dims, t in zip(shaped.ins, call.ins, strict=True))
+        outs = tuple(_place_use(shaped, group, dims, t, cut, True, reduce) for dims, t in zip(shaped.outs, call.outs, strict=True))
+        if reduce != "P" and any(u.value == reduce and t.grad for u, t in zip(outs, call.outs, strict=True)):
+            continue  # the gradient of a maximum goes to one rank only: no layout describes it
+        name = "|".join(group) + ("" if len(cut) == 1 else "/" + ":".join(map(str, cut)))
+        found.append(Option(name, ins, outs, run, split=True))
+    return found
+
+
+def _place_use(shaped: Shaped, group: tuple[str, ...], dims: Sequence[Dim], tensor: Tensor, cut: tuple[int, ...],
+               output: bool, reduce: str) -> Use:
+    for index, dim in enumerate(dims):
+        if dim.join == "|" and dim.factors == group:
+            return _use(tensor, entry := shard(index, tuple(shaped.sizes[f] for f in group)), entry)
+    for factor in group:
+        if place := shaped.place(factor, dims):
+            entry = shard(place[0], cut) if len(cut) > 1 else place[1]
+            return _use(tensor, entry, entry)
+    return _use(tensor, reduce, "R") if output else _use(tensor, "R", "P")
+
+
+def _linear(call: Call, linear: str) -> list[Option]:
+    if not linear or not call.ins:
+        return []
+    if linear == "all":
+        return [_uniform(call, "P", "P", "R")]
+    out = []
+    outs = tuple(_use(t, "P", "R") for t in call.outs)
+    for i, operand in enumerate(call.ins):
+        if operand.grad or not any(t.grad for t in call.outs):
+            ins = tuple(_use(t, "P", "R") if j == i else _use(t, "R", "P") for j, t in enumerate(call.ins))
+            out.append(Option(f"P{i}", ins, outs))
+    return out

@@ -1,0 +1,30 @@
+"""A row of the rule table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.rules.language import Call, Option, options
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one operator may be split.
+
+    `spec` is a rule string, or a function that writes it for one call. `linear` is "", "all" (linear in all operands
+    together: add, view, sum) or "each" (linear in each operand alone: mul, matmul). `reduce` names the partial result
+    that a split of a summed-over factor leaves: "P" (a sum), "Pmax", "Pmin".
+    """
+
+    spec: str | Callable[[Call], str]
+    linear: str = ""
+    reduce: str = "P"
+
+    def text(self, call: Call) -> str:
+        """The rule string for one call."""
+        return self.spec if isinstance(self.spec, str) else self.spec(call)
+
+    def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
+        """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
+        return options(self.text(call), call, ways, linear=self.linear, reduce=self.reduce, sections=sections)

@@ -1,0 +1,44 @@
+"""Passes over captured graphs: fx graph -> fx graph, one per file.
+
+A pass is `def name(gm: fx.GraphModule, **options) -> fx.GraphModule`; `passes.run.run` applies a tuple of them, and the
+tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract of docs/internals.md; `ANNOTATE` adds facts.
+"""
+
+from __future__ import annotations
+
+from passes.batch_norm import batch_norm
+from passes.causal_masks import causal_masks
+from passes.drop_devices import drop_devices
+from passes.drop_noops import drop_noops
+from passes.inline_no_grad import inline_no_grad
+from passes.inplace import inplace
+from passes.lint import lint
+from passes.losses import losses
+from passes.matmul import matmul
+from passes.means import means
+from passes.provenance import provenance
+from passes.run import Pass, run
+from passes.sink_flatten import sink_flatten
+from passes.spellings import spellings
+from passes.split_ops import split_ops
+
+NORMALIZE: tuple[Pass, ...] = (
+    provenance,
+    inline_no_grad,
+    drop_devices,
+    batch_norm,
+    inplace,
+    spellings,
+    drop_noops,
+    causal_masks,
+    matmul,
+    sink_flatten,
+    split_ops,
+    losses,
+    means,
+    drop_noops,
+    lint,
+)
+"""From an exported graph to the contract."""
+
+__all__ = ["NORMALIZE", "Pass", "run"]

@@ -1,0 +1,83 @@
+"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: buffers as placeholders, provenance.
+    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs.
+    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics.
+    """
+    for node in edit.calls(gm, aten.batch_norm.default):
+        given = edit.args_of(node)
+        with edit.before(node):
+            edit.replace(node, _training(gm, node, given) if _uses_batch(given) else _evaluation(node, given))
+    gm.recompile()
+    return gm
+
+
+def _uses_batch(given: dict[str, Any]) -> bool:
+    return bool(given["training"]) or given["running_mean"] is None
+
+
+def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    """With n elements per channel: mean = sum(x)/n, var = sum((x - mean)^2)/n, (x - mean) * rsqrt(var + eps) * w + b."""
+    x: fx.Node = given["input"]
+    dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
+    count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
+    mean = _op(node, aten.div.Tensor, _op(node, aten.sum.dim_IntList, x, dims, True), count)
+    centred = _op(node, aten.sub.Tensor, x, mean)
+    squares = _op(node, aten.sum.dim_IntList, _op(node, aten.mul.Tensor, centred, centred), dims, True)
+    variance = _op(node, aten.div.Tensor, squares, count)
+    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
+    result = _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
+    if given["running_mean"] is not None and given["training"]:
+        fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
+        unbiased = _op(node, aten.div.Tensor, squares, fewer)
+        _track(gm, node, given["running_mean"], mean, given["momentum"])
+        _track(gm, node, given["running_var"], unbiased, given["momentum"])
+    return result
+
+
+def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    """(x - running_mean) * rsqrt(running_var + eps) * w + b, every statistic as [c, 1, ...]."""
+    mean, var = _per_channel(node, given["running_mean"], given), _per_channel(node, given["running_var"], given)
+    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, var, given["eps"]))
+    centred = _op(node, aten.sub.Tensor, given["input"], mean)
+    return _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
+
+
+def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
+    if given["weight"] is not None:
+        value = _op(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
+    if given["bias"] is not None:
+        value = _op(node, aten.add.Tensor, value, _per_channel(node, given["bias"], given))
+    return value
+
+
+def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
+    """[c] as [c, 1, ...] that broadcasts against the input [n, c, ...]."""
+    trailing = len(facts.shape(given["input"])) - 2
+    return _op(node, aten.reshape.default, value, [-1] + [1] * trailing) if trailing else value
+
+
+def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, momentum: float) -> None:
+    """running <- (1 - momentum) * running + momentum * batch, without gradient."""
+    fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
+    old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
+    edit.mutate_buffer(gm, running, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)))
+
+
+def _op(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    return edit.call(node.graph, target, args, like=node)

@@ -1,0 +1,72 @@
+"""Recognises attention masks that are causal, or that hide nothing.
+
+A mask built from sizes only is evaluated at several sizes and compared with the causal one; a causal mask becomes
+`is_causal=True`, so that fused kernels run and queries can be split without a mask to slice.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, fx
+
+from passes import edit, facts
+from passes.evaluate import depends_on_sizes_only, evaluate, free_symbols
+
+aten = torch.ops.aten
+
+SIZES = (5, 2, 8)
+"""Numbers put in for each symbol; all pairs and triples are tried, so batch and sequence differ in some."""
+HIDDEN = -1e4
+"""An additive mask at or below this hides a position: exp(-1e4) is 0 in every dtype."""
+
+
+def causal_masks(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops with devices dropped.
+    does: evaluates each attention mask that no input, buffer or parameter goes into.
+    gives: `is_causal=True` for a causal mask, no mask for one that hides nothing; all other masks stay.
+    """
+    verdicts: dict[fx.Node, str] = {}
+    for node in edit.calls(gm, aten.scaled_dot_product_attention.default):
+        given = edit.args_of(node)
+        mask = given["attn_mask"]
+        if mask is None:
+            continue
+        if mask not in verdicts:
+            verdicts[mask] = verdict(mask)
+        square = facts.shape(given["query"])[-2] == facts.shape(given["key"])[-2]
+        causal = verdicts[mask] == "causal" and square
+        if causal or verdicts[mask] == "open":
+            node.args = (given["query"], given["key"], given["value"], None, given["dropout_p"], causal)
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key in ("scale", "enable_gqa")}
+    return edit.finish(gm)
+
+
+def verdict(mask: fx.Node) -> str:
+    """ "causal", "open" (hides nothing) or "other" for the mask [..., q, k] that this node gives."""
+    nodes = depends_on_sizes_only(mask)
+    if nodes is None:
+        return "other"
+    symbols = free_symbols(nodes)
+    found: list[str] = []
+    for numbers in itertools.product(SIZES, repeat=len(symbols)):
+        found.append(_kind(evaluate(nodes, dict(zip(symbols, numbers, strict=True)))))
+        if found[-1] != found[0]:
+            return "other"
+    return found[0]
+
+
+def _kind(mask: Tensor) -> str:
+    if mask.dtype == torch.bool:
+        seen = mask
+    else:
+        seen = mask == 0
+        if not bool((seen | (mask <= HIDDEN)).all()):
+            return "other"
+    if bool(seen.all()):
+        return "open"
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return "other"
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    return "causal" if bool((seen == causal).all()) else "other"

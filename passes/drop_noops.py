@@ -1,0 +1,123 @@
+"""Removes what changes nothing: asserts, casts to the same dtype, dropout that drops nothing, copies, whole slices.
+
+`clone` and `contiguous` are the identity because ops are functional here, and because every `view` has become a
+`reshape`, which needs no particular strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.grads import needs_grad
+
+aten = torch.ops.aten
+
+ASSERTS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+    torch._check,
+)
+
+
+def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops.
+    does: removes ops that give their input unchanged, asserts, and calls that nothing uses.
+    gives: the same values with fewer nodes.
+    """
+    for node in edit.calls(gm, *ASSERTS):
+        gm.graph.erase_node(node)
+    for node in edit.calls(gm):
+        if node.target in IDENTITY and IDENTITY[node.target](node):
+            operand = node.args[0]
+            assert isinstance(operand, fx.Node)
+            edit.replace(node, operand)
+    _drop_detach(gm)
+    return edit.finish(gm)
+
+
+def _drop_detach(gm: fx.GraphModule) -> None:
+    """A detach of what carries no gradient anyway is a no-op."""
+    carries = needs_grad(gm)
+    for node in edit.calls(gm, aten.detach.default):
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        if not carries[operand]:
+            edit.replace(node, operand)
+
+
+def _always(node: fx.Node) -> bool:
+    return True
+
+
+def _same_dtype(node: fx.Node) -> bool:
+    return facts.dtype(node) == facts.dtype(node.args[0])  # type: ignore[arg-type]
+
+
+def _same_shape(node: fx.Node) -> bool:
+    return facts.shape(node) == facts.shape(node.args[0])  # type: ignore[arg-type]
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    given = edit.args_of(node)
+    return given["p"] == 0 or not given.get("train", given.get("training", True))
+
+
+def _whole_slice(node: fx.Node) -> bool:
+    return edit.args_of(node)["step"] == 1 and _same_shape(node)
+
+
+def _swaps_nothing(node: fx.Node) -> bool:
+    rank = len(facts.shape(node))
+    return int(node.args[1]) % rank == int(node.args[2]) % rank  # type: ignore[arg-type]
+
+
+def _permutes_nothing(node: fx.Node) -> bool:
+    dims: Any = node.args[1]
+    return [dim % len(dims) for dim in dims] == list(range(len(dims)))
+
+
+def _neutral(number: float) -> Callable[[fx.Node], bool]:
+    def check(node: fx.Node) -> bool:
+        other = node.args[1]
+        return not isinstance(other, fx.Node) and other == number and _same_dtype(node) and _same_shape(node)
+
+    return check
+
+
+def _pads_nothing(node: fx.Node) -> bool:
+    pads: Any = node.args[1]
+    return all(isinstance(pad, int) and pad == 0 for pad in pads)
+
+
+IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
+    aten.add.Tensor: _neutral(0),
+    aten.alias.default: _always,
+    aten.clone.default: _always,
+    aten.constant_pad_nd.default: _pads_nothing,
+    aten.contiguous.default: _always,
+    aten.div.Tensor: _neutral(1),
+    aten.dropout.default: _drops_nothing,
+    aten.expand.default: _same_shape,
+    aten.expand_as.default: _same_shape,
+    aten.feature_dropout.default: _drops_nothing,
+    aten.lift_fresh_copy.default: _always,
+    aten.mul.Tensor: _neutral(1),
+    aten.pad.default: _pads_nothing,
+    aten.permute.default: _permutes_nothing,
+    aten.repeat.default: _same_shape,
+    aten.reshape.default: _same_shape,
+    aten.slice.Tensor: _whole_slice,
+    aten.squeeze.dim: _same_shape,
+    aten.sub.Tensor: _neutral(0),
+    aten.to.dtype: _same_dtype,
+    aten.transpose.int: _swaps_nothing,
+}

@@ -1,0 +1,187 @@
+"""Small tools to change a captured graph and keep `meta["val"]` right.
+
+A new node gets its value by running its op on the fake values of its arguments under their own fake mode, so symbolic
+sizes stay symbolic. Example: replace `relu(x)` by `x * (x > 0)`:
+
+    with before(node):
+        mask = call(node.graph, aten.gt.Scalar, (x, 0), like=node)
+        replace(node, call(node.graph, aten.mul.Tensor, (x, mask), like=node))
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from passes._torch import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+
+COPIED_META = ("module", "source", "nn_module_stack", "stack_trace")
+
+
+def before(node: fx.Node) -> AbstractContextManager[None]:
+    """Context in which new nodes are put in front of `node`."""
+    return node.graph.inserting_before(node)
+
+
+def after(node: fx.Node) -> AbstractContextManager[None]:
+    """Context in which new nodes are put right behind `node`."""
+    return node.graph.inserting_after(node)
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """New `call_function` node at the graph's insertion point; module path and source line are those of `like`.
+
+    Its `meta["val"]` is computed from the values of its arguments. Raises KeyError when an argument has none.
+    """
+    node = graph.call_function(target, args, kwargs or {})
+    for key in COPIED_META:
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["val"] = infer(node)
+    return node
+
+
+def infer(node: fx.Node) -> Any:
+    """Value of `node` (fake tensor, symbolic int, or a sequence of them) from the values of its arguments."""
+    args = map_arg(node.args, lambda n: n.meta["val"])
+    kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
+    assert callable(node.target), f"only calls have values to infer, got {node.op} {node.name}"
+    mode = fake_mode(node.graph)
+    if mode is None:
+        return node.target(*args, **kwargs)
+    # Factory ops carry no device in a captured graph; their value must lie where all other values lie.
+    with torch.no_grad(), mode, torch.device(device(node.graph)):
+        return node.target(*args, **kwargs)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """Fake mode of the values in the graph, or None when the graph holds no fake tensor."""
+    found = _first_fake(graph)
+    return None if found is None else found.fake_mode
+
+
+def device(graph: fx.Graph) -> torch.device:
+    """Device of the values in the graph (the meta device for a model captured there), "cpu" when there are none."""
+    found = _first_fake(graph)
+    return torch.device("cpu") if found is None else found.device
+
+
+def _first_fake(graph: fx.Graph) -> FakeTensor | None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, FakeTensor):
+                return item
+    return None
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """All users of `node` use `new` instead, and `node` goes away."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def args_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen node by the names in the op's schema, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    values: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            values[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            values[argument.name] = argument.default_value
+    return values
+
+
+def size(node: fx.Node, dim: int) -> int | fx.Node:
+    """Size of tensor dim `dim`: an int, or a new `sym_size` node where it is symbolic (at the insertion point)."""
+    value = node.meta["val"].shape[dim]
+    if isinstance(value, int):
+        return value
+    if value.node.is_constant():
+        return int(value)
+    return call(node.graph, aten.sym_size.int, (node, dim % node.meta["val"].dim()), like=node)
+
+
+def product(graph: fx.Graph, sizes: list[int | fx.Node], *, like: fx.Node) -> int | fx.Node:
+    """Product of sizes that may be symbolic: one int, or a chain of multiplications (at the insertion point)."""
+    static = 1
+    result: fx.Node | None = None
+    for item in sizes:
+        if isinstance(item, int):
+            static *= item
+        else:
+            result = item if result is None else call(graph, operator.mul, (result, item), like=like)
+    if result is None:
+        return static
+    return result if static == 1 else call(graph, operator.mul, (result, static), like=like)
+
+
+def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+    """The `call_function` nodes of these targets (all when none is named), in order; the graph may change meanwhile."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and (not targets or node.target in targets):
+            yield node
+
+
+def drop_dead(gm: fx.GraphModule) -> None:
+    """Removes calls that nothing uses. Only right when ops are functional, so not before `inplace`."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            gm.graph.erase_node(node)
+
+
+def finish(gm: fx.GraphModule) -> fx.GraphModule:
+    """Drops what nothing uses any more, makes the Python code of the graph anew, and returns `gm`."""
+    drop_dead(gm)
+    gm.recompile()
+    return gm
+
+
+def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node) -> None:
+    """Says that `buffer` (a placeholder) holds `value` from here on: later reads see it, and it becomes an output.
+
+    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; a second mutation takes the first one's place.
+    """
+    redirect_later(buffer, value, behind=value)
+    fqn = buffer.meta["fqn"]
+    outputs: list[dict[str, str]] = gm.meta["outputs"]
+    last = output_node(gm)
+    values = list(last.args[0])  # type: ignore[arg-type]
+    for index, entry in enumerate(outputs):
+        if entry["kind"] == "mutation" and entry["target"] == fqn:
+            values[index] = value
+            break
+    else:
+        outputs.append({"name": fqn, "kind": "mutation", "target": fqn})
+        values.append(value)
+    last.args = (tuple(values),)
+
+
+def redirect_later(old: fx.Node, new: fx.Node, *, behind: fx.Node) -> None:
+    """Users of `old` that come after `behind` use `new` instead."""
+    for user in list(old.users):
+        if behind < user and user is not new:
+            user.replace_input_with(old, new)
+
+
+def output_node(gm: fx.GraphModule) -> fx.Node:
+    """The output node of the graph (its last node)."""
+    return next(iter(reversed(gm.graph.nodes)))

@@ -1,0 +1,66 @@
+"""Evaluates what depends on sizes only, with numbers put in for the symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from passes import facts
+
+aten = torch.ops.aten
+
+RANDOM = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default,
+          aten.bernoulli.default, aten.dropout.default, aten.empty.memory_format, aten.empty_like.default)  # fmt: skip
+
+
+def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
+    """The calls that `node` is made of, in order, when none reads the content of a placeholder; else None.
+
+    None too when there are more than `limit` of them or one is random.
+    """
+    found: dict[fx.Node, None] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if one in found:
+            continue
+        if one.op != "call_function" or one.target in RANDOM or len(found) >= limit:
+            return None
+        found[one] = None
+        if not is_size(one):
+            waiting.extend(one.all_input_nodes)
+    return sorted(found)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node gives a size (an int or a symbolic int) and not a tensor."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def free_symbols(nodes: list[fx.Node]) -> list[sympy.Symbol]:
+    """Symbols of the shape environment in the values of these nodes, by name."""
+    found: dict[str, sympy.Symbol] = {}
+    for node in nodes:
+        held = node.meta["val"]
+        sizes = [held] if is_size(node) else [size for tensor in facts.tensors(node) for size in tensor.shape]
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                found.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
+    return [found[name] for name in sorted(found)]
+
+
+def evaluate(nodes: list[fx.Node], numbers: dict[sympy.Symbol, int]) -> Any:
+    """Value of the last of `nodes` (from depends_on_sizes_only) on the CPU, with these numbers for the symbols."""
+    held: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if is_size(node):
+            size = node.meta["val"]
+            held[node] = size if isinstance(size, int) else int(size.node.expr.xreplace(numbers))
+            continue
+        args = fx.map_arg(node.args, lambda n: held[n])
+        kwargs = fx.map_arg({k: v for k, v in node.kwargs.items() if k != "device"}, lambda n: held[n])
+        held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return held[nodes[-1]]

@@ -1,0 +1,145 @@
+"""What is known about a node: sizes, dtype, bytes, FLOPs, where it comes from.
+
+Sizes are ints or sympy expressions in the friendly symbols of `gm.meta["symbols"]` (friendly name -> symbol of the shape
+environment), for example `b*s` and never `s72*s38`. A fact that a pass should have put there raises and names the pass.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+Size = int | sympy.Expr
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The friendly symbol of that name (positive integer), as used in every size and formula."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def symbols(gm: fx.GraphModule) -> dict[str, sympy.Symbol]:
+    """Friendly name -> friendly symbol, for all symbolic sizes of the graph."""
+    return {name: symbol(name) for name in gm.meta.get("symbols", {})}
+
+
+def renames(gm: torch.nn.Module | None) -> tuple[tuple[sympy.Symbol, sympy.Symbol], ...]:
+    """Pairs (symbol of the shape environment, friendly symbol) of `gm.meta["symbols"]`."""
+    named = getattr(gm, "meta", {}).get("symbols", {})
+    return tuple((original, symbol(name)) for name, original in named.items())
+
+
+@lru_cache(maxsize=100_000)
+def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbol], ...]) -> Size:
+    result = expression.xreplace(dict(pairs))
+    return int(result) if result.is_Integer else result
+
+
+def value(node: fx.Node) -> Any:
+    """`meta["val"]` of a node. Raises ValueError when it has none."""
+    if "val" not in node.meta:
+        raise ValueError(f"node {node.name} ({where(node)}) has no value: capture should have set meta['val']")
+    return node.meta["val"]
+
+
+def as_size(item: int | torch.SymInt, gm: torch.nn.Module | None) -> Size:
+    """A size as an int or as a sympy expression in the friendly symbols of `gm`."""
+    if isinstance(item, int):
+        return item
+    return _rename(item.node.expr, renames(gm))
+
+
+def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:
+    """Sizes of the tensor that `node` gives; `index` picks one of several results.
+
+    Raises ValueError for a node that gives several tensors when no index is named, or no tensor at all.
+    """
+    tensor = _tensor(node, index)
+    return tuple(as_size(size, node.graph.owning_module) for size in tensor.shape)
+
+
+def numel(node: fx.Node, index: int | None = None) -> Size:
+    """Number of elements of the tensor that `node` gives."""
+    result: Size = 1
+    for size in shape(node, index):
+        result = result * size
+    return result
+
+
+def dtype(node: fx.Node, index: int | None = None) -> torch.dtype:
+    """Element type of the tensor that `node` gives."""
+    return _tensor(node, index).dtype
+
+
+def nbytes(node: fx.Node) -> Size:
+    """Bytes of everything that `node` gives (0 for sizes and other scalars)."""
+    result: Size = 0
+    gm = node.graph.owning_module
+    for tensor in tensors(node):
+        count: Size = tensor.element_size()
+        for size in tensor.shape:
+            count = count * as_size(size, gm)
+        result = result + count
+    return result
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The fake tensors that `node` gives: one, several, or none for a size."""
+    held = value(node)
+    items = held if isinstance(held, (tuple, list)) else (held,)
+    return tuple(item for item in items if isinstance(item, torch.Tensor))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node gives exactly one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether the node gives a floating point tensor, or several of which one is."""
+    return any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors(node))
+
+
+def flops(node: fx.Node) -> Size:
+    """Forward FLOPs of the node. Raises ValueError before `annotate_flops` ran."""
+    return _annotated(node, "flops", "annotate_flops")
+
+
+def backward_flops(node: fx.Node) -> Size:
+    """FLOPs of the node's backward. Raises ValueError before `annotate_flops` ran."""
+    return _annotated(node, "backward_flops", "annotate_flops")
+
+
+def read_bytes(node: fx.Node) -> Size:
+    """Bytes that the node reads from memory in forward. Raises ValueError before `annotate_memory` ran."""
+    return _annotated(node, "read_bytes", "annotate_memory")
+
+
+def written_bytes(node: fx.Node) -> Size:
+    """Bytes that the node writes to memory in forward. Raises ValueError before `annotate_memory` ran."""
+    return _annotated(node, "written_bytes", "annotate_memory")
+
+
+def where(node: fx.Node) -> str:
+    """Module path and source line of a node for messages: `transformer.h.0.attn (modeling_gpt2.py:41)`."""
+    module = node.meta.get("module") or "the top module"
+    source = node.meta.get("source")
+    return f"{module} ({source})" if source else module
+
+
+def _annotated(node: fx.Node, key: str, pass_name: str) -> Any:
+    if key not in node.meta:
+        raise ValueError(f"node {node.name} ({where(node)}) has no {key}: run the pass {pass_name} first")
+    return node.meta[key]
+
+
+def _tensor(node: fx.Node, index: int | None) -> torch.Tensor:
+    held = value(node)
+    if index is not None:
+        held = held[index]
+    if not isinstance(held, torch.Tensor):
+        raise ValueError(f"node {node.name} ({where(node)}) gives {type(held).__name__}, wanted one tensor")
+    return held

@@ -1,0 +1,33 @@
+"""Which values carry gradients: what a parameter reaches by differentiable float values."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import facts
+
+aten = torch.ops.aten
+
+STOPS = (aten.detach.default, aten.argmax.default, aten.argmin.default, aten.sign.default, aten.zeros_like.default,
+         aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
+         aten.new_ones.default, aten.new_full.default)  # fmt: skip
+
+
+def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
+    """For each node whether a gradient flows into it in training.
+
+    Float parameters do unless `meta["requires_grad"]` is False; inputs, buffers and constants do not, except body
+    placeholders that say so by `meta["requires_grad"]`; a call does when its result is float and an operand does.
+    """
+    found: dict[fx.Node, bool] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            default = node.meta.get("role") == "param"
+            found[node] = bool(node.meta.get("requires_grad", default)) and facts.is_float(node)
+        elif node.op in ("call_function", "call_module"):
+            carries = node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes)
+            found[node] = carries and "val" in node.meta and facts.is_float(node)
+        else:
+            found[node] = False
+    return found

@@ -1,0 +1,82 @@
+"""Inlines `no_grad` and `autocast` regions.
+
+Export wraps such a region as one higher-order call of a subgraph. Inlining a `no_grad` region without more would let
+gradients flow through it, silently; so each float value that leaves it passes `aten.detach`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.autocast import write_casts
+
+aten = torch.ops.aten
+_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: regions as `wrap_with_set_grad_enabled` and `wrap_with_autocast` calls of subgraphs.
+    does: inlines them, detaches what leaves a disabled region, writes autocast's casts out.
+    gives: a graph without higher-order calls of these kinds; ValueError for grad enabled inside a no_grad region.
+    """
+    _flatten(gm, grad=True)
+    gm.recompile()
+    return gm
+
+
+def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
+    for node in edit.calls(gm, _GRAD, _AUTOCAST):
+        enabled = grad
+        if node.target is _GRAD:
+            enabled, body_node, *operands = node.args  # type: ignore[assignment]
+            if enabled and not grad:
+                raise ValueError(
+                    f"gradients are enabled inside a no_grad region at {facts.where(node)}: "
+                    "take the enable_grad part out of the no_grad region"
+                )
+        else:
+            body_node, *operands = node.args[4:]
+        assert isinstance(body_node, fx.Node)
+        body = gm.get_submodule(str(body_node.target))
+        assert isinstance(body, fx.GraphModule)
+        _flatten(body, grad=enabled)
+        if node.target is _AUTOCAST and node.args[2]:
+            write_casts(body)
+        results = _copy(body, node, operands)
+        if grad and not enabled:
+            results = [_detached(result, node) for result in results]
+        _hand_out(node, results)
+        gm.graph.erase_node(node)
+        if not body_node.users:
+            gm.graph.erase_node(body_node)
+    gm.delete_all_unused_submodules()
+
+
+def _copy(body: fx.GraphModule, at: fx.Node, operands: list[Any]) -> list[Any]:
+    """Copies the body of a region in front of `at`; gives what the region returns."""
+    holders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    env: dict[fx.Node, Any] = dict(zip(holders, operands, strict=True))
+    with edit.before(at):
+        returned = at.graph.graph_copy(body.graph, env)
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def _detached(result: Any, region: fx.Node) -> Any:
+    if not isinstance(result, fx.Node) or not facts.is_float(result):
+        return result
+    with edit.before(region):
+        return edit.call(region.graph, aten.detach.default, (result,), like=result)
+
+
+def _hand_out(region: fx.Node, results: list[Any]) -> None:
+    for user in list(region.users):
+        if user.target is not operator.getitem:
+            raise ValueError(f"the region {region.name} at {facts.where(region)} is used whole by {user.name}")
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        region.graph.erase_node(user)

@@ -1,0 +1,185 @@
+"""Replaces in-place ops by their functional twins.
+
+`y = x.view(...); y.mul_(2); use(x)` is only the same without mutation when whoever sees the memory of `x` later gets the
+new value. So: later uses of the mutated value use the twin's result; where the base of a view is used later, the result
+is written back into it (`slice_scatter`, `select_scatter`, ...); another view of the same memory used later is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def inplace(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: provenance; batch norm in training mode already decomposed.
+    does: replaces in-place calls by functional ones and redirects the later uses; a changed buffer becomes an output.
+    gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
+    """
+    for node in edit.calls(gm):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            _functionalize(gm, node)
+    return edit.finish(gm)
+
+
+def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    chain = _view_chain(base)
+    root = chain[-1]
+    _check_root(node, root)
+    with edit.before(node):
+        new = _twin(node, base)
+    node.replace_all_uses_with(new)
+    edit.redirect_later(base, new, behind=node)
+    if root.meta.get("role") == "buffer" or _used_later(chain[1:], node):
+        _write_back(node, chain, new)
+    _check_siblings(node, chain)
+    root_value = new if len(chain) == 1 else node.meta["written_back"]
+    if root.meta.get("role") == "buffer":
+        edit.mutate_buffer(gm, root, root_value)
+    gm.graph.erase_node(node)
+
+
+def _view_chain(base: fx.Node) -> list[fx.Node]:
+    """`base`, the value it is a view of, and so on up to the owner of the memory."""
+    chain = [base]
+    while _is_view(chain[-1]):
+        parent = chain[-1].args[0]
+        assert isinstance(parent, fx.Node)
+        chain.append(parent)
+    return chain
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result of `node` may share the memory of its first operand."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in (aten.clone.default, aten.lift_fresh_copy.default):
+        return False
+    return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
+
+
+def _check_root(node: fx.Node, root: fx.Node) -> None:
+    role = root.meta.get("role")
+    if role in ("param", "input", "constant"):
+        name = root.meta.get("fqn") or root.meta.get("input")
+        raise ValueError(
+            f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: "
+            "work on a copy, for example x = x.clone()"
+        )
+
+
+def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
+    return any(node < user for value in values for user in value.users)
+
+
+def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> None:
+    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later."""
+    written = new
+    for view, parent in zip(chain, chain[1:], strict=False):
+        scatter = SCATTERS.get(view.target)
+        if scatter is None:
+            raise ValueError(
+                f"{facts.where(node)} changes a view in place ({node.target} on {view.target}) whose base is used later; "
+                "autopar cannot write it back: work on a copy of the view, or build the result with torch.where or cat"
+            )
+        with edit.before(node):
+            written = scatter(parent, written, view)
+        edit.redirect_later(parent, written, behind=node)
+    node.meta["written_back"] = written
+
+
+def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
+    """Other views of the same memory, made before and used after the change, would miss it."""
+    for view in _views_below(chain[-1], node):
+        if view not in chain and _used_later([view], node):
+            raise ValueError(
+                f"{facts.where(node)} changes in place ({node.target}) what {view.name} ({facts.where(view)}) also sees "
+                "and uses later: work on a copy, for example x = x.clone()"
+            )
+
+
+def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+    for user in list(value.users):
+        if user < node and _is_view(user) and user.args[0] is value:
+            yield user
+            yield from _views_below(user, node)
+
+
+def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
+    """The functional call that gives what `base` holds after the in-place call `node`."""
+    target = node.target
+    if target is aten.copy_.default:
+        result = node.args[1]
+        assert isinstance(result, fx.Node)
+    elif target is aten.zero_.default:
+        result = edit.call(node.graph, aten.zeros_like.default, (base,), like=node)
+    elif target is aten.fill_.Scalar:
+        result = edit.call(node.graph, aten.full_like.default, (base, node.args[1]), like=node)
+    else:
+        result = edit.call(node.graph, functional(node), node.args, dict(node.kwargs), like=node)
+    if facts.dtype(result) != facts.dtype(base):
+        result = edit.call(node.graph, aten.to.dtype, (result, facts.dtype(base)), like=node)
+    if facts.shape(result) != facts.shape(base):
+        sizes = [edit.size(base, dim) for dim in range(len(facts.shape(base)))]
+        result = edit.call(node.graph, aten.expand.default, (result, sizes), like=node)
+    return result
+
+
+def functional(node: fx.Node) -> Callable[..., Any]:
+    """The functional op of an in-place one: `add_.Tensor` -> `add.Tensor`. Raises ValueError when there is none."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    namespace, name = target._schema.name.split("::")
+    plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), plain, None)
+    overload = getattr(packet, target._overloadname, None)
+    if plain == name or overload is None or overload._schema.is_mutable:
+        raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
+    return overload  # type: ignore[no-any-return]
+
+
+def _slice_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    return edit.call(view.graph, aten.slice_scatter.default, (parent, new, *view.args[1:]), like=view)
+
+
+def _select_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    return edit.call(view.graph, aten.select_scatter.default, (parent, new, *view.args[1:]), like=view)
+
+
+def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
+
+
+def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    sizes = [edit.size(parent, dim) for dim in range(len(facts.shape(parent)))]
+    return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
+
+
+def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    return new
+
+
+SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
+    aten.alias.default: _identity,
+    aten.detach.default: _identity,
+    aten.select.int: _select_scatter,
+    aten.slice.Tensor: _slice_scatter,
+    aten.squeeze.dim: _unview,
+    aten.transpose.int: _same_call,
+    aten.unsqueeze.default: _unview,
+    aten.view.default: _unview,
+}

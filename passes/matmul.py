@@ -1,0 +1,116 @@
+"""Matmuls without bias, and N-D instead of flattened.
+
+A contraction that is split over ranks gives partial sums; a bias inside the op would be added once per rank. So
+`linear(x, w, b)` becomes `linear(x, w) + b`, `addmm` becomes `matmul + b`, a convolution likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def matmul(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops in the plain spelling.
+    does: splits the bias off linear, addmm, baddbmm and convolutions; mm becomes matmul, or linear of a transpose.
+    gives: contractions without bias.
+    """
+    for node in edit.calls(gm):
+        if node.target in SPLITS:
+            with edit.before(node):
+                new = SPLITS[node.target](node)
+            if new is not None:
+                edit.replace(node, new)
+    return edit.finish(gm)
+
+
+def _linear(node: fx.Node) -> fx.Node | None:
+    given = edit.args_of(node)
+    if given["bias"] is None:
+        return None
+    product = edit.call(node.graph, aten.linear.default, (given["input"], given["weight"]), like=node)
+    return _add(node, product, given["bias"])
+
+
+def _mm(node: fx.Node) -> fx.Node:
+    return _product(node, node.args[0], node.args[1])
+
+
+def _matmul(node: fx.Node) -> fx.Node | None:
+    return None if _transposed(node.args[1]) is None else _product(node, node.args[0], node.args[1])
+
+
+def _product(node: fx.Node, left: Any, right: Any) -> fx.Node:
+    """`left @ right`, as a linear when `right` is a transposed matrix."""
+    weight = _transposed(right)
+    if weight is not None:
+        return edit.call(node.graph, aten.linear.default, (left, weight), like=node)
+    return edit.call(node.graph, aten.matmul.default, (left, right), like=node)
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """The matrix that `node` is the transpose of, if it is one."""
+    if not isinstance(node, fx.Node) or len(facts.shape(node)) != 2:
+        return None
+    if node.target not in (aten.t.default, aten.transpose.int, aten.permute.default):
+        return None
+    operand = node.args[0]
+    return operand if isinstance(operand, fx.Node) else None
+
+
+def _addmm(node: fx.Node) -> fx.Node:
+    given = edit.args_of(node)
+    product = _product(node, given["mat1"], given["mat2"])
+    return _add(node, _scaled(node, product, given["alpha"]), given["self"], given["beta"])
+
+
+def _baddbmm(node: fx.Node) -> fx.Node:
+    given = edit.args_of(node)
+    product = edit.call(node.graph, aten.bmm.default, (given["batch1"], given["batch2"]), like=node)
+    return _add(node, _scaled(node, product, given["alpha"]), given["self"], given["beta"])
+
+
+def _convolution(node: fx.Node) -> fx.Node | None:
+    given = edit.args_of(node)
+    bias = given["bias"]
+    if bias is None:
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    plain = tuple(None if name == "bias" else given[name] for name in names)
+    result = edit.call(node.graph, node.target, plain, like=node)  # type: ignore[arg-type]
+    spatial = len(facts.shape(given["weight"])) - 2
+    channels = edit.call(node.graph, aten.reshape.default, (bias, [-1] + [1] * spatial), like=node)
+    return _add(node, result, channels)
+
+
+def _scaled(node: fx.Node, value: Any, factor: Any) -> Any:
+    if not isinstance(factor, fx.Node) and factor == 1:
+        return value
+    return edit.call(node.graph, aten.mul.Tensor, (value, factor), like=node)
+
+
+def _add(node: fx.Node, value: fx.Node, bias: Any, factor: Any = 1) -> fx.Node:
+    if not isinstance(factor, fx.Node) and factor == 0:
+        return value
+    return edit.call(node.graph, aten.add.Tensor, (value, _scaled(node, bias, factor)), like=node)
+
+
+SPLITS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _mm,
+}

@@ -1,0 +1,36 @@
+"""Means as sum over number, so that a mean over a split dim is a partial sum and one division."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def means(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops.
+    does: `mean` over dims or all becomes `sum` divided by the number of elements, symbolic where sizes are.
+    gives: no means. In float16 the sum is taken in float32, as it may leave float16's range.
+    """
+    for node in edit.calls(gm, aten.mean.default, aten.mean.dim):
+        with edit.before(node):
+            edit.replace(node, _quotient(node))
+    return edit.finish(gm)
+
+
+def _quotient(node: fx.Node) -> fx.Node:
+    given = edit.args_of(node)
+    operand: fx.Node = given["self"]
+    rank = len(facts.shape(operand))
+    dims = [dim % rank for dim in given.get("dim") or range(rank)]
+    result = facts.dtype(node)
+    narrow = result == torch.float16
+    keywords = {"dtype": torch.float32} if narrow else {"dtype": given["dtype"]} if given["dtype"] else {}
+    args = (operand, dims, given.get("keepdim", False))
+    total = edit.call(node.graph, aten.sum.dim_IntList, args, keywords, like=node)
+    count = edit.product(node.graph, [edit.size(operand, dim) for dim in dims], like=node)
+    mean = edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
+    return edit.call(node.graph, aten.to.dtype, (mean, result), like=node) if narrow else mean

@@ -1,0 +1,85 @@
+"""Moves `reshape(x, [-1, h])` from in front of an op to behind it, where it meets its inverse and goes away.
+
+A reshape that merges batch and sequence forbids splitting the sequence. Ops that work on the last dim only (a linear, a
+softmax over the last dim, a pointwise op with a bias) do the same with and without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.tables import BINARY, LAST_DIM, UNARY
+
+aten = torch.ops.aten
+
+CONTRACTIONS = (aten.linear.default, aten.matmul.default)
+
+
+def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: contractions without bias, every change of sizes spelled `reshape`.
+    does: moves flattening reshapes behind matmuls, pointwise ops and softmaxes; merges reshapes of reshapes.
+    gives: matmuls that keep batch and sequence apart.
+    """
+    for node in edit.calls(gm):
+        if node.target is aten.reshape.default:
+            _merge(node)
+        elif node.target in CONTRACTIONS and _whole_weight(node):
+            _sink(node, [node.args[0]])
+        elif (node.target in UNARY or node.target in BINARY) or (node.target in LAST_DIM and _last(node)):
+            _sink(node, list(node.all_input_nodes))
+        elif node.target is aten.layer_norm.default and len(node.args[1]) == 1:  # type: ignore[arg-type]
+            _sink(node, [node.args[0]])
+    return edit.finish(gm)
+
+
+def flattened(node: Any) -> fx.Node | None:
+    """`x` when `node` is `reshape(x, [-1, h])` of an N-D `x [..., h]` with N > 2, else None."""
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
+        return None
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    before, after = facts.shape(operand), facts.shape(node)
+    return operand if len(after) == 2 < len(before) and before[-1] == after[-1] else None
+
+
+def _whole_weight(node: fx.Node) -> bool:
+    weight = node.args[1]
+    return isinstance(weight, fx.Node) and len(facts.shape(weight)) == 2
+
+
+def _last(node: fx.Node) -> bool:
+    return node.args[1] in (-1, 1)
+
+
+def _sink(node: fx.Node, operands: list[Any]) -> None:
+    """Applies `node` to the unflattened operands; all that are not flattened must broadcast along the last dim."""
+    sources = {operand: flattened(operand) for operand in operands if facts.is_tensor(operand)}
+    found = {operand: source for operand, source in sources.items() if source is not None}
+    if not found or len({facts.shape(source)[:-1] for source in found.values()}) != 1:
+        return
+    if any(source is None and len(facts.shape(operand)) > 1 for operand, source in sources.items()):
+        return
+    args = fx.map_arg(node.args, lambda n: found.get(n, n))
+    if node.target in LAST_DIM:
+        args = (args[0], -1, *args[2:])
+    with edit.before(node):
+        new = edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]
+        last = edit.size(new, -1)
+        flat = edit.call(node.graph, aten.reshape.default, (new, [-1, last]), like=node)
+    edit.replace(node, flat)
+
+
+def _merge(node: fx.Node) -> None:
+    """A reshape of a reshape is one reshape; to the sizes that were there before, none."""
+    operand = node.args[0]
+    while isinstance(operand, fx.Node) and operand.target is aten.reshape.default:
+        operand = operand.args[0]
+    assert isinstance(operand, fx.Node)
+    if facts.shape(operand) == facts.shape(node):
+        edit.replace(node, operand)
+    else:
+        node.replace_input_with(node.args[0], operand)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""One spelling for ops that ATen spells in many ways, so that later passes and rules need one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def spellings(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops with values.
+    does: every cast becomes `to.dtype`, every change of sizes `reshape`, every fixed-factor call its plain form.
+    gives: the same values in fewer kinds of ops (table below).
+    """
+    for node in edit.calls(gm):
+        if node.target in SPELLINGS:
+            with edit.before(node):
+                new = SPELLINGS[node.target](node)
+            if new is not None:
+                edit.replace(node, new)
+    return edit.finish(gm)
+
+
+def _same_args(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
+    def spell(node: fx.Node) -> fx.Node:
+        new = node.graph.call_function(target, node.args[:count])
+        new.meta.update(node.meta)
+        return new
+
+    return spell
+
+
+def _cast(node: fx.Node) -> fx.Node:
+    return _as(aten.to.dtype, node, (node.args[0], facts.dtype(node)))
+
+
+def _as(target: Callable[..., Any], node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    """A call that gives exactly what `node` gave: its value is taken over."""
+    new = node.graph.call_function(target, args)
+    new.meta.update(node.meta)
+    return new
+
+
+def _reshape(node: fx.Node) -> fx.Node:
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node)))
+
+
+def reshape_sizes(operand: fx.Node, node: fx.Node) -> list[int | fx.Node]:
+    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1.
+
+    Raises ValueError when two symbolic sizes of the result are no sizes of the operand.
+    """
+    before, after = facts.shape(operand), facts.shape(node)
+    sizes: list[int | fx.Node] = []
+    for wanted in after:
+        if isinstance(wanted, int):
+            sizes.append(wanted)
+        elif wanted in before:
+            sizes.append(edit.size(operand, before.index(wanted)))
+        elif -1 not in sizes:
+            sizes.append(-1)
+        else:
+            raise ValueError(f"cannot spell {node.name} ({facts.where(node)}) as a reshape from {before} to {after}")
+    return sizes
+
+
+def _full(node: fx.Node) -> fx.Node:
+    return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
+
+
+def _all_dims_mean(node: fx.Node) -> fx.Node | None:
+    """A pool to 1x1 is the mean over height and width."""
+    if list(node.args[1]) != [1, 1]:  # type: ignore[arg-type]
+        return None
+    return _as(aten.mean.dim, node, (node.args[0], [-2, -1], True))
+
+
+SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    aten.__and__.Tensor: _same_args(aten.bitwise_and.Tensor, 2),
+    aten.__or__.Tensor: _same_args(aten.bitwise_or.Tensor, 2),
+    aten._softmax.default: _same_args(aten.softmax.int, 2),
+    aten._to_copy.default: _cast,
+    aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
+    aten.adaptive_avg_pool2d.default: _all_dims_mean,
+    aten.fill.Scalar: _full,
+    aten.flatten.using_ints: _reshape,
+    aten.swapaxes.default: _same_args(aten.transpose.int, 3),
+    aten.swapdims.default: _same_args(aten.transpose.int, 3),
+    aten.to.device: _cast,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.other: _cast,
+    aten.type_as.default: _cast,
+    aten.unflatten.int: _reshape,
+    aten.view.default: _same_args(aten.reshape.default, 2),
+    aten.view_as.default: _reshape,
+    aten.reshape_as.default: _reshape,
+}

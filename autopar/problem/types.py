@@ -107,15 +107,11 @@ class Problem:
     _check: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
-        if not self._check:
-            return
-        for node in self.nodes:
-            if not len(node.labels) == len(node.cost_s) == len(node.memory_bytes) == len(node.hide_s):
-                raise ValueError(f"node {node.name}: labels, cost_s, memory_bytes and hide_s differ in length")
-        for net in self.nets:
-            if len(net.row) != len(self.nodes[net.producer].labels):
-                raise ValueError(f"net {net.name}: row has {len(net.row)} entries, its producer "
-                                 f"{len(self.nodes[net.producer].labels)} choices")
+        if self._check:
+            for v, node in enumerate(self.nodes):
+                _check_node(node, v, self.groups)
+            for net in self.nets:
+                _check_net(net, self.nodes, self.groups)
 
     def evaluate(self, choice: tuple[int, ...]) -> Cost:
         """What `choice` costs; solver-free, and what every strategy is scored by.
@@ -152,3 +148,37 @@ class Problem:
         late = float(over.sum())
         return Cost(compute + exposed + late, memory, compute, exposed + late,
                     float(comm.sum()) - late if np.isfinite(late) else 0.0)
+
+
+def _check_node(node: Node, index: int, groups: int) -> None:
+    """Raises ValueError where the node could not be priced."""
+    if not 0 < len(node.labels) == len(node.cost_s) == len(node.memory_bytes) == len(node.hide_s):
+        raise ValueError(f"node {node.name}: labels, cost_s, memory_bytes and hide_s differ in length or are empty")
+    if np.isnan(node.cost_s).any() or not (np.isfinite(node.memory_bytes) & np.isfinite(node.hide_s)).all():
+        raise ValueError(f"node {node.name}: only cost_s may be infinite, and nothing may be NaN")
+    if not -1 <= node.group < groups:
+        raise ValueError(f"node {node.name} is in overlap group {node.group}, the problem has 0..{groups - 1}")
+
+
+def _check_net(net: Net, nodes: tuple[Node, ...], groups: int) -> None:
+    """Raises ValueError where the net could not be priced, or shared reshards would not be exact."""
+    if net.cost_s.shape != net.memory_bytes.shape:
+        raise ValueError(f"net {net.name}: cost_s is {net.cost_s.shape}, memory_bytes {net.memory_bytes.shape}")
+    _check_index(f"net {net.name}: row", net.row, nodes[net.producer], net.cost_s.shape[0])
+    if not net.uses:
+        raise ValueError(f"net {net.name} has no reader: leave it out")
+    for use in net.uses:
+        if use.node == net.producer:
+            raise ValueError(f"net {net.name}: {nodes[use.node].name} reads what it produces")
+        _check_index(f"net {net.name}: column of {nodes[use.node].name}", use.column, nodes[use.node], net.cost_s.shape[1])
+    if not (net.cost_s >= 0).all() or not (net.memory_bytes >= 0).all() or not np.isfinite(net.memory_bytes).all():
+        raise ValueError(f"net {net.name}: cost_s must be in 0..inf, memory_bytes finite and not negative")
+    if not -1 <= net.group < groups:
+        raise ValueError(f"net {net.name} is in overlap group {net.group}, the problem has 0..{groups - 1}")
+
+
+def _check_index(what: str, index: np.ndarray, node: Node, size: int) -> None:
+    if len(index) != len(node.labels):
+        raise ValueError(f"{what} has {len(index)} entries, {node.name} has {len(node.labels)} choices")
+    if index.min() < 0 or index.max() >= size:
+        raise ValueError(f"{what} is in {index.min()}..{index.max()}, the tables have 0..{size - 1}")

@@ -1,0 +1,107 @@
+"""A smaller problem with the same optimum, and the way back.
+
+Choices are dropped that are forbidden (infinite by themselves, or without any finite entry in a net) and that another
+choice of the same node dominates: not cheaper in seconds, bytes or hiding in any row or column, whatever the neighbours do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.problem.types import Net, Problem, Use
+
+Choice = tuple[int, ...]
+
+
+def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
+    """(smaller problem, restore): `restore(choice of the smaller)` is a choice of `problem` of the same cost.
+
+    The optimal time is the same. Raises InfeasibleError when a node has no choice left.
+    """
+    kept = [np.arange(len(node.labels)) for node in problem.nodes]
+    small, changed = problem, True
+    while changed:
+        keep = [_undominated(small, v, allowed) for v, allowed in enumerate(_allowed(small))]
+        changed = any(len(k) < len(node.labels) for k, node in zip(keep, small.nodes, strict=True))
+        kept = [old[new] for old, new in zip(kept, keep, strict=True)]
+        small = select(small, keep)
+    return small, lambda choice: tuple(int(k[c]) for k, c in zip(kept, choice, strict=True))
+
+
+def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
+    """`problem` with only the choices `keep[v]` (indices) of node v, and only the rows and columns they use."""
+    nodes = tuple(replace(node, labels=tuple(node.labels[c] for c in k), cost_s=node.cost_s[k],
+                          memory_bytes=node.memory_bytes[k], hide_s=node.hide_s[k])
+                  for node, k in zip(problem.nodes, keep, strict=True))
+    return replace(problem, nodes=nodes, nets=tuple(_select_net(net, keep) for net in problem.nets))
+
+
+def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
+    rows, row = np.unique(net.row[keep[net.producer]], return_inverse=True)
+    asked = [use.column[keep[use.node]] for use in net.uses]
+    columns = np.unique(np.concatenate(asked))
+    uses = tuple(Use(use.node, np.searchsorted(columns, a)) for use, a in zip(net.uses, asked, strict=True))
+    table = np.ix_(rows, columns)
+    return replace(net, row=row, uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table])
+
+
+def _allowed(problem: Problem) -> list[np.ndarray]:
+    """For each node, which choices have a finite cost and a finite entry in every net, given the others' choices."""
+    allowed = [np.isfinite(node.cost_s) for node in problem.nodes]
+    before = -1
+    while before != (before := sum(int(a.sum()) for a in allowed)):
+        for net in problem.nets:
+            finite = np.isfinite(net.cost_s)
+            for use in net.uses:
+                used = np.zeros(finite.shape[1], bool)
+                used[use.column[allowed[use.node]]] = True
+                allowed[net.producer] &= finite[:, used].any(1)[net.row]
+                rows = np.zeros(finite.shape[0], bool)
+                rows[net.row[allowed[net.producer]]] = True
+                allowed[use.node] &= finite[rows].any(0)[use.column]
+    for node, a in zip(problem.nodes, allowed, strict=True):
+        if not a.any():
+            raise InfeasibleError(f"problem {problem.name}: every choice of {node.name} needs a forbidden pair of layouts "
+                                  f"({len(node.labels)} choices: {', '.join(node.labels[:6])})")
+    return allowed
+
+
+def _undominated(problem: Problem, v: int, allowed: np.ndarray) -> np.ndarray:
+    """Allowed choices of node v that no other dominates; of equal ones the first. Greedy order: cheapest first."""
+    node = problem.nodes[v]
+    features = np.concatenate([node.cost_s[None], node.memory_bytes[None], -node.hide_s[None] * (node.group >= 0),
+                               *_net_features(problem, v)]).T
+    if np.isinf(problem.memory_limit_bytes):
+        features[:, 1] = 0.0
+    choices = np.flatnonzero(allowed)
+    finite = np.where(np.isinf(features), np.finfo(float).max, features)
+    order = choices[np.lexsort((choices, *(finite[choices].T[::-1])))]
+    kept: list[int] = []
+    for c in order:  # a dominating choice comes first in lexicographic order
+        if not kept or not (finite[kept] <= finite[c]).all(1).any():
+            kept.append(int(c))
+    return np.array(sorted(kept))
+
+
+def _net_features(problem: Problem, v: int) -> list[np.ndarray]:
+    """Blocks [anything the neighbours can ask, choices of v] of seconds and bytes; a shared column is its own feature.
+
+    Among readers that share a reshard, a column that another reader asks for may be free; so choices are only compared
+    there when they ask for the same column (feature: the column and its negative).
+    """
+    blocks = []
+    for net in problem.nets:
+        if net.producer == v:
+            blocks += [net.cost_s[net.row].T, net.memory_bytes[net.row].T]
+        for use in net.uses:
+            if use.node != v:
+                continue
+            if len(net.uses) > 1:
+                blocks.append(np.stack([use.column, -use.column]).astype(float))
+            else:
+                blocks += [net.cost_s[:, use.column], net.memory_bytes[:, use.column]]
+    return blocks

@@ -1,0 +1,72 @@
+"""Every combination of choices, for tiny problems: the oracle that the other strategies are tested against.
+
+A block of combinations is priced at a time, on arrays with one entry per combination.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.problem.types import Net, Problem, Solution
+from autopar.search.feasible import shortfall
+
+LIMIT = 2_000_000
+_BLOCK = 100_000
+
+
+def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+    """The best of all combinations; `time_limit_s`, `seed` and `start` change nothing.
+
+    Raises ValueError when there are more than `LIMIT` combinations, InfeasibleError when none is feasible.
+    """
+    sizes = [len(node.labels) for node in problem.nodes]
+    total = int(np.prod([float(s) for s in sizes]))
+    if total > LIMIT:
+        raise ValueError(f"problem {problem.name}: exhaustive search over {total:.3g} combinations of {len(sizes)} nodes, at "
+                         f"most {LIMIT:,} are possible; use search='ilp'")
+    best_s, best, least = float("inf"), -1, float("inf")
+    for first in range(0, total, _BLOCK):
+        index = np.arange(first, min(first + _BLOCK, total))
+        time_s, memory = _price(problem, np.unravel_index(index, sizes) if sizes else ())
+        least = min(least, float(memory[np.isfinite(time_s)].min(initial=np.inf)))
+        time_s = np.where(memory <= problem.memory_limit_bytes * (1 + 1e-12), time_s, np.inf)
+        at = int(time_s.argmin())
+        if time_s[at] < best_s:
+            best_s, best = float(time_s[at]), int(index[at])
+    if best < 0:
+        if np.isinf(least):
+            raise InfeasibleError(f"problem {problem.name}: every combination of choices uses a forbidden pair of layouts")
+        raise shortfall(problem, least)
+    choice = tuple(int(c) for c in np.unravel_index(best, sizes)) if sizes else ()
+    return Solution(choice, "exhaustive", problem.evaluate(choice).time_s, True, f"all {total:,} combinations")
+
+
+def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of many combinations: `choice[v]` is node v's choice in each."""
+    count = len(choice[0]) if choice else 1
+    time_s, memory, late = np.zeros(count), np.zeros(count), np.zeros((problem.groups, count))
+    for node, c in zip(problem.nodes, choice, strict=True):
+        time_s += node.cost_s[c]
+        memory += node.memory_bytes[c]
+        if node.group >= 0:
+            late[node.group] -= node.hide_s[c]
+    for net in problem.nets:
+        cost_s, held = _price_net(net, choice)
+        memory += held
+        if net.group >= 0:
+            late[net.group] += cost_s
+        else:
+            time_s += cost_s
+    return time_s + np.maximum(0.0, late).sum(0), memory
+
+
+def _price_net(net: Net, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    row = net.row[choice[net.producer]]
+    columns = [use.column[choice[use.node]] for use in net.uses]
+    cost_s, memory = np.zeros(len(row)), np.zeros(len(row))
+    for i, column in enumerate(columns):
+        new = np.all([column != earlier for earlier in columns[:i]], axis=0) if i else np.ones(len(row), bool)
+        cost_s += np.where(new, net.cost_s[row, column], 0.0)
+        memory += np.where(new, net.memory_bytes[row, column], 0.0)
+    return cost_s, memory

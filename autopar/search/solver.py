@@ -1,0 +1,140 @@
+"""One door to OR-tools: arrays in, values, bound and a readable error out.
+
+The model is written as a math_opt ModelProto straight from the arrays and handed to the solver as such: the Python objects
+of math_opt (one per variable, and one dictionary entry per value) would cost more than the solving does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt import (
+    callback_pb2,
+    model_parameters_pb2,
+    model_pb2,
+    parameters_pb2,
+    result_pb2,
+    solution_pb2,
+)
+from ortools.math_opt.core.python import solver
+from pybind11_abseil.status import StatusNotOk
+
+from autopar.errors import AutoparError
+from autopar.search.model import Linear
+
+GLOP = parameters_pb2.SOLVER_TYPE_GLOP
+HIGHS = parameters_pb2.SOLVER_TYPE_HIGHS
+PDLP = parameters_pb2.SOLVER_TYPE_PDLP
+SCIP = parameters_pb2.SOLVER_TYPE_GSCIP
+CP_SAT = parameters_pb2.SOLVER_TYPE_CP_SAT
+
+
+_STATUS = {  # unbounded is not possible: every objective coefficient and variable is at least 0
+    result_pb2.TERMINATION_REASON_OPTIMAL: "optimal",
+    result_pb2.TERMINATION_REASON_INFEASIBLE: "infeasible",
+    result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED: "infeasible",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solver said: `values` is None when it has no solution; `bound` is in the units of the objective."""
+
+    status: str  # "optimal", "infeasible", "limit"
+    values: np.ndarray | None
+    objective: float
+    bound: float
+    build_s: float
+    solve_s: float
+
+
+class SolverError(AutoparError, RuntimeError):
+    """OR-tools refused the model or failed; the message is its own."""
+
+
+def to_proto(model: Linear, *, integer: bool) -> model_pb2.ModelProto:
+    """`model` as a math_opt model; with `integer` the choices are binary."""
+    proto = model_pb2.ModelProto()
+    variables = proto.variables
+    variables.ids.extend(range(model.columns))
+    variables.lower_bounds.extend(np.zeros(model.columns).tolist())
+    variables.upper_bounds.extend(np.concatenate(model.upper).tolist())
+    integers = np.zeros(model.columns, bool)
+    integers[: model.starts[-1]] = integer
+    variables.integers.extend(integers.tolist())
+    objective = np.concatenate(model.objective)
+    used = np.flatnonzero(objective)
+    proto.objective.linear_coefficients.ids.extend(used.tolist())
+    proto.objective.linear_coefficients.values.extend(objective[used].tolist())
+    constraints = proto.linear_constraints
+    constraints.ids.extend(range(model.rows))
+    constraints.lower_bounds.extend(np.concatenate(model.row_lower).tolist())
+    constraints.upper_bounds.extend(np.concatenate(model.row_upper).tolist())
+    rows, columns, values = (np.concatenate(part) for part in zip(*model.entries, strict=True))
+    order = np.argsort(rows * model.columns + columns, kind="stable")
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend(rows[order].tolist())
+    matrix.column_ids.extend(columns[order].tolist())
+    matrix.coefficients.extend(values[order].tolist())
+    return proto
+
+
+def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9,
+          hint: dict[int, float] | None = None) -> Answer:
+    """Solves `model` with one thread. Raises SolverError with OR-tools' own words when it fails."""
+    began = time.perf_counter()
+    proto = to_proto(model, integer=integer)
+    params = parameters_pb2.SolveParametersProto()
+    if kind != PDLP:  # PDLP draws nothing and refuses the option
+        params.random_seed = seed
+    params.time_limit.FromNanoseconds(int(max(time_limit_s, 1e-3) * 1e9))
+    if kind != HIGHS:  # HiGHS refuses the option; one thread is what it uses for one LP or a small tree anyway
+        params.threads = 1
+    if integer:
+        params.relative_gap_tolerance = gap
+    model_params = model_parameters_pb2.ModelSolveParametersProto()
+    if hint is not None:
+        primal = model_params.solution_hints.add().variable_values
+        primal.ids.extend(hint)
+        primal.values.extend(hint.values())
+    built = time.perf_counter()
+    result = _call(proto, kind, params, model_params)
+    return _answer(result, model.columns, built - began, time.perf_counter() - built)
+
+
+def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto,
+          model_params: model_parameters_pb2.ModelSolveParametersProto) -> result_pb2.SolveResultProto:
+    name = parameters_pb2.SolverTypeProto.Name(kind)
+    try:
+        return solver.solve(proto, kind, parameters_pb2.SolverInitializerProto(), params, model_params, None,
+                            callback_pb2.CallbackRegistrationProto(), None, None)
+    except StatusNotOk as error:
+        raise SolverError(f"{name}: {error.status.message()}") from error
+
+
+def _answer(result: result_pb2.SolveResultProto, columns: int, build_s: float, solve_s: float) -> Answer:
+    reason = result.termination.reason
+    bounds = result.termination.objective_bounds
+    values = None
+    objective = float("inf")
+    for found in result.solutions:
+        primal = found.primal_solution
+        if values is None and primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+            values = np.zeros(columns)
+            values[np.array(primal.variable_values.ids, dtype=int)] = primal.variable_values.values
+            objective = primal.objective_value
+    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, build_s, solve_s)
+
+
+def read_choice(values: np.ndarray, model: Linear) -> tuple[int, ...]:
+    """The choice of every node: the largest of its one-hot values (over 0.5 where they are integral)."""
+    return tuple(int(values[first:end].argmax()) for first, end in itertools.pairwise(model.starts))
+
+
+def is_integral(values: np.ndarray, model: Linear) -> bool:
+    """Whether every one-hot value is 0 or 1."""
+    x = values[: model.starts[-1]]
+    return bool((np.minimum(x, 1.0 - x) < 1e-6).all())

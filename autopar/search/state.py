@@ -1,0 +1,134 @@
+"""A solution under change: what moving one node would cost, for many of its choices at once.
+
+A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ...]. Every node adds its own row of
+choices to it, every net the distinct columns that its readers ask for; only what touches the moved node is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.problem.types import Net, Node, Problem
+
+_FIXED = 3  # seconds, bytes, forbidden pairs; the groups follow
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Seconds charged per byte over the limit and per forbidden pair."""
+
+    byte_s: float
+    forbidden_s: float
+
+
+class State:
+    """One choice per node (-1: not placed yet, its nets do not count) and its totals."""
+
+    def __init__(self, problem: Problem, choice: tuple[int, ...] | list[int]) -> None:
+        self.problem = problem
+        self.tables = [_features(net) for net in problem.nets]
+        self.own = [self._node_features(node) for node in problem.nodes]
+        self.touching: list[list[int]] = [[] for _ in problem.nodes]
+        for t, net in enumerate(problem.nets):
+            for v in sorted({net.producer, *(use.node for use in net.uses)}):
+                self.touching[v].append(t)
+        self.reset(choice)
+
+    def reset(self, choice: tuple[int, ...] | list[int]) -> None:
+        """Takes `choice` and counts everything anew."""
+        self.choice = [-1] * len(choice)
+        self.totals = np.zeros((_FIXED + self.problem.groups, 1))
+        for v, c in enumerate(choice):
+            if c >= 0:
+                self.move(v, c)
+
+    def move(self, v: int, c: int) -> None:
+        """Puts node `v` on choice `c`."""
+        self.totals = self.after(v, np.array([c]))
+        self.choice[v] = c
+
+    def after(self, v: int, choices: np.ndarray) -> np.ndarray:
+        """Totals, one column for each of `choices` of node `v`."""
+        contribution = self._contribution(v, choices)
+        rest = self.totals
+        before = self._contribution(v, np.array([self.choice[v]])) if self.choice[v] >= 0 else self._idle(v)
+        return np.asarray(rest - before + contribution)
+
+    def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
+        """Seconds of each column, penalties included."""
+        over = np.maximum(0.0, totals[1] - self.problem.memory_limit_bytes * (1 + 1e-12))
+        late = np.maximum(0.0, totals[_FIXED:]).sum(0)
+        return np.asarray(totals[0] + late + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+
+    def feasible(self) -> bool:
+        """Whether nothing forbidden is used and memory fits."""
+        return self.totals[2, 0] < 0.5 and self.totals[1, 0] <= self.problem.memory_limit_bytes * (1 + 1e-12)
+
+    def _idle(self, v: int) -> np.ndarray:
+        """What the nets that `v` reads cost before it is placed."""
+        out = np.zeros((len(self.totals), 1))
+        for t in self.touching[v]:
+            net = self.problem.nets[t]
+            if net.producer != v and self.choice[net.producer] >= 0:
+                row = net.row[self.choice[net.producer]]
+                out[self._slots(net), 0] += self.tables[t][:, row, self._columns(net, v)].sum(1)
+        return out
+
+    def _contribution(self, v: int, choices: np.ndarray) -> np.ndarray:
+        out = self.own[v][:, choices]
+        for t in self.touching[v]:
+            net, table = self.problem.nets[t], self.tables[t]
+            columns = self._columns(net, v)
+            if net.producer == v:
+                out[self._slots(net)] += table[:, net.row[choices][:, None], columns].sum(2)
+            elif self.choice[net.producer] >= 0:
+                out[self._slots(net)] += _reading(table[:, net.row[self.choice[net.producer]]], net, v, choices, columns)
+        return out
+
+    def _columns(self, net: Net, v: int) -> list[int]:
+        """Distinct columns that placed readers other than `v` ask for."""
+        return sorted({int(u.column[self.choice[u.node]]) for u in net.uses if u.node != v and self.choice[u.node] >= 0})
+
+    def _slots(self, net: Net) -> list[int]:
+        return [0 if net.group < 0 else _FIXED + net.group, 1, 2]
+
+    def _node_features(self, node: Node) -> np.ndarray:
+        own = np.zeros((_FIXED + self.problem.groups, len(node.cost_s)))
+        forbidden = np.isinf(node.cost_s)
+        own[0], own[1], own[2] = np.where(forbidden, 0.0, node.cost_s), node.memory_bytes, forbidden
+        if node.group >= 0:
+            own[_FIXED + node.group] -= node.hide_s
+        return own
+
+
+def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: list[int]) -> np.ndarray:
+    """Cost of a net, one column for each of `choices` of its reader `v`, when others ask for `columns`. `row` is [3, columns]."""
+    total = np.repeat(row[:, columns].sum(1)[:, None], len(choices), axis=1)
+    seen: list[np.ndarray] = [np.full(len(choices), c) for c in columns]
+    for use in net.uses:
+        if use.node == v:
+            column = use.column[choices]
+            new = np.ones(len(choices), bool)
+            for other in seen:
+                new &= other != column
+            total += row[:, column] * new
+            seen.append(column)
+    return total
+
+
+def _features(net: Net) -> np.ndarray:
+    """[seconds, bytes, forbidden] of every entry of the tables."""
+    forbidden = np.isinf(net.cost_s)
+    return np.stack([np.where(forbidden, 0.0, net.cost_s), net.memory_bytes, forbidden.astype(float)])
+
+
+def scale_s(problem: Problem) -> float:
+    """A time that no good solution exceeds: the largest finite entry of every table, added up."""
+    total = 0.0
+    for node in problem.nodes:
+        total += float(np.abs(node.cost_s[np.isfinite(node.cost_s)]).max(initial=0.0))
+    for net in problem.nets:
+        total += float(net.cost_s[np.isfinite(net.cost_s)].max(initial=0.0)) * len(net.uses)
+    return total or 1.0

@@ -1,0 +1,82 @@
+"""Every strategy on 50 tiny random problems, against the exhaustive oracle."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.problem.types import Node, Problem
+from autopar.search import SEARCHES
+from tests.helpers.problems import random_problem
+
+SEEDS = range(50)
+EXACT = ("exhaustive", "ilp")
+
+
+@cache
+def oracle(seed: int) -> tuple[float, tuple[int, ...]] | None:
+    """(least time, its choice) by pricing every combination with Problem.price; None when nothing is feasible."""
+    problem = random_problem(seed)
+    best = None
+    for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes)):
+        cost = problem.price(choice)
+        if cost.feasible and cost.memory_bytes <= problem.memory_limit_bytes and (best is None or cost.time_s < best[0]):
+            best = (cost.time_s, choice)
+    return best
+
+
+def test_the_sample_has_both_kinds() -> None:
+    infeasible = [seed for seed in SEEDS if oracle(seed) is None]
+    assert 3 <= len(infeasible) <= 25
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SEARCHES)
+def test_against_the_oracle(name: str, seed: int) -> None:
+    problem, best = random_problem(seed), oracle(seed)
+    if best is None:
+        with pytest.raises(InfeasibleError):
+            SEARCHES[name](problem, time_limit_s=5)
+        return
+    found = SEARCHES[name](problem, time_limit_s=5, seed=1)
+    time_s = problem.evaluate(found.choice).time_s
+    assert time_s >= best[0] - 1e-9
+    assert found.bound_s <= best[0] + 1e-9
+    if name in EXACT:
+        assert found.optimal
+        assert time_s == pytest.approx(best[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", SEARCHES)
+def test_never_worse_than_the_start(name: str, seed: int) -> None:
+    best = oracle(seed)
+    if best is not None:
+        problem = random_problem(seed)
+        found = SEARCHES[name](problem, time_limit_s=1, start=best[1])
+        assert problem.evaluate(found.choice).time_s == pytest.approx(best[0])
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_same_seed_same_solution(name: str) -> None:
+    problem = random_problem(3, nodes=7)
+    assert SEARCHES[name](problem, time_limit_s=30, seed=5) == SEARCHES[name](problem, time_limit_s=30, seed=5)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_too_little_memory_says_the_shortfall(name: str) -> None:
+    gib = 2.0**30
+    node = Node("weights", ("R", "S0"), np.array([1.0, 2.0]), np.array([8 * gib, 6 * gib]), np.zeros(2))
+    problem = Problem((node, node), (), memory_limit_bytes=10 * gib, name="llama")
+    with pytest.raises(InfeasibleError, match=r"llama.*needs 12\.000 GiB.*limit is 10\.000 GiB.*2\.000 GiB are missing"):
+        SEARCHES[name](problem, time_limit_s=5)
+
+
+def test_exhaustive_refuses_large_problems() -> None:
+    node = Node("n", tuple("abcdefgh"), np.ones(8), np.zeros(8), np.zeros(8))
+    with pytest.raises(ValueError, match="2.1e\\+06 combinations of 7 nodes"):
+        SEARCHES["exhaustive"](Problem((node,) * 7, ()), time_limit_s=5)

@@ -1,0 +1,54 @@
+"""The machine at hand, as the text of a preset."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from autopar.errors import ClusterError
+
+# device name as the driver reports it, least and most memory in GB -> preset
+KNOWN = (
+    (r"V100", 30, 36, "v100"),
+    (r"A100", 36, 48, "a100-40"),
+    (r"A100", 72, 96, "a100-80"),
+    (r"H100", 72, 90, "h100"),
+    (r"H200", 130, 160, "h200"),
+    (r"B200", 170, 200, "b200"),
+    (r"MI300X", 180, 215, "mi300x"),
+    (r"\bL4\b", 20, 28, "l4"),
+)
+
+
+def here() -> str:
+    """`"h100:1x8"` for the CUDA devices of this machine, else `"cpu:1x4"` for its cores.
+
+    Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many nodes there are and of how many ranks. Raises ClusterError
+    for a device without a preset.
+    """
+    import torch  # only here: a cluster is plain data everywhere else
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return f"{match(properties.name, properties.total_memory)}:{_sizes(torch.cuda.device_count())}"
+    return f"cpu:{_sizes(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1)}"
+
+
+def match(name: str, memory_bytes: int) -> str:
+    """The preset of a device by its name and memory; raises ClusterError where there is none."""
+    for pattern, low, high, preset in KNOWN:
+        if re.search(pattern, name) and low <= memory_bytes / 1e9 <= high:
+            return preset
+    raise ClusterError(f"cluster 'here': there is no preset for device {name!r} with {memory_bytes / 2**30:.1f} GiB; give the "
+                       f"preset that is nearest, or a .toml file with base = \"...\" and what differs")
+
+
+def _sizes(local: int) -> str:
+    world, per_node = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not world:
+        return f"1x{local}"
+    ranks = int(world)
+    per_node_ranks = int(per_node) if per_node else min(ranks, local)
+    if ranks % per_node_ranks:
+        raise ClusterError(f"cluster 'here': WORLD_SIZE {ranks} is not a multiple of LOCAL_WORLD_SIZE {per_node_ranks}")
+    return f"{ranks // per_node_ranks}x{per_node_ranks}"

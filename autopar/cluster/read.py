@@ -1,0 +1,150 @@
+"""Cluster descriptions from text, TOML files and plain dicts, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from autopar.cluster.check import check_keys, check_number, fail
+from autopar.cluster.here import here
+from autopar.cluster.presets import preset_path, presets
+from autopar.cluster.types import Cluster, Device, Level, Protocol
+from autopar.errors import ClusterError
+
+
+def parse(text: str | Path) -> Cluster:
+    """See `Cluster.parse`."""
+    if isinstance(text, Path) or text.endswith(".toml"):
+        return read_file(Path(text))
+    if text == "here":
+        return parse(here())
+    name, colon, sizes = text.partition(":")
+    path = preset_path(name)
+    if path is None:
+        raise ClusterError(f"cluster {text!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
+                           f".toml file, or 'here'")
+    cluster = read_file(path)
+    return resize(cluster, sizes, text) if colon else cluster
+
+
+def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
+    """`cluster` with the level sizes `"8x8"`; fewer sizes than levels mean one of each outer level."""
+    parts = sizes.split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) > len(cluster.levels):
+        names = " x ".join(level.name for level in cluster.levels)
+        raise ClusterError(f"cluster {text!r}: {sizes!r} does not name sizes of {names}; wanted for example "
+                           f"{cluster.name}:{'x'.join('2' for _ in cluster.levels)}")
+    numbers = [1] * (len(cluster.levels) - len(parts)) + [int(part) for part in parts]
+    levels = (dataclasses.replace(level, size=n) for level, n in zip(cluster.levels, numbers, strict=True))
+    return dataclasses.replace(cluster, levels=tuple(levels))
+
+
+def read_file(path: Path) -> Cluster:
+    """The cluster in a TOML file. With `base = "h100:4x8"` the file gives only what differs from that preset.
+
+    Raises ClusterError that names the file when it cannot be read, is not TOML or describes no cluster.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"cluster file {path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cluster file {path}: is not TOML: {error}") from error
+    try:
+        return from_dict(_rebase(data) if "base" in data else data)
+    except ClusterError as error:
+        raise ClusterError(f"cluster file {path}: {error}") from error
+
+
+def _rebase(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` laid over its base preset: device keys one by one, levels by their name."""
+    check_keys(data, "the file", ("base", "name"), ("device", "levels"))
+    if not isinstance(data["base"], str) or data["base"].endswith(".toml"):
+        fail("the file", "base", data["base"], "a preset, for example 'h100:4x8'")
+    merged = parse(data["base"]).to_dict() | {"name": data["name"]}
+    device = data.get("device", {})
+    check_keys(device, "device", (), _names(Device))
+    for key, value in device.items():
+        merged["device"][key] = merged["device"][key] | value if isinstance(value, dict) else value
+    levels = {level["name"]: level for level in merged["levels"]}
+    for change in data.get("levels", []):
+        check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
+        if change["name"] not in levels:
+            fail("levels", "name", change["name"], f"a level of {data['base']}: {', '.join(levels)}")
+        if "latency_s" in change:
+            levels[change["name"]].pop("protocols")
+        levels[change["name"]].update(change)
+    return merged
+
+
+def from_dict(data: dict[str, Any]) -> Cluster:
+    """See `Cluster.from_dict`."""
+    check_keys(data, "cluster", ("name", "device", "levels"))
+    if not isinstance(data["levels"], list):
+        fail("cluster", "levels", data["levels"], "a list of levels")
+    return Cluster(data["name"], tuple(_level(level) for level in data["levels"]), _device(data["device"]))
+
+
+def to_dict(cluster: Cluster) -> dict[str, Any]:
+    """See `Cluster.to_dict`."""
+    return _plain(dataclasses.asdict(cluster))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _device(data: Any) -> Device:
+    _check(Device, data, "device")
+    shape = data.get("best_shape")
+    if shape is not None and not (isinstance(shape, list) and all(type(n) is int for n in shape)):
+        fail("device", "best_shape", shape, "a list of three whole numbers")
+    for key in ("peak_flops", "sources"):
+        if not isinstance(data.get(key, {}), dict):
+            fail("device", key, data[key], "a table")
+    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None}))
+
+
+def _level(data: Any) -> Level:
+    where = f"level {data.get('name')!r}" if isinstance(data, dict) else "level"
+    required = tuple(name for name in _names(Level, required=True) if name != "protocols")
+    check_keys(data, where, required, (*_names(Level), "latency_s"))
+    if ("latency_s" in data) == ("protocols" in data):
+        raise ClusterError(f"{where}: give either latency_s or protocols")
+    rest = {key: value for key, value in data.items() if key not in ("latency_s", "protocols")}
+    if "latency_s" in data:
+        return Level(**rest, protocols=_default_protocols(where, data["latency_s"]))
+    if not isinstance(data["protocols"], list):
+        fail(where, "protocols", data["protocols"], "a list of tables")
+    return Level(**rest, protocols=tuple(_protocol(row, where) for row in data["protocols"]))
+
+
+def _protocol(data: Any, where: str) -> Protocol:
+    _check(Protocol, data, f"{where}, protocol")
+    kinds = data.get("kinds", [])
+    if not isinstance(kinds, list):
+        fail(f"{where}, protocol {data['name']!r}", "kinds", kinds, "a list of collectives")
+    return Protocol(**(data | {"kinds": tuple(kinds)}))
+
+
+def _default_protocols(where: str, latency_s: Any) -> tuple[Protocol, ...]:
+    """What a level gets that states only a latency: 80 % of the link, as 8 x H100 and 8 x A100 reach (0.81, 0.78)."""
+    check_number(where, "latency_s", latency_s, "latency_s")
+    return tuple(Protocol(name, name, latency_s, latency_s, 0.8, "default: 80 % of the link") for name in ("ring", "tree", "direct"))
+
+
+def _check(cls: type, data: Any, where: str) -> None:
+    check_keys(data, where, _names(cls, required=True), _names(cls, required=False))
+
+
+def _names(cls: type, required: bool | None = None) -> tuple[str, ...]:
+    """Field names of a dataclass: all, or those with (False) or without (True) a default."""
+    missing = dataclasses.MISSING
+    return tuple(f.name for f in dataclasses.fields(cls)
+                 if required is None or required == (f.default is missing and f.default_factory is missing))

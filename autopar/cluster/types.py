@@ -1,0 +1,218 @@
+"""The types of a cluster description. Numbers are checked when an object is made, so no nonsense gets further."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cluster.check import check_fields, check_name, fail
+
+if TYPE_CHECKING:
+    from autopar.cluster.mesh import Mesh
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
+ALGORITHMS = {
+    "ring": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),
+    "tree": ("all_reduce", "broadcast"),
+    "switch": ("all_reduce",),  # the switch itself adds, as NVLink SHARP does
+    "direct": ("all_to_all", "send"),
+}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way in which a level runs collectives; the library in use is taken to pick the fastest for each size.
+
+    A collective costs `start_s` + hops x `hop_s` + moved bytes / (level bandwidth x `efficiency`). Small-message protocols
+    start fast and carry little, large-message ones the reverse; the minimum of them is the size-dependent efficiency.
+    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS).
+    """
+
+    name: str
+    algorithm: str
+    start_s: float
+    hop_s: float
+    efficiency: float
+    source: str = ""
+    kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"protocol {self.name!r}"
+        check_fields(self, where)
+        if self.algorithm not in ALGORITHMS:
+            fail(where, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        for kind in self.kinds:
+            if kind not in ALGORITHMS[self.algorithm]:
+                fail(where, "kinds", kind, f"collectives of {self.algorithm}: {', '.join(ALGORITHMS[self.algorithm])}")
+
+    def serves(self, kind: str) -> bool:
+        """Whether it can run the collective `kind`."""
+        return kind in (self.kinds or ALGORITHMS[self.algorithm])
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the machine: `size` parts joined by links of `bandwidth_bytes_s`, one direction, per device.
+
+    On a node level this is the network bandwidth *per device* of the node (8 devices and 4 x 100 Gb/s: 6.25e9), so
+    devices of one node that run the same collective in different groups do not compete.
+    `topology` is "switch" (any pair gets the full bandwidth) or "mesh" (each pair has its own link, so a group of n out
+    of `size` gets (n - 1) / (size - 1) of it, as on MI300X).
+    """
+
+    name: str
+    size: int
+    bandwidth_bytes_s: float
+    protocols: tuple[Protocol, ...]
+    topology: str = "switch"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name!r}"
+        check_name(self.name, where)
+        check_fields(self, where)
+        if self.topology not in ("switch", "mesh"):
+            fail(where, "topology", self.topology, "switch or mesh")
+        for kind in COLLECTIVES:
+            if not any(p.serves(kind) and p.algorithm in ("ring", "direct") for p in self.protocols):
+                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind}")
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the smallest message between two neighbours."""
+        return min(p.start_s + p.hop_s for p in self.protocols)
+
+    def pair_bandwidth_bytes_s(self, members: int) -> float:
+        """Bytes per second and direction of one device in a group of `members` (2 or more) of this level."""
+        if self.topology == "mesh" and self.size > 1:
+            return self.bandwidth_bytes_s * min(1.0, (members - 1) / (self.size - 1))
+        return self.bandwidth_bytes_s
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: `kind` is "cuda" (ROCm too) or "cpu" (one rank of one thread).
+
+    peak_flops            dense FLOP/s by dtype name (float32, bfloat16, float16, float8, float64)
+    achievable            share of the peak that the best matmul shape reaches, and `best_shape` that (m, n, k), where known
+    units, tile           multiprocessors, and the edge of the output tile that one of them works on
+    memory_bytes          memory of the device; `usable_memory` is the share left by context, libraries and fragmentation
+    achievable_bandwidth  share of `memory_bandwidth_bytes_s` that large copies reach
+    launch_s              floor of one operator
+    sources               field name -> where the number comes from
+    """
+
+    name: str
+    kind: str
+    peak_flops: dict[str, float] = field(hash=False)
+    achievable: float
+    units: int
+    tile: int
+    memory_bytes: int
+    usable_memory: float
+    memory_bandwidth_bytes_s: float
+    achievable_bandwidth: float
+    launch_s: float
+    best_shape: tuple[int, int, int] | None = None
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        where = f"device {self.name!r}"
+        check_fields(self, where)
+        if self.kind not in ("cuda", "cpu"):
+            fail(where, "kind", self.kind, "cuda or cpu")
+        if "float32" not in self.peak_flops:
+            fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")
+        if self.best_shape is not None and (len(self.best_shape) != 3 or min(self.best_shape) < 1):
+            fail(where, "best_shape", self.best_shape, "three positive sizes m, n, k")
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a plan may fill."""
+        return int(self.memory_bytes * self.usable_memory)
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as float32."""
+        key = dtype.removeprefix("torch.")
+        key = "float8" if key.startswith("float8") else key
+        return self.peak_flops.get(key, self.peak_flops["float32"])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Levels, outermost first, of alike devices. Raises ClusterError on anything malformed."""
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+
+    def __post_init__(self) -> None:
+        where = f"cluster {self.name!r}"
+        names = [level.name for level in self.levels]
+        if not names or len(set(names)) != len(names):
+            fail(where, "levels", names, "at least one level, with distinct names")
+        check_fields(self, where)
+
+    @staticmethod
+    def parse(text: str | Path) -> Cluster:
+        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`."""
+        from autopar.cluster.read import parse
+
+        return parse(text)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Cluster:
+        """The inverse of `to_dict`; also the form of the TOML files. Raises ClusterError on unknown or missing keys."""
+        from autopar.cluster.read import from_dict
+
+        return from_dict(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        from autopar.cluster.read import to_dict
+
+        return to_dict(self)
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def label(self) -> str:
+        """`"h100:8x8"`."""
+        return f"{self.name}:{'x'.join(str(level.size) for level in self.levels)}"
+
+    def mesh(self, sizes: tuple[int, ...]) -> Mesh:
+        """The devices as a row-major grid: the first axis varies slowest, so it is the one across nodes.
+
+        Raises ClusterError when `sizes` do not multiply to the number of devices, or an axis straddles a level.
+        """
+        from autopar.cluster.mesh import make_mesh
+
+        return make_mesh(self, sizes)
+
+    def meshes(self, max_axes: int = 3) -> list[tuple[int, ...]]:
+        """The axis sizes worth trying: at most `max_axes` axes, none of size 1, none that straddles a level.
+
+        Deterministic; fewer axes first, then those whose axes lie on levels, then parts of levels, then crossings.
+        """
+        from autopar.cluster.mesh import candidates
+
+        return candidates(self, max_axes)
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        device = self.device
+        rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.peak_flops.items())
+        lines = [
+            f"{self.label}: {self.devices} x {device.name}",
+            f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_bytes / 2**30:.1f} usable), "
+            f"{device.memory_bandwidth_bytes_s / 1e9:g} GB/s; peak TFLOP/s: {rates}",
+        ]
+        for level in self.levels:
+            lines.append(f"  {level.name:<6}  x{level.size}, {level.bandwidth_bytes_s / 1e9:g} GB/s per device and direction, "
+                         f"{level.latency_s * 1e6:.1f} us")
+        return "\n".join(lines)

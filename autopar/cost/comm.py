@@ -1,0 +1,177 @@
+"""Seconds of collectives on one mesh axis, and of the steps of a reshard.
+
+A collective over an axis is run by one of several *ways*: an algorithm with one protocol on each level that the axis spans.
+
+    seconds(way) = max of starts + sum over levels of hops x hop_s + max over levels of moved bytes / (bandwidth x efficiency)
+
+Levels are pipelined chunk by chunk, as NCCL does it, so the slowest level sets the rate and the hops of all levels add up.
+The library picks the fastest way for each size (NCCL's own model, src/graph/tuning.cc), so a price is the minimum over
+the ways: slow small messages come from the protocols, not from a fudge factor. Ways, with N devices on the axis:
+
+    ring     all-reduce 2 (N-1) hops and 2 (N-1)/N of the bytes, the others half of that; an outer level carries the same
+             bytes divided by the members inside each of its parts, because each of them brings its own link
+    tree     double binary tree on the levels that have one, a chain inside; all-reduce 2 hops per tree level, 2x the bytes
+    switch   the switch adds (NVLink SHARP): each device sends the tensor once; within one level only
+    direct   all-to-all and sends: each pair talks directly
+
+Groups that run side by side on other coordinates do not compete, because bandwidths are per device (cluster.types.Level).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.cluster import Mesh, MeshAxis, Protocol, Span
+from autopar.cluster.types import COLLECTIVES, Device
+from autopar.errors import ClusterError
+from autopar.layout import Step, dim_of, fraction, is_shard, sections_of
+
+LOCAL = ("slice", "mask")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one level does in one way: `hops` in a row, and `share` of the bytes over each device's link."""
+
+    span: Span
+    protocol: Protocol
+    hops: int
+    share: float
+
+    @property
+    def slope_s(self) -> float:
+        """Seconds per byte of the collective."""
+        return self.share / (self.span.bandwidth_bytes_s * self.protocol.efficiency)
+
+
+Way = tuple[Part, ...]
+
+
+def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
+    """Seconds of one collective. `nbytes` is what one group of the axis holds together, before or after:
+
+        all_reduce, broadcast   the tensor, which each rank has whole
+        all_gather              the gathered output
+        reduce_scatter          the input, which each rank has whole
+        all_to_all              the whole exchanged tensor: N x the local one; each rank sends (N-1)/N^2 of it
+        send                    the tensor that goes to the neighbour on the axis
+        mask                    the local tensor, read and written
+        slice                   any: a view, the launch floor only
+
+    0 on an axis of one device. Raises ClusterError on an unknown kind.
+    """
+    if axis.size == 1:
+        return 0.0
+    if kind in LOCAL:
+        return copy_s(nbytes, axis.device) if kind == "mask" else axis.device.launch_s
+    return min(start + slope * nbytes for start, slope in affine(kind, axis))
+
+
+def copy_s(nbytes: float, device: Device) -> float:
+    """Seconds to read and write `nbytes` once on the device."""
+    return device.launch_s + 2 * nbytes / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth)
+
+
+def steps_s(steps: Sequence[Step], full_bytes: float, mesh: Mesh) -> float:
+    """Seconds of a reshard; `full_bytes` is the size of the global tensor. Collectives do not overlap each other."""
+    return sum(step_s(step, full_bytes, mesh) for step in steps)
+
+
+def step_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
+    """Seconds of one step, with the copies that put chunks in order around it."""
+    nbytes = group_bytes(step, full_bytes, mesh.sizes)
+    return collective_s(step.kind, nbytes, mesh.axes[step.axis]) + _repack_s(step, full_bytes, mesh)
+
+
+def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
+    """The `nbytes` of `collective_s` for a step on a tensor of `full_bytes` in all."""
+    if step.kind == "all_gather":
+        return full_bytes * fraction(step.after, sizes)
+    times = sizes[step.axis] if step.kind == "all_to_all" else 1
+    return full_bytes * fraction(step.before, sizes) * times
+
+
+def _repack_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
+    """Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after (`before`)."""
+    if mesh.sizes[step.axis] == 1 or step.kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+        return 0.0
+    whole = step.after if step.kind == "all_gather" else step.before
+    moved = sum(1 for entry in (step.before[step.axis], step.after[step.axis])
+                if is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1))
+    return moved * copy_s(full_bytes * fraction(whole, mesh.sizes), mesh.device) if moved else 0.0
+
+
+@lru_cache(maxsize=4096)
+def affine(kind: str, axis: MeshAxis) -> tuple[tuple[float, float], ...]:
+    """The price as data: (start in seconds, seconds per byte) of each way that is ever the fastest, smallest start first."""
+    pairs = sorted((way_start_s(way), max(part.slope_s for part in way)) for way in ways(kind, axis))
+    kept: list[tuple[float, float]] = []
+    for start, slope in pairs:
+        if not kept or slope < kept[-1][1]:
+            kept.append((start, slope))
+    return tuple(kept)
+
+
+def way_start_s(way: Way) -> float:
+    """Seconds of a way at zero bytes."""
+    return max(part.protocol.start_s for part in way) + sum(part.hops * part.protocol.hop_s for part in way)
+
+
+def ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
+    """Every way to run `kind` on an axis of two or more devices. Raises ClusterError on an unknown kind."""
+    if kind not in COLLECTIVES:
+        raise ClusterError(f"mesh axis {axis.name!r}: there is no collective {kind!r}; known: {', '.join(COLLECTIVES + LOCAL)}")
+    return tuple(itertools.chain.from_iterable(way(kind, axis.spans) for way in (_rings, _trees, _switches, _directs)))
+
+
+def _product(kind: str, spans: Sequence[Span], rows: Sequence[tuple[str, int, float]]) -> list[Way]:
+    """All ways whose part on each span uses that row's algorithm; none where a level does not have it."""
+    options = [[Part(span, p, hops, share) for p in span.level.protocols if p.algorithm == algorithm and p.serves(kind)]
+               for span, (algorithm, hops, share) in zip(spans, rows, strict=True)]
+    return list(itertools.product(*options))
+
+
+def _inside(spans: Sequence[Span]) -> list[int]:
+    """For each span, how many devices of the axis lie inside one of its parts."""
+    return [math.prod(span.size for span in spans[index + 1:]) for index in range(len(spans))]
+
+
+def _rings(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    total, outside = math.prod(span.size for span in spans), 1
+    rounds = 2 if kind == "all_reduce" else 1
+    bytes_share = 1.0 if kind == "broadcast" else rounds * (total - 1) / total
+    rows = []
+    for span, inside in zip(spans, _inside(spans), strict=True):
+        rows.append(("ring", rounds * outside * (span.size - 1), bytes_share / inside))
+        outside *= span.size
+    return _product(kind, spans, rows)
+
+
+def _trees(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    if kind not in ("all_reduce", "broadcast"):
+        return []
+    rounds = 2 if kind == "all_reduce" else 1
+    rows = []
+    for span, inside in zip(spans, _inside(spans), strict=True):
+        tree = any(p.algorithm == "tree" and p.serves(kind) for p in span.level.protocols)
+        depth = math.ceil(math.log2(span.size)) if tree else span.size - 1
+        rows.append(("tree" if tree else "ring", rounds * depth, float(rounds) / inside))
+    return _product(kind, spans, rows) if any(row[0] == "tree" for row in rows) else []
+
+
+def _switches(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    return _product(kind, spans, [("switch", 1, 1.0)]) if kind == "all_reduce" and len(spans) == 1 else []
+
+
+def _directs(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    if kind == "send":
+        return _product(kind, spans[:1], [("direct", 1, 1.0)])
+    if kind != "all_to_all":
+        return []
+    total = math.prod(span.size for span in spans)
+    peers = [inside * (span.size - 1) for span, inside in zip(spans, _inside(spans), strict=True)]
+    return _product(kind, spans, [("direct", count, count / total**2) for count in peers])

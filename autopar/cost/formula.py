@@ -1,0 +1,117 @@
+"""The prices of this package as sympy formulas, for display: in batch, sequence, bandwidths and latencies.
+
+Each formula is built from the same parts as the number it stands for, and `values` gives what its hardware symbols are
+on this cluster, so that `formula.subs(values(...))` with the sizes filled in is the price.
+
+    W_gpu       bandwidth of level gpu, bytes/s    T_gpu_ring_ll, H_gpu_ring_ll    start and hop of protocol ll, s
+    F_bfloat16  peak FLOP/s of the device          M, T                            memory bandwidth, bytes/s, launch floor, s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import sympy
+
+from autopar.cluster import Device, MeshAxis, Protocol, Span
+from autopar.cost.comm import LOCAL, Part, Way, way_start_s, ways
+from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_dtype
+
+Size: TypeAlias = "int | sympy.Expr"
+Values: TypeAlias = "dict[sympy.Symbol, float]"
+
+
+def flops_formula(m: Size, n: Size, k: Size, batch: Size = 1) -> sympy.Expr:
+    """FLOPs of `batch` matmuls (m, k) x (k, n): a multiplication and an addition for each of m n k."""
+    return sympy.Integer(2) * batch * m * n * k
+
+
+def bytes_formula(shape: Sequence[Size], itemsize: int, ways_cut: int = 1) -> sympy.Expr:
+    """Bytes of one device's part of a tensor of `shape` that is cut `ways_cut` ways."""
+    return sympy.Integer(itemsize) * sympy.prod(shape) / ways_cut
+
+
+def op_formula(flops: sympy.Expr, nbytes: sympy.Expr, dtype: str, device: Device, *,
+               matmul: tuple[Size, Size, Size] | None = None) -> sympy.Expr:
+    """`compute.op_s` as a formula; symbols as in `op_values`."""
+    rate: sympy.Expr = _peak(dtype if matmul else vector_dtype(dtype, device))
+    if matmul:
+        m, n, k = map(sympy.sympify, matmul)
+        batch = sympy.Max(1, flops / (2 * m * n * k))
+        factor = shape_factor(m, n, k, batch, device) / best_factor(device)
+        rate = rate * device.achievable * sympy.Min(1, factor)
+    memory = nbytes / (_symbol("M") * device.achievable_bandwidth)
+    return _symbol("T") + sympy.Max(flops / rate, memory)
+
+
+def op_values(dtype: str, device: Device) -> Values:
+    """The values of the symbols of `op_formula`."""
+    return {_peak(name): device.flops(name) for name in (dtype, VECTOR_DTYPE)} | _device_values(device)
+
+
+def comm_formula(kind: str, nbytes: sympy.Expr, axis: MeshAxis, *, at_bytes: float | None = None) -> sympy.Expr:
+    """`comm.collective_s` as a formula; symbols as in `comm_values`.
+
+    With `at_bytes` only the way that is fastest at that size, which is what a reader wants to see; else the minimum.
+    """
+    if axis.size == 1:
+        return sympy.Integer(0)
+    if kind in LOCAL:
+        copied = 2 * nbytes / (_symbol("M") * axis.device.achievable_bandwidth)
+        return _symbol("T") + (copied if kind == "mask" else 0)
+    choices = ways(kind, axis)
+    if at_bytes is not None:
+        choices = (min(choices, key=lambda way: _way_s(way, at_bytes)),)
+    return sympy.Min(*(_way_formula(way, nbytes) for way in choices))
+
+
+def comm_values(axis: MeshAxis) -> Values:
+    """The values of the symbols of `comm_formula`."""
+    out = _device_values(axis.device)
+    for span in axis.spans:
+        out[_bandwidth(span)] = span.bandwidth_bytes_s
+        for protocol in span.level.protocols:
+            start, hop = _latencies(span, protocol)
+            out |= {start: protocol.start_s, hop: protocol.hop_s}
+    return out
+
+
+def _way_s(way: Way, nbytes: float) -> float:
+    return way_start_s(way) + nbytes * max(part.slope_s for part in way)
+
+
+def _way_formula(way: Way, nbytes: sympy.Expr) -> sympy.Expr:
+    starts = sympy.Max(*(_latency(part)[0] for part in way))
+    hops = sum((part.hops * _latency(part)[1] for part in way if part.hops), sympy.Integer(0))
+    return starts + hops + sympy.Max(*(_transfer(part, nbytes) for part in way))
+
+
+def _transfer(part: Part, nbytes: sympy.Expr) -> sympy.Expr:
+    share = sympy.nsimplify(part.share, rational=True) if part.share != 1 else sympy.Integer(1)
+    return share * nbytes / (part.protocol.efficiency * _bandwidth(part.span))
+
+
+def _latency(part: Part) -> tuple[sympy.Symbol, sympy.Symbol]:
+    return _latencies(part.span, part.protocol)
+
+
+def _latencies(span: Span, protocol: Protocol) -> tuple[sympy.Symbol, sympy.Symbol]:
+    suffix = "_".join(dict.fromkeys((span.level.name, protocol.algorithm, protocol.name)))
+    return _symbol(f"T_{suffix}"), _symbol(f"H_{suffix}")
+
+
+def _bandwidth(span: Span) -> sympy.Symbol:
+    return _symbol(f"W_{span.level.name}")
+
+
+def _peak(dtype: str) -> sympy.Symbol:
+    return _symbol(f"F_{dtype.removeprefix('torch.')}")
+
+
+def _device_values(device: Device) -> Values:
+    return {_symbol("M"): device.memory_bandwidth_bytes_s, _symbol("T"): device.launch_s}
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True)

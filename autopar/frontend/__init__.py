@@ -1,0 +1,8 @@
+"""From what a user names (a Hugging Face config, a Python factory, a model) to a model and inputs for it."""
+
+from __future__ import annotations
+
+from autopar.frontend.inputs import inputs_for, max_positions
+from autopar.frontend.loading import Loaded, load
+
+__all__ = ["Loaded", "inputs_for", "load", "max_positions"]

@@ -1,0 +1,125 @@
+"""Models from Python: `path/to/file.py:factory` and `package.module:factory`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import CaptureError
+
+Factory = Callable[..., Any]
+Inputs = tuple[tuple[object, ...], dict[str, object]]
+FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
+
+
+def find_factory(spec: str) -> Factory:
+    """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise CaptureError(f"cannot read the model {spec!r}: wanted {FORMS}")
+    module = import_file(Path(place), spec) if place.endswith(".py") else import_module(place, spec)
+    factory = getattr(module, name, None)
+    if callable(factory):
+        return factory
+    there = [key for key, value in vars(module).items() if defined_here(value, module)]
+    wrong = f"has no {name!r}" if factory is None else f"has {name!r}, but it is {type(factory).__name__}, not callable"
+    raise CaptureError(f"model {spec!r}: {place} {wrong}; callables defined there: {', '.join(there) or 'none'}")
+
+
+def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[nn.Module, Inputs | None]:
+    """Call it (with batch and seq where it has such parameters): the model and its inputs, None if it gave none.
+
+    It may give a model, (model, args) or (model, args, kwargs). Raises CaptureError if it gives something else or has
+    other parameters without a default.
+    """
+    known = {"batch": batch, "seq": seq}
+    parameters = inspect.signature(factory).parameters
+    needed = [
+        p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if unknown := [name for name in needed if name not in known]:
+        raise CaptureError(
+            f"model {spec!r}: the factory needs {', '.join(unknown)}, which has no default; it is called with at most "
+            "batch= and seq=. Give defaults, or name a function without these parameters"
+        )
+    made = factory(**{name: value for name, value in known.items() if name in parameters})
+    match made:
+        case nn.Module() as model:
+            return model, None
+        case (nn.Module() as model, tuple() | list() as args):
+            return model, (tuple(args), {})
+        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
+            return model, (tuple(args), kwargs)
+    raise CaptureError(
+        f"model {spec!r}: the factory gave {describe(made)}; wanted a torch.nn.Module, (model, args tuple) or "
+        "(model, args tuple, kwargs dict)"
+    )
+
+
+def import_file(path: Path, spec: str) -> ModuleType:
+    """Run a Python file as a module. It can import what lies beside it, and the package that it is part of."""
+    if not path.is_file():
+        raise CaptureError(f"model {spec!r}: no file {path} (looked from {Path.cwd()})")
+    name = f"autopar_model_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look their module up here
+    folder = path.resolve().parent
+    with importable(Path.cwd(), folder, outside_packages(folder)):
+        found.loader.exec_module(module)
+    return module
+
+
+def import_module(name: str, spec: str) -> ModuleType:
+    """Import a module, also from the working directory. A missing import *inside* it is the user's and goes through."""
+    try:
+        with importable(Path.cwd()):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name != missing and not name.startswith(f"{missing}."):
+            raise
+        raise CaptureError(
+            f"model {spec!r}: no module {missing!r} (looked in {Path.cwd()} and the installed packages); wanted {FORMS}"
+        ) from error
+
+
+def outside_packages(folder: Path) -> Path:
+    """The nearest folder at or above this one that is not a Python package."""
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
+
+
+@contextlib.contextmanager
+def importable(*folders: Path) -> Iterator[None]:
+    """Put folders on the import path for a while, after what is already there."""
+    added = [name for name in dict.fromkeys(map(str, folders)) if name not in sys.path]
+    sys.path.extend(added)
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
+
+
+def defined_here(value: object, module: ModuleType) -> bool:
+    """Whether a value is a function or class that the module itself defines."""
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def describe(value: object) -> str:
+    """The type of a value, with those of its parts if it is a tuple."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__

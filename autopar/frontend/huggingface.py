@@ -1,0 +1,120 @@
+"""Models from Hugging Face config files: structure only, no weights, nothing is downloaded and no remote code is run."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import CaptureError
+
+
+def build_model(where: str) -> nn.Module:
+    """The model of a config file (or of the config.json in a folder), with fresh weights on torch's default device.
+
+    The class is the first of `architectures`. Attention is scaled_dot_product_attention where the class has it, and no
+    key-value cache is kept. Raises CaptureError when the file or the class is not there or they do not fit together.
+    """
+    path = config_path(where)
+    values = read_config(path)
+    transformers = import_transformers(f"hf:{where}")
+    model_class = architecture(transformers, values, path)
+    with quiet(transformers):
+        config = make_config(transformers, values, path)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        model: Any = model_class(config)
+    if model.loss_type is None:  # a class name that transformers cannot read: it would take this one and warn
+        model.loss_type = "ForCausalLM"
+    found: nn.Module = model
+    return found
+
+
+def config_path(where: str) -> Path:
+    """The config file meant by a file or folder name."""
+    path = Path(where)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise CaptureError(
+            f"no Hugging Face config file {path} (looked from {Path.cwd()}); wanted a config.json or the folder it is in. "
+            "Names on the hub are not looked up: download the model's config.json first"
+        )
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a config file."""
+    try:
+        values = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CaptureError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CaptureError(
+            f"{path} holds a JSON {type(values).__name__}; wanted an object with model_type and architectures"
+        )
+    return values
+
+
+def architecture(transformers: Any, values: dict[str, Any], path: Path) -> Any:
+    """The model class that a config names."""
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CaptureError(
+            f'{path} has no "architectures" (got {names!r}), so the model class is unknown; add for example '
+            '"architectures": ["LlamaForCausalLM"]'
+        )
+    found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    raise CaptureError(
+        f"{path}: transformers {transformers.__version__} has no model class {names[0]!r}{near(names[0], dir(transformers))}. "
+        "A model with its own code can be given as path/to/file.py:factory"
+    )
+
+
+def make_config(transformers: Any, values: dict[str, Any], path: Path) -> Any:
+    """The config object of a config file's values."""
+    kind = values.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise CaptureError(
+            f'{path}: transformers {transformers.__version__} has no "model_type" {kind!r}'
+            f"{near(str(kind), transformers.CONFIG_MAPPING)}"
+        )
+    strict = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(values)
+    except (TypeError, ValueError, KeyError, strict) as error:
+        raise CaptureError(f"{path}: {kind} refuses these values: {error}") from error
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The known names that look like a wrong one, as the end of a message; empty if there are none."""
+    found = difflib.get_close_matches(name, list(known), n=3)
+    return f" (near: {', '.join(found)})" if found else ""
+
+
+def import_transformers(what: str) -> Any:
+    """The transformers package. Raises CaptureError that says how to install it; `what` is what it is needed for."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise CaptureError(f"{what} needs Hugging Face transformers: pip install 'autopar[hf]'") from error
+
+
+@contextlib.contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Let transformers log errors only, for a while."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)

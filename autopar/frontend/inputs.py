@@ -1,0 +1,172 @@
+"""Inputs for a Hugging Face model, from its config and the signature of its forward."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+
+IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
+IMAGE_SIDE = 224  # pixels, where the config (ResNet's, for one) does not say: the size ImageNet models are trained on
+PASS_THEM = "pass example_inputs to compile, or name a factory that gives (model, args)"
+
+# What the labels are, by how the class name ends (Hugging Face's own convention for heads).
+LABELS = {
+    "LMHeadModel": "token ids",
+    "ForCausalLM": "token ids",
+    "ForMaskedLM": "token ids",
+    "ForConditionalGeneration": "token ids",
+    "ForTokenClassification": "token classes",
+    "ForSequenceClassification": "classes",
+    "ForImageClassification": "classes",
+}
+Inputs = tuple[tuple[object, ...], dict[str, object]]
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Draws inputs for one model: b samples of s tokens."""
+
+    config: Any
+    b: int
+    s: int
+    device: torch.device
+    generator: torch.Generator
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """Uniform in [0, high), int64; on meta only the shape."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
+        return torch.randint(high, shape, generator=self.generator).to(self.device)
+
+    def tokens(self) -> Tensor:
+        """Token ids [b, s]."""
+        return self.integers(self.config.get_text_config(decoder=False).vocab_size, self.b, self.s)
+
+    def pixels(self) -> Tensor:
+        """Images [b, channels, height, width], float32."""
+        side = getattr(self.config, "image_size", None) or IMAGE_SIDE
+        height, width = side if isinstance(side, Iterable) else (side, side)
+        shape = (self.b, self.config.num_channels, height, width)
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device)
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def labels(self, kind: str) -> Tensor:
+        """Labels of one of the kinds in LABELS; those of tokens have ignored places, unevenly over the batch."""
+        if kind == "classes":
+            return self.integers(self.config.num_labels, self.b)
+        labels = self.tokens() if kind == "token ids" else self.integers(self.config.num_labels, self.b, self.s)
+        if self.device.type != "meta":
+            for row, ignored in enumerate(ignored_places(self.b, self.s)):
+                labels[row, :ignored] = IGNORED
+        return labels
+
+    def decoder_ids(self, labels: object) -> Tensor:
+        """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids without labels."""
+        if not isinstance(labels, Tensor):
+            return self.tokens()
+        start, pad = self.special("decoder_start_token_id"), self.special("pad_token_id")
+        shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+        return shifted.where(shifted != IGNORED, pad)
+
+    def special(self, name: str) -> int:
+        """The id of a special token of the config. Raises CaptureError if it has none."""
+        value = getattr(self.config, name, None)
+        if isinstance(value, int):
+            return value
+        raise CaptureError(
+            f"decoder inputs need {name}, which the config lacks (got {value!r}): set it, or {PASS_THEM}"
+        )
+
+
+def ignored_places(batch: int, seq: int) -> list[int]:
+    """How many leading labels of each row are ignored: 1, 2, 3, 0, 1, ... but never a whole row."""
+    return [min((row + 1) % 4, seq - 1) for row in range(batch)]
+
+
+def inputs_for(
+    model: nn.Module,
+    *,
+    batch: int,
+    seq: int,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    labels: bool = True,
+) -> Inputs:
+    """(args, kwargs) for a Hugging Face model: ids [batch, seq] or pixels, decoder ids, and labels that match its head.
+
+    `device` None is the model's own. On "meta" the values mean nothing; elsewhere they follow from `seed`. There is no
+    attention mask: no position is padding. With `labels` the loss is the model's first output. Raises CaptureError
+    for any other kind of model, for inputs that cannot be made from a config, and for `seq` beyond the positions.
+    """
+    if not is_hugging_face(model):
+        raise CaptureError(
+            f"inputs for {type(model).__name__} cannot be made: it is no Hugging Face model; {PASS_THEM}"
+        )
+    config: Any = model.config
+    device = torch.device(device or next(model.parameters()).device)
+    make = _Maker(config, batch, seq, device, torch.Generator().manual_seed(seed))
+    accepted = inspect.signature(model.forward).parameters
+    kwargs: dict[str, object] = {}
+    if "input_ids" in accepted:
+        check_positions(model, seq)
+        kwargs["input_ids"] = make.tokens()
+    if "pixel_values" in accepted:
+        kwargs["pixel_values"] = make.pixels().to(next(model.parameters()).dtype)
+    if model.main_input_name not in kwargs or len(kwargs) > 1:
+        raise CaptureError(
+            f"inputs for {type(model).__name__} cannot be made from its config: its forward takes "
+            f"{', '.join(accepted)}, and only input_ids or pixel_values alone are known; {PASS_THEM}"
+        )
+    if labels:
+        kwargs["labels"] = make.labels(label_kind(model, accepted))
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted:
+        kwargs["decoder_input_ids"] = make.decoder_ids(kwargs.get("labels"))
+    if "use_cache" in accepted and config.use_cache:
+        kwargs["use_cache"] = False
+    return (), kwargs
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether it is a transformers model; never imports transformers."""
+    transformers: Any = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def label_kind(model: nn.Module, accepted: Mapping[str, object]) -> str:
+    """What the labels of a model are, a value of LABELS. Raises CaptureError for a model without a known loss."""
+    name = type(model).__name__
+    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), None)
+    if kind is not None and "labels" in accepted:
+        return kind
+    raise CaptureError(
+        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes labels. Ask "
+        f"for no labels and give the loss as loss_fn=, or {PASS_THEM}"
+    )
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The longest sequence that a Hugging Face model's config allows, in tokens; None if it sets no bound.
+
+    Export needs it as the upper end of the sequence dim where positions are a slice of a buffer, as in BERT.
+    """
+    allowed = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return allowed if isinstance(allowed, int) and allowed > 0 else None
+
+
+def check_positions(model: nn.Module, seq: int) -> None:
+    """Raise CaptureError if a sequence is longer than the positions that the config allows."""
+    allowed = max_positions(model)
+    if allowed is not None and allowed < seq:
+        raise CaptureError(
+            f"{type(model).__name__} has {allowed} positions, got a sequence of {seq}: use a shorter one, or raise "
+            "max_position_embeddings in the config"
+        )

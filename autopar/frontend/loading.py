@@ -1,0 +1,74 @@
+"""`load`: the MODEL argument of the command line to a model and one batch of inputs.
+
+    hf:FILE_OR_FOLDER        a Hugging Face config file; the class is named in `architectures`
+    path/to/file.py:factory  a callable in a file
+    package.module:factory   a callable in a module
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.frontend.factory import call_factory, find_factory
+from autopar.frontend.huggingface import build_model
+from autopar.frontend.inputs import inputs_for
+
+HF = "hf:"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with one batch: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False."""
+
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    name: str
+    spec: str
+
+
+def load(
+    spec: str,
+    *,
+    batch: int,
+    seq: int,
+    device: str = "meta",
+    dtype: torch.dtype = torch.float32,
+    train: bool = True,
+    labels: bool = True,
+    seed: int = 0,
+) -> Loaded:
+    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens.
+
+    On "meta" nothing is allocated and the values mean nothing. Elsewhere weights and inputs follow from `seed`; the
+    caller's random state stays as it was. Integer inputs keep their type. `labels` is for Hugging Face models: a
+    factory gives the inputs that it wants. Raises CaptureError with what to change when the spec leads nowhere.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        if spec.startswith(HF):
+            model, name = build_model(spec.removeprefix(HF)), spec.removeprefix(HF)
+            made: tuple[tuple[object, ...], dict[str, object]] | None = None
+        else:
+            name = spec
+            model, made = call_factory(find_factory(spec), spec, batch=batch, seq=seq)
+    model = model.to(dtype).train(train)
+    args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
+    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), name, spec)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same tuples, lists and dicts, with their floating-point tensors in `dtype`."""
+    match value:
+        case torch.Tensor():
+            return value.to(dtype) if value.is_floating_point() else value
+        case tuple() | list():
+            parts = [cast(part, dtype) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        case dict():
+            return {key: cast(part, dtype) for key, part in value.items()}
+    return value

@@ -51,7 +51,11 @@ def verdict(mask: fx.Node) -> str:
     symbols = free_symbols(nodes)
     found: list[str] = []
     for numbers in itertools.product(SIZES, repeat=len(symbols)):
-        found.append(_kind(evaluate(nodes, dict(zip(symbols, numbers, strict=True)))))
+        chosen = {
+            symbol: min(max(number, least), most)
+            for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)
+        }
+        found.append(_kind(evaluate(nodes, chosen)))
         if found[-1] != found[0]:
             return "other"
     return found[0]

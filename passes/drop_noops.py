@@ -88,7 +88,8 @@ def _permutes_nothing(node: fx.Node) -> bool:
 def _neutral(number: float) -> Callable[[fx.Node], bool]:
     def check(node: fx.Node) -> bool:
         other = node.args[1]
-        return not isinstance(other, fx.Node) and other == number and _same_dtype(node) and _same_shape(node)
+        is_number = isinstance(other, (int, float)) and other == number
+        return is_number and _same_dtype(node) and _same_shape(node)
 
     return check
 

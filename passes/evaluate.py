@@ -40,16 +40,23 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
-def free_symbols(nodes: list[fx.Node]) -> list[sympy.Symbol]:
-    """Symbols of the shape environment in the values of these nodes, by name."""
-    found: dict[str, sympy.Symbol] = {}
+def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:
+    """Symbols of the shape environment in the values of these nodes, by name, each with its least and greatest value."""
+    found: dict[str, tuple[sympy.Symbol, tuple[int, int]]] = {}
     for node in nodes:
         held = node.meta["val"]
         sizes = [held] if is_size(node) else [size for tensor in facts.tensors(node) for size in tensor.shape]
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                found.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
-    return [found[name] for name in sorted(found)]
+                for symbol in size.node.expr.free_symbols:
+                    found[str(symbol)] = (symbol, _bounds(size, symbol))
+    return dict(found[name] for name in sorted(found))
+
+
+def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
+    span = size.node.shape_env.var_to_range[symbol]
+    upper = int(span.upper) if span.upper.is_Integer else 2**31
+    return int(span.lower), upper
 
 
 def evaluate(nodes: list[fx.Node], numbers: dict[sympy.Symbol, int]) -> Any:

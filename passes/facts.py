@@ -7,13 +7,13 @@ environment), for example `b*s` and never `s72*s38`. A fact that a pass should h
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 def symbol(name: str) -> sympy.Symbol:

@@ -7,6 +7,7 @@ is written back into it (`slice_scatter`, `select_scatter`, ...); another view o
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,7 +90,7 @@ def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
 def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> None:
     """Writes the changed view `new` back into each value that it is a view of, for the uses that come later."""
     written = new
-    for view, parent in zip(chain, chain[1:], strict=False):
+    for view, parent in itertools.pairwise(chain):
         scatter = SCATTERS.get(view.target)
         if scatter is None:
             raise ValueError(
@@ -149,7 +150,7 @@ def functional(node: fx.Node) -> Callable[..., Any]:
     overload = getattr(packet, target._overloadname, None)
     if plain == name or overload is None or overload._schema.is_mutable:
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
-    return overload  # type: ignore[no-any-return]
+    return overload
 
 
 def _slice_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:

@@ -21,7 +21,7 @@ CONTRACTIONS = (aten.linear.default, aten.matmul.default)
 
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias, every change of sizes spelled `reshape`.
-    does: moves flattening reshapes behind matmuls, pointwise ops and softmaxes; merges reshapes of reshapes.
+    does: moves flattening reshapes behind matmuls, pointwise ops and softmaxes; cancels reshapes that undo each other.
     gives: matmuls that keep batch and sequence apart.
     """
     for node in edit.calls(gm):
@@ -74,12 +74,10 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
 
 
 def _merge(node: fx.Node) -> None:
-    """A reshape of a reshape is one reshape; to the sizes that were there before, none."""
+    """A reshape back to sizes that were there before, with only reshapes between, goes away."""
     operand = node.args[0]
-    while isinstance(operand, fx.Node) and operand.target is aten.reshape.default:
-        operand = operand.args[0]
-    assert isinstance(operand, fx.Node)
-    if facts.shape(operand) == facts.shape(node):
-        edit.replace(node, operand)
-    else:
-        node.replace_input_with(node.args[0], operand)  # type: ignore[arg-type]
+    while isinstance(operand, fx.Node):
+        if facts.shape(operand) == facts.shape(node):
+            edit.replace(node, operand)
+            return
+        operand = operand.args[0] if operand.target is aten.reshape.default else None

@@ -11,6 +11,9 @@ from torch import fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
+from passes import edit, facts
+from passes.interpret import Interpret
+
 B, S = Dim("b"), Dim("s")
 KINDS = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -60,12 +63,7 @@ def hf_graph(build: Any, *, train: bool = False, dtype: torch.dtype = torch.floa
 def run_graph(gm: fx.GraphModule, model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple:
     """Outputs of the graph on the model's own tensors and named inputs, node by node."""
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    values = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            source = {"input": inputs, "constant": gm.meta["constants"]}.get(node.meta["role"], held)
-            values.append(source[node.meta["input"] if node.meta["role"] == "input" else node.meta["fqn"]])
-    return fx.Interpreter(gm).run(*values)
+    return Interpret(gm, held | gm.meta["constants"]).run_named(inputs)
 
 
 def gradients(outputs: Any, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -109,8 +107,6 @@ def flat_tensors(tree: Any) -> list[torch.Tensor]:
 
 def check_values(gm: fx.GraphModule) -> None:
     """Every call's recorded value has the sizes and dtype that running its op on fake values gives."""
-    from passes import edit, facts
-
     for node in edit.calls(gm):
         fresh = pytree.tree_leaves(edit.infer(node))
         for a, b in zip(fresh, pytree.tree_leaves(node.meta["val"]), strict=True):

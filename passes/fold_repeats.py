@@ -1,0 +1,173 @@
+"""Replaces a run of alike blocks by one call of their common body.
+
+    h = block0(h, mask); h = block1(h, mask); ...; h = block31(h, mask)   ->   (h,) = body(h, mask)   meta["repeat"] = 32
+
+So what is solved and emitted depends on the number of different blocks, not on depth. See docs/internals.md, "Folding".
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.grads import needs_grad
+from passes.repeats import Run, containers, find_runs, is_weight, users_outside
+
+
+def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: a flat, normalized graph; `gm.meta["repeat_counts"]` where capture shortened a container.
+    does: finds runs of alike chained blocks by module path and structure, and replaces each by one `call_module`.
+    gives: bodies as submodules, `meta["repeat"]`; ValueError when a shortened container does not fold.
+    """
+    declared = {path: list(entries) for path, entries in gm.meta.get("repeat_counts", {}).items()}
+    carries = needs_grad(gm)
+    for container in containers(gm):
+        for run in find_runs(gm, container):
+            _fold(gm, run, _total(run, declared), carries)
+    for path, entries in declared.items():
+        if entries:
+            raise ValueError(
+                f"the blocks of {path} from {entries[0][0]} on were captured as {entries[0][2]} for {entries[0][3]}, but "
+                "they are not alike in the graph or not a chain: capture the model without shortening it"
+            )
+    return edit.finish(gm)
+
+
+def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> int:
+    """How many instances the run stands for; takes the entries of `declared` that it answers for."""
+    here = len(run.instances)
+    first, last = run.instances[0].start, run.instances[-1].start + run.period
+    total = here
+    for entry in list(declared.get(run.container, [])):
+        start, period, shown, meant = entry
+        fits = period % run.period == 0 and first <= start and start + period * shown <= last
+        if fits:
+            total += (meant - shown) * (period // run.period)
+            declared[run.container].remove(entry)
+    return total
+
+
+def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]) -> None:
+    first = run.instances[0]
+    constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and _same(run, slot)]
+    weights = [slot for slot in range(len(first.outside)) if slot not in run.carried and slot not in constant]
+    body = _body(gm, run, constant, weights, total, carries)
+    name = _free_name(gm, f"{run.container}_{first.start}")
+    gm.add_submodule(name, body)
+    users = users_outside(run)
+    with edit.before(min(users) if users else edit.output_node(gm)):
+        args = tuple(first.outside[slot] for slot in [*run.carried, *constant])
+        call = gm.graph.call_module(name, args)
+        call.meta.update(_call_meta(run, total))
+        carries[call] = True
+        results = [gm.graph.call_function(operator.getitem, (call, place)) for place in range(len(run.carried))]
+    last = run.instances[-1]
+    for result, source in zip(results, run.carried.values(), strict=True):
+        node = last.nodes[source]
+        result.meta.update({key: node.meta[key] for key in ("val", *edit.COPIED_META) if key in node.meta})
+        carries[result] = carries[node]
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user in users)
+    for node in reversed(run.nodes):
+        gm.graph.erase_node(node)
+    for value in [instance.outside[slot] for instance in run.instances for slot in weights]:
+        if not value.users:
+            gm.graph.erase_node(value)
+
+
+def _same(run: Run, slot: int) -> bool:
+    return all(instance.outside[slot] is run.instances[0].outside[slot] for instance in run.instances)
+
+
+def _call_meta(run: Run, total: int) -> dict[str, Any]:
+    last = run.instances[-1]
+    return {
+        "repeat": total,
+        "module": run.container,
+        "source": run.instances[0].nodes[0].meta.get("source", ""),
+        "val": tuple(last.nodes[source].meta["val"] for source in run.carried.values()),
+    }
+
+
+def _body(
+    gm: fx.GraphModule, run: Run, constant: list[int], weights: list[int], total: int, carries: dict[fx.Node, bool]
+) -> fx.GraphModule:
+    first, second = run.instances[0], run.instances[1]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for slot in [*run.carried, *constant, *weights]:
+        value = first.outside[slot]
+        holder = graph.placeholder(value.name)
+        holder.meta.update(value.meta)
+        if slot in weights:
+            holder.meta.update(_weight_names(run, slot, total))
+        else:
+            holder.meta["role"] = "carried" if slot in run.carried else "invariant"
+            # The first instance may get a carried value that no gradient flows into, the others do not.
+            holder.meta["requires_grad"] = carries[value] or carries[second.outside[slot]]
+        env[value] = holder
+    for node in first.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[first.nodes[source]] for source in run.carried.values()))
+    body = fx.GraphModule(torch.nn.Module(), graph)
+    body.meta["symbols"] = gm.meta.get("symbols", {})
+    body.meta["outputs"] = [{"name": f"carried_{i}", "kind": "output", "target": ""} for i in range(len(run.carried))]
+    body.meta.update(container=run.container, start=first.start, period=run.period, class_name=_class_name(run))
+    return body
+
+
+def _weight_names(run: Run, slot: int, total: int) -> dict[str, Any]:
+    """`fqn` relative to the block and `fqns` of all instances, checked against those in the graph."""
+    known = [instance.outside[slot].meta["fqn"] for instance in run.instances]
+    start = run.instances[0].start
+    match = re.fullmatch(re.escape(run.container) + r"\.(\d+)\.(.*)", known[0])
+    if match is None:
+        if total != len(known):
+            raise ValueError(f"{known[0]} is used by blocks of {run.container} but is not in it: cannot name all {total}")
+        return {"fqn": known[0].replace(".", "_"), "fqns": known}
+    offset, rest = int(match.group(1)) - start, match.group(2)
+    fqns = [f"{run.container}.{start + number * run.period + offset}.{rest}" for number in range(total)]
+    if fqns[: len(known)] != known:
+        raise ValueError(f"weights of the blocks of {run.container} are named {known}, wanted {fqns[: len(known)]}")
+    return {"fqn": rest if run.period == 1 else f"{offset}.{rest}", "fqns": fqns}
+
+
+def _class_name(run: Run) -> str:
+    """Class of the folded block (that of the first one when a period has several), "" when export did not record it."""
+    path = f"{run.container}.{run.instances[0].start}"
+    for node in run.instances[0].nodes:
+        for where, class_name in (node.meta.get("nn_module_stack") or {}).values():
+            if where == path:
+                return str(class_name).rsplit(".", 1)[-1]
+    return ""
+
+
+def _free_name(gm: fx.GraphModule, wanted: str) -> str:
+    base = re.sub(r"\W", "_", wanted)
+    name, number = base, 0
+    while hasattr(gm, name):
+        number += 1
+        name = f"{base}_{number}"
+    return name
+
+
+def is_folded(node: fx.Node) -> bool:
+    """Whether the node stands for a run of blocks."""
+    return node.op == "call_module" and "repeat" in node.meta
+
+
+def body_of(node: fx.Node) -> fx.GraphModule:
+    """The body that a folded node stands for `meta["repeat"]` times. Raises ValueError for any other node."""
+    gm = node.graph.owning_module
+    if not is_folded(node) or gm is None:
+        raise ValueError(f"node {node.name} ({facts.where(node)}) is a {node.op}, wanted a folded call_module")
+    body = gm.get_submodule(str(node.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+__all__ = ["body_of", "fold_repeats", "is_folded", "is_weight"]

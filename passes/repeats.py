@@ -1,0 +1,209 @@
+"""Finds runs of alike blocks in a flat graph.
+
+Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls,
+static arguments and sizes agree node by node; a run is a chain when every outside value of instance i+1 is either the
+same as that of instance i (invariant) or one fixed result of instance i (carried).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from passes import facts
+
+_CHILD = re.compile(r"(.*?)\.(\d+)(?=\.|$)")
+MAX_PERIOD = 8
+"""Longest pattern of different blocks that is looked for (A B A B has period 2)."""
+
+
+@dataclass
+class Instance:
+    """One block (or `period` blocks in a row): its calls in order, and the values from outside in order of first use."""
+
+    start: int
+    nodes: list[fx.Node]
+    outside: list[fx.Node] = field(default_factory=list)
+    signature: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        index = {node: position for position, node in enumerate(self.nodes)}
+        slots: dict[fx.Node, int] = {}
+
+        def name(operand: fx.Node) -> tuple[Any, ...]:
+            if operand in index:
+                return ("in", index[operand])
+            slot = slots.setdefault(operand, len(slots))
+            return ("out", slot, is_weight(operand), _facts(operand))
+
+        rows = []
+        for node in self.nodes:
+            arguments = _plain((node.args, node.kwargs), name)
+            rows.append((node.op, str(node.target), repr(arguments), _facts(node)))
+        self.outside = list(slots)
+        self.signature = tuple(rows)
+        self.index = index
+
+
+@dataclass
+class Run:
+    """Alike instances in a row. `carried`: outside slot -> index of the call whose result the next instance gets there."""
+
+    container: str
+    period: int
+    instances: list[Instance]
+    carried: dict[int, int]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All calls of all instances."""
+        return [node for instance in self.instances for node in instance.nodes]
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether the node is a parameter, buffer or constant placeholder."""
+    return node.op == "placeholder" and node.meta.get("role") in ("param", "buffer", "constant")
+
+
+def containers(gm: fx.GraphModule) -> list[str]:
+    """Paths that have numbered children in the module paths of the graph, outermost first."""
+    found: dict[str, None] = {}
+    for node in gm.graph.nodes:
+        for match in _CHILD.finditer(node.meta.get("module", "")):
+            found[node.meta["module"][: match.end(1)]] = None
+    return sorted(found, key=lambda path: path.count("."))
+
+
+def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
+    """Longest runs of at least two alike, chained instances of the container's children; they do not overlap."""
+    blocks = _blocks(gm, container)
+    order = sorted(blocks)
+    runs: list[Run] = []
+    position = 0
+    while position < len(order):
+        best: Run | None = None
+        for period in range(1, min(MAX_PERIOD, (len(order) - position) // 2) + 1):
+            run = _run_from(container, blocks, order[position:], period)
+            if run and (best is None or len(run.nodes) > len(best.nodes)):
+                best = run
+        if best is None:
+            position += 1
+        else:
+            runs.append(best)
+            position += best.period * len(best.instances)
+    return runs
+
+
+def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
+    """Calls per child of the container, in graph order; calls between two blocks go to the later one."""
+    place: dict[fx.Node, int] = {}
+    latest: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
+        if inside and node.op == "call_function" and facts.tensors(node):
+            place[node] = int(inside.group(1))
+        latest[node] = max([place.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
+    earliest: dict[fx.Node, int] = {}
+    far = 1 << 30
+    for node in reversed(gm.graph.nodes):
+        earliest[node] = min([place.get(user, earliest[user]) for user in node.users], default=far)
+    blocks: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        between = node.op == "call_function" and node not in place and 0 <= latest[node] < earliest[node] < far
+        if node in place or between:
+            blocks.setdefault(place.get(node, earliest[node]), []).append(node)
+    return blocks
+
+
+def _run_from(container: str, blocks: dict[int, list[fx.Node]], order: list[int], period: int) -> Run | None:
+    """The longest run of this period that starts at the first block of `order`."""
+    instances: list[Instance] = []
+    carried: dict[int, int] | None = None
+    for first in range(0, len(order) - period + 1, period):
+        children = order[first : first + period]
+        if children != list(range(order[0] + first, order[0] + first + period)):
+            break
+        following = Instance(children[0], sorted(node for child in children for node in blocks[child]))
+        if instances:
+            links = _links(instances[-1], following)
+            if links is None or (carried is not None and links != carried):
+                break
+            carried = links
+        instances.append(following)
+    while len(instances) >= 2 and carried is not None:
+        run = Run(container, period, instances, carried)
+        if _closed(run):
+            return run
+        instances = instances[:-1]
+    return None
+
+
+def _links(before: Instance, after: Instance) -> dict[int, int] | None:
+    """Carried slots from one instance to the next, or None when they are not alike or not a chain."""
+    if before.signature != after.signature:
+        return None
+    carried: dict[int, int] = {}
+    for slot, (old, new) in enumerate(zip(before.outside, after.outside, strict=True)):
+        if new in before.index:
+            carried[slot] = before.index[new]
+        elif old is not new and not (is_weight(old) and is_weight(new)):
+            return None
+    return carried
+
+
+def _closed(run: Run) -> bool:
+    """Whether nothing outside sees more of the run than the carried values after the last instance."""
+    invariant = [slot for slot in range(len(run.instances[0].outside)) if slot not in run.carried]
+    inside = {node: number for number, instance in enumerate(run.instances) for node in instance.nodes}
+    passed_on = list(run.carried.values())
+    for number, instance in enumerate(run.instances):
+        last = number == len(run.instances) - 1
+        for position, node in enumerate(instance.nodes):
+            for user in node.users:
+                if inside.get(user) == number:
+                    continue
+                if position not in passed_on or not (inside.get(user) == number + 1 or (last and user not in inside)):
+                    return False
+        for slot in invariant:
+            value = instance.outside[slot]
+            changes = value is not run.instances[0].outside[slot] or value is not run.instances[-1].outside[slot]
+            if changes and any(inside.get(user) != number for user in value.users):
+                return False  # a weight of one instance is used elsewhere too
+    return _in_order(run, inside)
+
+
+def _in_order(run: Run, inside: dict[fx.Node, int]) -> bool:
+    """Whether one call can stand where the run is: all that it needs comes before all that needs it."""
+    needed = [value for instance in run.instances for value in instance.outside if value not in inside]
+    users = users_outside(run)
+    return not users or not needed or max(needed) < min(users)
+
+
+def users_outside(run: Run) -> list[fx.Node]:
+    """Nodes outside the run that use a result of it."""
+    inside = set(run.nodes)
+    return [user for node in run.nodes for user in node.users if user not in inside]
+
+
+def _facts(node: fx.Node) -> str:
+    """Sizes and dtypes of what a node gives, as text that two nodes can be compared by."""
+    held = node.meta.get("val")
+    if held is None:
+        return "none"
+    if not facts.tensors(node):
+        return str(facts.as_size(held, node.graph.owning_module)) if not isinstance(held, (tuple, list)) else "none"
+    gm = node.graph.owning_module
+    return str([([facts.as_size(size, gm) for size in t.shape], t.dtype) for t in facts.tensors(node)])
+
+
+def _plain(argument: Any, name: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return name(argument)
+    if isinstance(argument, (tuple, list)):
+        return [_plain(item, name) for item in argument]
+    if isinstance(argument, dict):
+        return [(key, _plain(value, name)) for key, value in argument.items()]
+    return argument

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,14 +52,21 @@ def load(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         if spec.startswith(HF):
-            model, name = build_model(spec.removeprefix(HF)), spec.removeprefix(HF)
-            made: tuple[tuple[object, ...], dict[str, object]] | None = None
+            model, made = build_model(spec.removeprefix(HF)), None
         else:
-            name = spec
             model, made = call_factory(find_factory(spec), spec, batch=batch, seq=seq)
     model = model.to(dtype).train(train)
     args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
-    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), name, spec)
+    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec)
+
+
+def short_name(spec: str) -> str:
+    """A name for tables: `gpt2` for hf:a/gpt2.json, hf:gpt2/ and hf:gpt2/config.json; `gpt.small` for a/gpt.py:small."""
+    if spec.startswith(HF):
+        path = Path(spec.removeprefix(HF))
+        return path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
+    place, _, factory = spec.rpartition(":")
+    return f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}.{factory}"
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,101 @@
+"""Inputs made from a Hugging Face model's config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import CaptureError
+from autopar.frontend import inputs_for, load
+from autopar.frontend.inputs import IGNORED, ignored_places
+from tests.helpers.tiny import TINY
+
+
+def model(name):
+    return load(TINY[name], batch=1, seq=1).model
+
+
+def hugging_face(cls, config, **values):
+    import transformers
+
+    with torch.device("meta"):
+        return getattr(transformers, cls)(getattr(transformers, config)(**values))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@given(batch=st.integers(1, 20), seq=st.integers(1, 9))
+def test_no_row_is_ignored_whole_and_rows_differ(batch, seq):
+    ignored = ignored_places(batch, seq)
+    assert len(ignored) == batch and all(0 <= count < seq for count in ignored)
+    assert seq < 3 or batch < 2 or ignored[0] != ignored[1]
+
+
+@given(seed=st.integers(0, 99))
+def test_ids_and_labels_are_in_range(seed):
+    args, kwargs = inputs_for(model("hf-gpt2"), batch=4, seq=9, device="cpu", seed=seed)
+    assert args == () and list(kwargs) == ["input_ids", "labels"]
+    ids, labels = kwargs.values()
+    assert ids.shape == labels.shape == (4, 9) and ids.min() >= 0 and ids.max() < 257
+    assert (labels == IGNORED).sum(1).tolist() == [1, 2, 3, 0]
+    assert labels[labels != IGNORED].min() >= 0 and labels.max() < 257
+
+
+def test_decoder_ids_are_the_labels_shifted():
+    kwargs = inputs_for(model("hf-t5"), batch=4, seq=9, device="cpu")[1]
+    assert list(kwargs) == ["input_ids", "labels", "decoder_input_ids"]
+    labels, decoder = kwargs["labels"], kwargs["decoder_input_ids"]
+    assert (decoder[:, 0] == 0).all() and torch.equal(decoder[:, 1:], labels[:, :-1].clamp(min=0))
+    assert list(inputs_for(model("hf-t5"), batch=4, seq=9, labels=False)[1]) == ["input_ids", "decoder_input_ids"]
+
+
+def test_images():
+    pixels, labels = inputs_for(model("hf-vit"), batch=4, seq=9, device="cpu")[1].values()
+    assert pixels.shape == (4, 3, 32, 32) and labels.shape == (4,) and labels.max() < 10
+    resnet = hugging_face("ResNetForImageClassification", "ResNetConfig", hidden_sizes=[8], depths=[1])
+    assert inputs_for(resnet.half(), batch=2, seq=1)[1]["pixel_values"].shape == (2, 3, 224, 224)
+    assert inputs_for(resnet, batch=2, seq=1)[1]["pixel_values"].dtype == torch.float16
+
+
+def test_labels_follow_the_head():
+    classes = hugging_face("BertForSequenceClassification", "BertConfig", **SMALL, num_labels=3)
+    assert inputs_for(classes, batch=4, seq=9)[1]["labels"].shape == (4,)
+    tokens = hugging_face("BertForTokenClassification", "BertConfig", **SMALL, num_labels=3)
+    labels = inputs_for(tokens, batch=4, seq=9, device="cpu")[1]["labels"]
+    assert labels.shape == (4, 9) and labels.max() == 2 and labels.min() == IGNORED
+    with pytest.raises(CaptureError, match=r"labels for BertModel cannot be made.*ForCausalLM.*loss_fn="):
+        inputs_for(hugging_face("BertModel", "BertConfig", **SMALL), batch=4, seq=9)
+
+
+def test_cache_is_turned_off_for_a_model_that_keeps_one():
+    llama = hugging_face("LlamaForCausalLM", "LlamaConfig", **SMALL)
+    assert inputs_for(llama, batch=4, seq=9)[1]["use_cache"] is False
+    assert llama.config.use_cache is True
+
+
+def test_device_is_the_models_own_unless_said():
+    assert inputs_for(model("hf-gpt2"), batch=2, seq=4)[1]["input_ids"].is_meta
+    assert not inputs_for(model("hf-gpt2"), batch=2, seq=4, device="cpu")[1]["input_ids"].is_meta
+
+
+def test_too_long_a_sequence_is_said():
+    with pytest.raises(CaptureError, match="GPT2LMHeadModel has 64 positions, got a sequence of 65"):
+        inputs_for(model("hf-gpt2"), batch=2, seq=65)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(CaptureError, match=r"inputs for Linear cannot be made.*pass example_inputs"):
+        inputs_for(torch.nn.Linear(2, 2), batch=2, seq=4)
+    speech = hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL)
+    with pytest.raises(CaptureError, match=r"inputs for Wav2Vec2ForCTC cannot be made .*input_values"):
+        inputs_for(speech, batch=2, seq=4)
+
+
+def test_a_decoder_without_a_start_token_is_said():
+    t5 = model("hf-t5")
+    t5.config.decoder_start_token_id = None
+    with pytest.raises(CaptureError, match="need decoder_start_token_id, which the config lacks"):
+        inputs_for(t5, batch=2, seq=4, device="cpu")

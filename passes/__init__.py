@@ -6,10 +6,13 @@ tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract 
 
 from __future__ import annotations
 
+from passes.annotate_flops import annotate_flops
+from passes.annotate_memory import annotate_memory
 from passes.batch_norm import batch_norm
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
+from passes.fold_repeats import fold_repeats
 from passes.inline_no_grad import inline_no_grad
 from passes.inplace import inplace
 from passes.lint import lint
@@ -41,4 +44,7 @@ NORMALIZE: tuple[Pass, ...] = (
 )
 """From an exported graph to the contract."""
 
-__all__ = ["NORMALIZE", "Pass", "run"]
+ANNOTATE: tuple[Pass, ...] = (fold_repeats, annotate_flops, annotate_memory)
+"""From the contract to a folded graph with facts on every call."""
+
+__all__ = ["ANNOTATE", "NORMALIZE", "Pass", "run"]

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from passes import facts
 from passes._torch import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
@@ -141,6 +142,14 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> Iterator[fx.Node]
             yield node
 
 
+def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph itself and the bodies of its folded blocks."""
+    yield gm
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            yield from graphs(child)
+
+
 def drop_dead(gm: fx.GraphModule) -> None:
     """Removes calls that nothing uses. Only right when ops are functional, so not before `inplace`."""
     for node in reversed(list(gm.graph.nodes)):
@@ -173,6 +182,13 @@ def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node) -> None:
         outputs.append({"name": fqn, "kind": "mutation", "target": fqn})
         values.append(value)
     last.args = (tuple(values),)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a node in order, repeats kept: `mul(x, x)` has two."""
+    found: list[fx.Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return [operand for operand in found if facts.tensors(operand)]
 
 
 def redirect_later(old: fx.Node, new: fx.Node, *, behind: fx.Node) -> None:

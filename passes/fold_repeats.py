@@ -106,7 +106,8 @@ def _body(
         if slot in weights:
             holder.meta.update(_weight_names(run, slot, total))
         else:
-            holder.meta["role"] = "carried" if slot in run.carried else "invariant"
+            holder.meta.pop("role", None)  # only weights have a role in a body
+            holder.meta["port"] = "carried" if slot in run.carried else "invariant"
             # The first instance may get a carried value that no gradient flows into, the others do not.
             holder.meta["requires_grad"] = carries[value] or carries[second.outside[slot]]
         env[value] = holder

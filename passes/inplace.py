@@ -34,6 +34,9 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     base = node.args[0]
     assert isinstance(base, fx.Node)
+    if node.target is aten.detach_.default:
+        _detach(node, base)
+        return
     chain = _view_chain(base)
     root = chain[-1]
     _check_root(node, root)
@@ -48,6 +51,14 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     if root.meta.get("role") == "buffer":
         edit.mutate_buffer(gm, root, root_value)
     gm.graph.erase_node(node)
+
+
+def _detach(node: fx.Node, base: fx.Node) -> None:
+    """detach_ changes no memory, only that no gradient flows from here on."""
+    with edit.before(node):
+        new = edit.call(node.graph, aten.detach.default, (base,), like=node)
+    edit.redirect_later(base, new, behind=node)
+    edit.replace(node, new)
 
 
 def _view_chain(base: fx.Node) -> list[fx.Node]:

@@ -51,7 +51,15 @@ def pass_name(one: Pass) -> str:
 
 
 def as_text(gm: fx.GraphModule) -> str:
-    """The graph as one line per node: name, target, arguments, sizes, dtype, module, source."""
+    """The graph as one line per node: name, target, arguments, sizes, dtype, module, source; then the folded bodies."""
+    lines = _lines(gm)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            lines += ["", f"{name}:", as_text(child).rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
     lines = []
     for node in gm.graph.nodes:
         target = "" if node.op in ("placeholder", "output") else f" {node.target}"
@@ -62,7 +70,7 @@ def as_text(gm: fx.GraphModule) -> str:
         annotations = " ".join(f"{key}={node.meta[key]}" for key in ANNOTATIONS if key in node.meta)
         parts = [f"{node.name} = {node.op}{target}{node.args}{node.kwargs or ''}", held, annotations]
         lines.append("  ".join(part for part in parts if part) + f"  # {facts.where(node)}")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 ANNOTATIONS = ("role", "fqn", "flops", "backward_flops", "read_bytes", "written_bytes", "saved")

@@ -1,0 +1,150 @@
+"""FLOPs of every call, forward and backward, as formulas in the symbols of the sizes.
+
+One multiply-add is 2 FLOPs. Matmuls and convolutions are exact; pointwise and normalisation ops are bound by memory, their
+counts per element (below) only rank them. A matmul's backward is one matmul of the same FLOPs per operand with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.facts import Size
+from passes.grads import needs_grad
+from passes.tables import BINARY, UNARY
+
+aten = torch.ops.aten
+
+ATTENTION_BACKWARD = sympy.Rational(5, 2)
+"""Five matmuls instead of two: the scores are computed again (Dao et al. 2022, FlashAttention, section 3.1)."""
+
+
+def annotate_flops(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: a normalized graph; folded bodies are annotated too, per instance.
+    does: looks up each op's formula.
+    gives: `meta["flops"]` and `meta["backward_flops"]` of every call (int or sympy).
+    """
+    for graph in edit.graphs(gm):
+        carries = needs_grad(graph)
+        for node in edit.calls(graph):
+            node.meta["flops"] = forward_flops(node)
+            node.meta["backward_flops"] = _backward(node, carries)
+    return gm
+
+
+def forward_flops(node: fx.Node) -> Size:
+    """FLOPs of one forward of the node; an op without a formula counts 1 per element of its result, a view 0."""
+    formula = FLOPS.get(node.target)
+    if formula is not None:
+        return formula(node)
+    if node.target in PER_ELEMENT:
+        return PER_ELEMENT[node.target] * facts.numel(edit.tensor_operands(node)[0])
+    if node.target in UNARY or node.target in BINARY:
+        return facts.numel(node)
+    return 0
+
+
+def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
+    if not carries[node]:
+        return 0
+    flops: Size = node.meta["flops"]
+    if node.target is aten.scaled_dot_product_attention.default:
+        return flops * ATTENTION_BACKWARD
+    if node.target in FLOPS:
+        return flops * sum(carries[operand] for operand in edit.tensor_operands(node)[:2])
+    return flops
+
+
+def _matmul(node: fx.Node) -> Size:
+    left, right = edit.tensor_operands(node)[:2]
+    if len(facts.shape(right)) == 1 or len(facts.shape(left)) == 1:
+        return 2 * facts.numel(left if len(facts.shape(right)) == 1 else right)
+    return 2 * facts.numel(node) * facts.shape(left)[-1]
+
+
+def _convolution(node: fx.Node) -> Size:
+    weight = edit.tensor_operands(node)[1]
+    per_output: Size = 1
+    for size in facts.shape(weight)[1:]:
+        per_output = per_output * size
+    return 2 * facts.numel(node) * per_output
+
+
+def _transposed_convolution(node: fx.Node) -> Size:
+    data, weight = edit.tensor_operands(node)[:2]
+    per_input: Size = 1
+    for size in facts.shape(weight)[1:]:
+        per_input = per_input * size
+    return 2 * facts.numel(data) * per_input
+
+
+def _attention(node: fx.Node) -> Size:
+    """Two matmuls over [q, k]; half of it when causal, as fused kernels skip what is hidden."""
+    given = edit.args_of(node)
+    query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
+    rows: Size = 1
+    for size in query[:-1]:
+        rows = rows * size
+    total = 2 * rows * key[-2] * (query[-1] + value[-1])
+    return total * sympy.Rational(1, 2) if given["is_causal"] else total
+
+
+def _einsum(node: fx.Node) -> Size:
+    """2 x the product of the sizes of all letters, for two operands; 1 x for one."""
+    equation: Any = node.args[0]
+    operands = edit.tensor_operands(node)
+    sizes: dict[str, Size] = {}
+    for letters, operand in zip(equation.split("->")[0].replace(" ", "").split(","), operands, strict=True):
+        named = letters.replace("...", "")
+        shape = facts.shape(operand)
+        free = len(shape) - len(named)
+        start = letters.find("...")
+        names = list(named) if start < 0 else [*named[:start], *(f".{i}" for i in range(-free, 0)), *named[start:]]
+        sizes.update(dict(zip(names, shape, strict=True)))
+    total: Size = 1
+    for size in sizes.values():
+        total = total * size
+    return max(1, 2 * (len(operands) - 1)) * total
+
+
+FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
+    aten.bmm.default: _matmul,
+    aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv_transpose1d.default: _transposed_convolution,
+    aten.conv_transpose2d.input: _transposed_convolution,
+    aten.einsum.default: _einsum,
+    aten.linear.default: _matmul,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.scaled_dot_product_attention.default: _attention,
+}
+
+PER_ELEMENT: dict[Any, int] = {
+    aten.amax.default: 1,
+    aten.avg_pool2d.default: 1,
+    aten.cumsum.default: 1,
+    aten.gelu.default: 8,
+    aten.group_norm.default: 8,
+    aten.layer_norm.default: 8,
+    aten.log_softmax.int: 5,
+    aten.max_pool2d.default: 1,
+    aten.rms_norm.default: 5,
+    aten.silu.default: 5,
+    aten.softmax.int: 5,
+    aten.sum.default: 1,
+    aten.sum.dim_IntList: 1,
+    aten.tanh.default: 5,
+    ops.count_valid: 1,
+    ops.cross_entropy_each: 6,
+    ops.cross_entropy_sum: 6,
+}
+"""Per element of the first operand, counting each exp, tanh, division and root as one of the few steps that it takes."""

@@ -1,0 +1,82 @@
+"""Bytes that every call reads, writes, and keeps for the backward, as formulas in the symbols of the sizes."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.facts import Size
+from passes.grads import needs_grad
+from passes.saved import saved_positions
+from passes.tables import VIEWS
+
+aten = torch.ops.aten
+
+GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
+"""Read as much of their first operand as they write."""
+
+STATISTIC_BYTES = 4
+"""Attention and normalisation keep float32 statistics per row."""
+
+
+def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: a normalized graph; folded bodies are annotated too, per instance.
+    does: adds up sizes of operands and results, and looks up what autograd keeps.
+    gives: `meta["read_bytes"]`, `meta["written_bytes"]`, `meta["saved"]` (positions among tensor operands, then results)
+    and `meta["saved_extra_bytes"]` (kept values that are neither: masks, statistics, indices) of every call.
+    """
+    for graph in edit.graphs(gm):
+        carries = needs_grad(graph)
+        for node in edit.calls(graph):
+            node.meta["read_bytes"], node.meta["written_bytes"] = _traffic(node)
+            grads = [carries[operand] for operand in edit.tensor_operands(node)]
+            keeps = carries[node] and node.target is not operator.getitem
+            node.meta["saved"] = saved_positions(node.target, grads) if keeps else ()
+            node.meta["saved_extra_bytes"] = _extra(node) if keeps else 0
+    return gm
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the call moves no bytes: getitem, a size, a view, a reshape of contiguous memory."""
+    if node.target is operator.getitem or not facts.tensors(node):
+        return True
+    if node.target is aten.reshape.default:
+        return facts.tensors(edit.tensor_operands(node)[0])[0].is_contiguous()
+    return node.target in VIEWS
+
+
+def _traffic(node: fx.Node) -> tuple[Size, Size]:
+    if is_view(node):
+        return 0, 0
+    written = facts.nbytes(node)
+    operands = list(dict.fromkeys(edit.tensor_operands(node)))
+    read: Size = 0
+    for position, operand in enumerate(operands):
+        read = read + (written if position == 0 and node.target in GATHERS else facts.nbytes(operand))
+    return read, written
+
+
+def _extra(node: fx.Node) -> Size:
+    """Dropout: a byte per element; pooling: an index each; attention: one statistic per row; norms: two."""
+    if node.target is aten.dropout.default:
+        return facts.numel(node)
+    if node.target is aten.max_pool2d.default:
+        return 8 * facts.numel(node)
+    if node.target is aten.scaled_dot_product_attention.default:
+        shape = facts.shape(node)
+        return STATISTIC_BYTES * _product(shape[:-1])
+    if node.target in (aten.layer_norm.default, aten.rms_norm.default):
+        sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
+        rows = _product(facts.shape(node)[: -len(sizes)])
+        return (2 if node.target is aten.layer_norm.default else 1) * STATISTIC_BYTES * rows
+    return 0
+
+
+def _product(sizes: tuple[Size, ...]) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result

@@ -1,0 +1,113 @@
+"""What autograd keeps from forward to backward, one row per op.
+
+A row gives positions among (tensor operands..., results...): `OUT` is the first result. Taken from torch's
+derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from passes import ops
+from passes.tables import VIEWS
+
+aten = torch.ops.aten
+
+OUT = -1
+Row = Callable[[Sequence[bool]], tuple[int, ...]]
+
+
+def _fixed(*positions: int) -> Row:
+    return lambda grads: positions
+
+
+def _crosswise(grads: Sequence[bool]) -> tuple[int, ...]:
+    """A product keeps, for each factor that wants a gradient, the other one."""
+    if len(grads) < 2:
+        return ()
+    return tuple(position for position, other in ((0, 1), (1, 0)) if grads[other])
+
+
+def _quotient(grads: Sequence[bool]) -> tuple[int, ...]:
+    """x / y: y for the gradient of x, both for the gradient of y."""
+    if len(grads) < 2:
+        return ()
+    return (0, 1) if grads[1] else (1,)
+
+
+NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
+
+SAVED: dict[Any, Row] = {
+    **dict.fromkeys(VIEWS, NOTHING),
+    aten.abs.default: OPERAND,
+    aten.add.Tensor: NOTHING,
+    aten.amax.default: _fixed(0, OUT),
+    aten.avg_pool2d.default: OPERAND,
+    aten.binary_cross_entropy_with_logits.default: _fixed(0, 1),
+    aten.bmm.default: _crosswise,
+    aten.cat.default: NOTHING,
+    aten.clamp.default: OPERAND,
+    aten.conv1d.default: _crosswise,
+    aten.conv2d.default: _crosswise,
+    aten.cos.default: OPERAND,
+    aten.cumsum.default: NOTHING,
+    aten.div.Tensor: _quotient,
+    aten.dropout.default: NOTHING,
+    aten.einsum.default: _crosswise,
+    aten.elu.default: OPERAND,
+    aten.embedding.default: _fixed(1),
+    aten.erf.default: OPERAND,
+    aten.exp.default: RESULT,
+    aten.gather.default: _fixed(1),
+    aten.gelu.default: OPERAND,
+    aten.hardswish.default: OPERAND,
+    aten.hardtanh.default: OPERAND,
+    aten.index_select.default: _fixed(1),
+    aten.layer_norm.default: _fixed(0),
+    aten.leaky_relu.default: OPERAND,
+    aten.linear.default: _crosswise,
+    aten.log.default: OPERAND,
+    aten.log_softmax.int: RESULT,
+    aten.masked_fill.Scalar: _fixed(1),
+    aten.matmul.default: _crosswise,
+    aten.max_pool2d.default: OPERAND,
+    aten.mm.default: _crosswise,
+    aten.mse_loss.default: _fixed(0, 1),
+    aten.mul.Tensor: _crosswise,
+    aten.neg.default: NOTHING,
+    aten.pad.default: NOTHING,
+    aten.pow.Tensor_Scalar: OPERAND,
+    aten.reciprocal.default: RESULT,
+    aten.relu.default: RESULT,
+    aten.rms_norm.default: _fixed(0),
+    aten.rsqrt.default: RESULT,
+    aten.rsub.Scalar: NOTHING,
+    aten.scaled_dot_product_attention.default: _fixed(0, 1, 2, OUT),
+    aten.sigmoid.default: RESULT,
+    aten.silu.default: OPERAND,
+    aten.sin.default: OPERAND,
+    aten.softmax.int: RESULT,
+    aten.softplus.default: OPERAND,
+    aten.sqrt.default: RESULT,
+    aten.sub.Tensor: NOTHING,
+    aten.sum.default: NOTHING,
+    aten.sum.dim_IntList: NOTHING,
+    aten.tanh.default: RESULT,
+    aten.to.dtype: NOTHING,
+    aten.where.self: _fixed(0),
+    # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
+    ops.cross_entropy_each: _fixed(0, 1),
+    ops.cross_entropy_sum: _fixed(0, 1),
+}
+
+
+def saved_positions(target: Any, grads: Sequence[bool]) -> tuple[int, ...]:
+    """Positions kept by an op whose tensor operands want gradients as `grads` says; all operands when it has no row."""
+    if not any(grads):
+        return ()
+    row = SAVED.get(target)
+    positions = row(grads) if row else tuple(range(len(grads)))
+    return tuple(len(grads) if position == OUT else position for position in positions if position < len(grads))

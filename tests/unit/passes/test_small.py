@@ -1,0 +1,223 @@
+"""Single passes on small modules: the form that comes out, and that values and gradients stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes import NORMALIZE, run
+from tests.helpers.export import B, S, assert_same, check_values, export_graph, targets
+
+
+class Fn(nn.Module):
+    """A function with one weight matrix, so that gradients have somewhere to flow."""
+
+    def __init__(self, function, rows: int = 6, columns: int = 6) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.randn(rows, columns, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x, y=None):
+        return self.function(self, x, y)
+
+
+def normalized(function, *inputs, dims=None, tolerance=1e-10):
+    torch.manual_seed(0)
+    model = Fn(function)
+    named = dict(zip(("x", "y"), inputs, strict=False))
+    gm = run(export_graph(model, (), named, dims), NORMALIZE)
+    check_values(gm)
+    assert_same(gm, model, named, tolerance)
+    return gm
+
+
+def data(*sizes):
+    return torch.randn(*sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def no_grad_region(m, x, y):
+    h = x @ m.w
+    with torch.no_grad():
+        scale = h.abs().sum() + 1
+    return h / scale
+
+
+def test_no_grad_region_is_detached():
+    gm = normalized(no_grad_region, data(4, 6))
+    assert targets(gm).count("aten.detach.default") == 1
+
+
+def test_grad_inside_no_grad_flows_like_in_the_model():
+    def function(m, x, y):
+        with torch.no_grad():
+            h = x @ m.w
+            with torch.enable_grad():
+                g = x @ m.w
+            h = h + 1
+        return h * g
+
+    normalized(function, data(4, 6))
+
+
+def test_autocast_casts_are_written_out():
+    def function(m, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.softmax(F.linear(x, m.w.float()), -1)
+
+    gm = normalized(function, data(4, 6).float(), tolerance=1e-2)
+    assert "wrap_with_autocast" not in targets(gm)
+
+
+INPLACE = {
+    "plain": lambda m, x, y: (x @ m.w).add_(1).mul_(2),
+    "mask": lambda m, x, y: (x @ m.w).masked_fill_(x > 0, 3.0),
+    "index_put": lambda m, x, y: (x @ m.w).clone().index_put_([torch.tensor([0, 2])], x[:2].clone()),
+    "div": lambda m, x, y: (lambda h: h.div_(h.sum(-1, keepdim=True).detach()))(x @ m.w + 20.0),
+}
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_in_place_ops(name):
+    normalized(INPLACE[name], data(4, 6))
+
+
+def test_writes_into_slices_are_scattered():
+    def function(m, x, y):
+        h = (x @ m.w).clone()
+        h[:, 1:] = h[:, :-1].clone()
+        h[..., 0] = 7
+        return h
+
+    gm = normalized(function, data(4, 6))
+    assert any("scatter" in name for name in targets(gm))
+
+
+def test_changed_buffer_is_an_output():
+    def function(m, x, y):
+        m.seen.add_(x.sum(0))
+        return (x @ m.w) * m.seen
+
+    gm = normalized(function, data(4, 6))
+    assert [entry for entry in gm.meta["outputs"] if entry["kind"] == "mutation"] == [
+        {"name": "seen", "kind": "mutation", "target": "seen"}
+    ]
+
+
+def test_shared_memory_is_refused_with_its_place():
+    def function(m, x, y):
+        h = (x @ m.w).clone()
+        other = h.t()
+        h.add_(1)
+        return h + other
+
+    with pytest.raises(ValueError, match=r"test_small\.py:\d+.*clone") as caught:
+        run(export_graph(Fn(function), (data(6, 6),)), NORMALIZE)
+    assert "in pass inplace" in caught.value.__notes__[0]
+
+
+def test_input_changed_in_place_is_refused():
+    with pytest.raises(ValueError, match="input x"):
+        run(export_graph(Fn(lambda m, x, y: x.add_(1) @ m.w), (data(4, 6),)), NORMALIZE)
+
+
+MATMULS = {
+    "linear": lambda m, x, y: F.linear(x, m.w, m.w[0]),
+    "addmm": lambda m, x, y: torch.addmm(m.w[0], x.view(-1, 6), m.w, beta=0.5, alpha=2.0).view(x.shape),
+    "mm_t": lambda m, x, y: torch.mm(x.view(-1, 6), m.w.t()).view(x.shape),
+    "baddbmm": lambda m, x, y: torch.baddbmm(x, x, m.w.expand(x.shape[0], 6, 6), beta=2),
+    "mlp": lambda m, x, y: F.linear(F.relu(F.linear(x.reshape(-1, 6), m.w, m.w[0])), m.w).view(x.shape[0], -1, 6),
+}
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_matmuls_lose_bias_and_flattening(name):
+    gm = normalized(MATMULS[name], data(4, 5, 6), dims={"x": {0: B, 1: S}} if name != "baddbmm" else None)
+    found = targets(gm)
+    assert not [item for item in found if item in ("aten.addmm.default", "aten.baddbmm.default", "aten.mm.default")]
+    assert not [node for node in gm.graph.nodes if node.target is torch.ops.aten.linear.default and len(node.args) > 2]
+    assert "aten.reshape.default" not in found
+
+
+def test_convolution_bias_is_added_apart():
+    gm = normalized(lambda m, x, y: F.conv2d(x, m.w.view(6, 6, 1, 1), m.w[0]), data(2, 6, 3, 3))
+    convolution = next(node for node in gm.graph.nodes if "conv2d" in str(node.target))
+    assert convolution.args[2] is None
+
+
+SPLITS = {
+    "chunk": lambda m, x, y: sum(part * i for i, part in enumerate((x @ m.w).chunk(3, -1))),
+    "split": lambda m, x, y: sum(part * i for i, part in enumerate((x @ m.w).split(2, -1))),
+    "sizes": lambda m, x, y: [part.sum() for part in (x @ m.w).split([1, 5], -1)],
+    "unbind": lambda m, x, y: sum(part * i for i, part in enumerate((x @ m.w).view(-1, 3, 2).unbind(1))),
+    "slices": lambda m, x, y: (lambda h: (h[..., :2].sum(), h[..., 2:-1].sum(), h[..., -1:].sum()))(x @ m.w),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_cuts_become_one_split(name):
+    found = targets(normalized(SPLITS[name], data(4, 6)))
+    assert found.count("aten.split_with_sizes.default") == 1
+    assert not set(found) & {"aten.chunk.default", "aten.split.Tensor", "aten.unbind.int", "aten.slice.Tensor"}
+
+
+def test_slices_that_leave_something_out_stay():
+    found = targets(normalized(lambda m, x, y: (lambda h: (h[:, :2], h[:, 3:]))(x @ m.w), data(4, 6)))
+    assert found.count("aten.slice.Tensor") == 2
+
+
+def test_noops_go():
+    def function(m, x, y):
+        h = F.dropout((x @ m.w).contiguous().clone(), 0.0).to(torch.float64)[:, :, 0:]
+        return h.view(h.shape).expand(-1, -1, -1).transpose(1, 1) + 0
+
+    assert targets(normalized(function, data(4, 5, 6))) == ["aten.matmul.default"]
+
+
+def test_means_are_sums():
+    gm = normalized(lambda m, x, y: (x @ m.w).mean((0, 1)) + x.mean(), data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert not [name for name in targets(gm) if "mean" in name]
+
+
+LABELS = torch.tensor([[1, 2, -100], [0, 5, 3], [-100, -100, 4], [2, 2, 2]])
+CROSS_ENTROPIES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smooth": {"label_smoothing": 0.1},
+    "ignore": {"ignore_index": 2},
+}
+
+
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
+def test_cross_entropy(name):
+    options = CROSS_ENTROPIES[name]
+    labels = LABELS.clamp(min=0) if name == "ignore" else LABELS
+
+    def function(m, x, y):
+        return F.cross_entropy((x @ m.w).view(-1, 6), y.view(-1), **options)
+
+    gm = normalized(function, data(4, 3, 6), labels, dims={"x": {0: B, 1: S}, "y": {0: B, 1: S}})
+    if name != "none":
+        assert "aten.reshape.default" not in targets(gm)
+    assert "aten.cross_entropy_loss.default" not in targets(gm)
+
+
+def test_cross_entropy_of_images_and_nll():
+    labels = torch.randint(0, 6, (2, 3, 3))
+    normalized(lambda m, x, y: F.cross_entropy(x * m.w.sum(), y), data(2, 6, 3, 3), labels)
+    gm = normalized(lambda m, x, y: F.nll_loss(F.log_softmax(x @ m.w, -1), y), data(4, 6), LABELS[:, 0])
+    assert "aten.log_softmax.int" not in targets(gm)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits])
+def test_mean_losses_are_sums_over_numbers(loss):
+    gm = normalized(lambda m, x, y: loss(x @ m.w, y), data(4, 6), data(4, 6).sigmoid(), dims={"x": {0: B}, "y": {0: B}})
+    assert targets(gm)[-1] == "aten.div.Tensor"
+
+
+def test_cross_entropy_with_class_weights_stays():
+    gm = normalized(lambda m, x, y: F.cross_entropy(x @ m.w, y, weight=m.w[0].abs().detach()), data(4, 6), LABELS[:, 0])
+    assert "aten.cross_entropy_loss.default" in targets(gm)

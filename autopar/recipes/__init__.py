@@ -1,0 +1,32 @@
+"""Named strategies: what each mesh axis is for. A new recipe is one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.recipes import roles
+from autopar.recipes.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`roles` has one entry per mesh axis, outermost (slowest links) first; `about` is one line for users."""
+
+    name: str
+    roles: tuple[Role, ...]
+    about: str
+
+
+_TABLE = (
+    Recipe("single", (roles.nothing,), "every rank computes everything: the baseline"),
+    Recipe("ddp", (roles.data,), "data parallel, parameters replicated, gradients all-reduced in buckets"),
+    Recipe("zero3", (roles.zero3,), "data parallel, parameters, gradients and optimizer state sharded (ZeRO-3, FSDP)"),
+    Recipe("hsdp", (roles.data, roles.zero3), "sharded inside the node, replicated across nodes"),
+    Recipe("tp", (roles.tensor,), "tensor parallel: weights and heads split, activations whole between layers"),
+    Recipe("tp_sp", (roles.tensor_sequence,), "tensor parallel with sequence parallel norms and residuals"),
+    Recipe("tp_zero3", (roles.zero3, roles.tensor_sequence), "2-D: ZeRO-3 across, tensor parallel inside"),
+    Recipe("megatron", (roles.megatron,), "column/row pairs with vocabulary-parallel embedding and loss"),
+    Recipe("one_weird_trick", (roles.convolutions_by_sample,), "convolutions by sample, dense layers by parameter"),
+)
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _TABLE}

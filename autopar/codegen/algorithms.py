@@ -1,0 +1,69 @@
+"""Operators whose split form is not the plain operator on shards: calls of runtime algorithms.
+
+A row per algorithm of `autopar.rules.algorithms`, and one per random operator (its mask must agree on replicas and
+differ between shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.codegen.edges import Pair
+from autopar.codegen.expressions import Written
+from autopar.layout import show
+from autopar.plan import NodePlan
+from autopar.problem.graph import Op
+
+if TYPE_CHECKING:
+    from autopar.codegen.context import Context
+
+aten = torch.ops.aten
+
+
+def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
+    """The call of the runtime algorithm that `op` needs under this plan, or None where the plain operator is right."""
+    axes = tuple(a for a, run in enumerate(node.runs) if run)
+    names = list(dict.fromkeys(run for run in node.runs if run))
+    if len(names) > 1:
+        raise ValueError(f"{op.name}: algorithms {names} on one operator")
+    if names:
+        return ALGORITHM_TEXTS[names[0]](op, call, axes, context)
+    if op.target in RANDOM_TEXTS:
+        return RANDOM_TEXTS[op.target](op, node, call, context)
+    return None
+
+
+def _embedding(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["vocab_embedding"] = None
+    return f"vocab_embedding({call.args[1]}, {call.args[0]}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
+
+
+def _cross_entropy(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["vocab_cross_entropy_sum"] = None
+    return (f"vocab_cross_entropy_sum({', '.join(call.args)}, vocab={op.call.ins[0].shape[-1]}, axes={axes}, mesh=MESH)")
+
+
+def _causal_rows(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["causal_rows"] = None
+    named = "".join(f", {k}={v}" for k, v in call.kwargs.items() if k in ("scale", "enable_gqa"))
+    return f"causal_rows({', '.join(call.args[:3])}, axes={axes}, mesh=MESH{named})"
+
+
+def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
+    context.algorithms["dropout"] = None
+    layout = show(Pair.of(node.outs[0]).value)
+    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH)'
+
+
+ALGORITHM_TEXTS: dict[str, Callable[[Op, Written, tuple[int, ...], Context], str]] = {
+    "causal_rows": _causal_rows,
+    "cross_entropy": _cross_entropy,
+    "embedding": _embedding,
+}
+
+RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {
+    aten.dropout.default: _dropout,
+}

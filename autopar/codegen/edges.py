@@ -1,0 +1,130 @@
+"""The changes of layout that a plan implies: what is emitted, counted, explained and priced, from one list.
+
+For every value and every distinct use that its readers ask for there is one `Reshard`, shared by all of them. Gradients of
+parameters that rest whole on an axis on which their readers leave partial sums are not reduced at each use: those axes
+are the parameter's `sync` axes, summed in buckets at the end of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.layout import NO_GRAD, Layout, Step, parse, show, steps
+from autopar.plan import Plan
+from autopar.problem.graph import Program, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Layouts of a value and of its gradient (all "-" where it has none)."""
+
+    value: Layout
+    grad: Layout
+
+    @staticmethod
+    def of(text: str) -> Pair:
+        """From a plan's `"S0,R|S0,P"`."""
+        value, grad = text.split("|")
+        return Pair(parse(value), tuple(grad.split(",")) if grad else ())
+
+    @property
+    def has_grad(self) -> bool:
+        return NO_GRAD not in self.grad
+
+    def __str__(self) -> str:
+        return f"{show(self.value)}|{show(self.grad)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
+    `count` is how often it runs per step; `weight` marks a gather that runs again in the backward."""
+
+    ref: Ref
+    src: Pair
+    dst: Pair
+    role: str
+    scope: str
+    count: int
+    weight: bool
+    readers: tuple[str, ...]
+
+    @property
+    def gradient(self) -> bool:
+        return self.src.has_grad and self.dst.has_grad
+
+    def forward(self, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+        return steps(self.src.value, self.dst.value, sizes)
+
+    def backward(self, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+        return steps(self.dst.grad, self.src.grad, sizes) if self.gradient else ()
+
+
+@dataclass(frozen=True)
+class Edges:
+    """All reshards of a plan, found by (value, asked use), and the sync axes of each parameter."""
+
+    reshards: tuple[Reshard, ...]
+    sync: Mapping[Ref, tuple[int, ...]]
+
+    def between(self, ref: Ref, dst: Pair, role: str = "edge", scope: str | None = None) -> Reshard | None:
+        """The reshard from `ref` to `dst` that readers in `scope` share, or None where none is needed."""
+        for reshard in self.reshards:
+            if reshard.ref == ref and reshard.role == role and reshard.dst == dst and scope in (None, reshard.scope):
+                return reshard
+        return None
+
+
+def edges(program: Program, plan: Plan) -> Edges:
+    """Derive the reshards of `plan` for the graph that `program` was read from."""
+    found: list[Reshard] = []
+    sync: dict[Ref, tuple[int, ...]] = {}
+    for ref, readers in program.readers().items():
+        producer = program.ops[ref[0]]
+        rest = out_pair(plan, ref)
+        asked: dict[tuple[str, Pair], list[str]] = {}
+        for op, operand in readers:
+            asked.setdefault((op.scope, in_pair(plan, op.name, operand)), []).append(op.name)
+        src = rest
+        if producer.role == "param" and rest.has_grad:
+            sync[ref] = _sync_axes(rest, [pair for _, pair in asked])
+            src = Pair(rest.value, tuple("P" if a in sync[ref] else g for a, g in enumerate(rest.grad)))
+            if sync[ref]:
+                found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, ()))
+        for (scope, dst), names in asked.items():
+            if needed(src, dst):
+                count = program.ops[names[0]].count
+                found.append(Reshard(ref, src, dst, "edge", scope, count, producer.role == "param", tuple(names)))
+    for run in program.runs.values():
+        outer = program.ops[run.ports[0]].count // run.count
+        for port, feed in zip(run.ports, run.feeds, strict=True):
+            src, dst = out_pair(plan, feed), in_pair(plan, port, 0)
+            if needed(src, dst):
+                found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer, False, (port,)))
+        for port, ref in zip(run.ports, run.carried, strict=False):
+            src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
+            if needed(src, dst) and run.count > 1:
+                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, (port,)))
+    return Edges(tuple(found), sync)
+
+
+def out_pair(plan: Plan, ref: Ref) -> Pair:
+    """How the plan lays the value `ref` where it is made."""
+    return Pair.of(plan.nodes[ref[0]].outs[ref[1]])
+
+
+def in_pair(plan: Plan, name: str, operand: int) -> Pair:
+    """How the plan wants operand `operand` of node `name`."""
+    return Pair.of(plan.nodes[name].ins[operand])
+
+
+def needed(src: Pair, dst: Pair) -> bool:
+    """Whether a reader that wants `dst` cannot take `src` as it is."""
+    return src.value != dst.value or (src.has_grad and dst.has_grad and src.grad != dst.grad)
+
+
+def _sync_axes(rest: Pair, asked: list[Pair]) -> tuple[int, ...]:
+    """Axes on which the parameter rests whole and every reader leaves a partial gradient."""
+    return tuple(a for a, entry in enumerate(rest.value)
+                 if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked))

@@ -1,0 +1,204 @@
+"""Writes the forward of one scope: the top-level graph, or the body of a run of blocks.
+
+Each line is one operator on local shards with the local sizes and layout of its result as a comment; in front of it stand
+the reshards that it needs, each with its collectives, bytes and price. A reshard that several readers share is written once.
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.codegen import sizes as size_text
+from autopar.codegen.algorithms import algorithm_text
+from autopar.codegen.context import Context
+from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
+from autopar.codegen.expressions import Written, qualified, write
+from autopar.layout import show
+from autopar.problem.graph import Op, Ref
+from autopar.rules.language import Tensor
+from passes import facts
+
+WIDTH = 88  # column at which comments start
+
+
+class ScopeWriter:
+    """Writes one scope; `lines` collects the statements of its forward."""
+
+    def __init__(self, context: Context, gm: fx.GraphModule, scope: str) -> None:
+        self.context, self.gm, self.scope = context, gm, scope
+        self.lines: list[str] = []
+        self.names: dict[Ref, str] = {}
+        self.resharded: dict[tuple[Ref, str], str] = {}
+        self.taken: dict[str, int] = {}
+
+    def write(self) -> list[str]:
+        """The statements, in execution order."""
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                if facts.tensors(node):
+                    self._placeholder(node)
+            elif node.op == "call_module":
+                self._run(node)
+            elif node.op == "output":
+                self._output(node)
+            elif node.target is not operator.getitem and facts.tensors(node):
+                self._op(self.context.program.ops[self._full(node.name)])
+        return self.lines
+
+    def _full(self, name: str) -> str:
+        return f"{self.scope}/{name}" if self.scope else name
+
+    def _fresh(self, name: str) -> str:
+        name = f"{name}_" if keyword.iskeyword(name) or name in RESERVED or name in self.context.symbols else name
+        self.taken[name] = self.taken.get(name, 0) + 1
+        return name if self.taken[name] == 1 else self._fresh(f"{name}_{self.taken[name]}")
+
+    def say(self, code: str, comment: str = "") -> None:
+        self.lines.append(f"{code.ljust(WIDTH)}# {comment}" if comment else code)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        op = self.context.program.ops[self._full(node.name)]
+        table = {"param": "w", "buffer": "buffers", "constant": "buffers"}
+        if op.role in table:
+            self.names[op.name, 0] = f'self.{table[op.role]}["{self.context.short_name(op)}"]'
+        else:
+            self.names[op.name, 0] = self._fresh(node.name)
+
+    def value(self, ref: Ref) -> str:
+        return self.names[ref]
+
+    def asked(self, ref: Ref, dst: Pair, role: str = "edge") -> str:
+        """The name under which `ref` lies as `dst` wants it; writes the reshard the first time."""
+        reshard = self.context.edges.between(ref, dst, role, self.scope if role == "edge" else None)
+        if reshard is None:
+            return self.names[ref]
+        key = (ref, f"{role} {dst}")
+        if key not in self.resharded:
+            name = self._fresh(self._base(ref))
+            self.resharded[key] = name
+            self.say(f"{name} = {self.reshard_text(reshard, self.names[ref])}", self.context.reason(reshard))
+        return self.resharded[key]
+
+    def _base(self, ref: Ref) -> str:
+        op = self.context.program.ops[ref[0]]
+        if op.role in ("param", "buffer", "constant"):
+            return op.node.name.removeprefix("p_").removeprefix("b_").removeprefix("c_")
+        return self.names[ref]
+
+    def reshard_text(self, reshard: Reshard, name: str) -> str:
+        """The call of the runtime helper; weights that are gathered again in the backward go through `gather`."""
+        tensor = self.context.program.ops[reshard.ref[0]].call.outs[reshard.ref[1]]
+        shape = ", ".join(size_text.text(n) for n in tensor.shape)
+        shape = f"({shape},)" if len(tensor.shape) == 1 else f"({shape})"
+        grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
+        again = reshard.weight and reshard.gradient and any(s.kind == "all_gather" for s in reshard.forward(self.context.sizes))
+        return (f'{"gather" if again else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
+                f"grad={grad}, shape={shape}, mesh=MESH)")
+
+    def _op(self, op: Op) -> None:
+        operands = [self.asked(ref, in_pair(self.context.plan, op.name, i)) for i, ref in enumerate(op.operands)]
+        text = self._call(op, operands)
+        if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
+            name = self._fresh(op.node.name)
+            self.names[op.name, 0] = name
+            self.say(f"{name} = {text}", self._layout((op.name, 0)))
+            return
+        names = [self._fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
+        self.names.update({(op.name, i): name for i, name in enumerate(names)})
+        self.say(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}", self._layout((op.name, 0)))
+
+    def _layout(self, ref: Ref) -> str:
+        tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]
+        layout = out_pair(self.context.plan, ref).value
+        return f"{size_text.comment(tensor.shape, layout, self.context.sizes)}   {show(layout)}".strip()
+
+    def _call(self, op: Op, operands: Sequence[str]) -> str:
+        node, plan = op.node, self.context.plan
+        queue = iter(operands)
+        args = tuple(self._argument(a, queue) for a in node.args)
+        kwargs = {k: self._argument(v, queue) for k, v in node.kwargs.items()}
+        layouts = [Pair.of(text).value for text in plan.nodes[op.name].outs]
+        outs = tuple(tuple(size_text.shape(t.shape, layout, self.context.sizes))
+                     for t, layout in zip(op.call.outs, layouts, strict=True))
+        written = Written(args, kwargs, node.args, outs)
+        special = algorithm_text(op, plan.nodes[op.name], written, self.context)
+        if special is not None:
+            return special
+        self.context.use(node.target)
+        return write(node.target, written)
+
+    def _argument(self, item: Any, queue: Any) -> str:
+        if isinstance(item, fx.Node):
+            if facts.tensors(item):
+                return str(next(queue))
+            held = facts.value(item)
+            if isinstance(held, (int, torch.SymInt)):
+                return _atom(size_text.text(facts.as_size(held, self.gm)))
+            raise TypeError(f"argument {item} of kind {type(held).__name__} has no source form")
+        if isinstance(item, (tuple, list)):
+            inside = ", ".join(self._argument(i, queue) for i in item)
+            return f"[{inside}]" if isinstance(item, list) else f"({inside}{',' if len(item) == 1 else ''})"
+        return _literal(item)
+
+    def _run(self, node: fx.Node) -> None:
+        program = self.context.program
+        run = program.runs[str(node.target)]
+        feeds = [self.asked(ref, in_pair(self.context.plan, port, 0), "feed")
+                 for port, ref in zip(run.ports, run.feeds, strict=True)]
+        carried = [self._fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
+        for name, feed in zip(carried, feeds, strict=False):
+            self.say(f"{name} = {feed}")
+        changes = [self.context.edges.between(ref, in_pair(self.context.plan, port, 0), "carry")
+                   for ref, port in zip(run.carried, run.ports, strict=False)]
+        index = "i" if any(changes) else "_"
+        over = f"enumerate(self.runs[{run.scope!r}])" if any(changes) else f"self.runs[{run.scope!r}]"
+        self.say(f"for {index + ', ' if any(changes) else ''}block in {over}:", f"{run.count} x {self.context.class_of(run.scope)}")
+        for name, change in zip(carried, changes, strict=True):
+            if change is not None:
+                self.say(f"    if {index} > 0:")
+                self.say(f"        {name} = {self.reshard_text(change, name)}", self.context.reason(change))
+        arguments = [*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)]
+        self.say(f"    {', '.join(carried)} = block({', '.join(arguments)})")
+        for name, ref in zip(carried, run.carried, strict=True):
+            self.names[ref] = name
+
+    def _output(self, node: fx.Node) -> None:
+        program = self.context.program
+        if self.scope:
+            run = program.runs[self.scope]
+            self.say(f"return {', '.join(self.names[ref] for ref in run.carried)}")
+            return
+        results = [op for op in program.ops.values() if op.role in ("loss", "output", "mutation")]
+        values = []
+        for op in results:
+            name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))
+            layout = in_pair(self.context.plan, op.name, 0).value
+            tensor = op.call.ins[0]
+            shape = ", ".join(size_text.text(n) for n in tensor.shape)
+            shape = f"({shape},)" if len(tensor.shape) == 1 else f"({shape})"
+            values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {shape})')
+        self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
+
+
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i")
+
+
+def _atom(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(item)
+    if isinstance(item, float) and item in (float("inf"), float("-inf")):
+        return f'float("{item}")'
+    if isinstance(item, (torch.SymInt, sympy.Expr, Tensor)) or qualified.__name__ == "":
+        raise TypeError(f"argument {item!r} has no source form")
+    return repr(item)

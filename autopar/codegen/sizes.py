@@ -1,0 +1,58 @@
+"""Sizes in emitted code: global sizes are formulas in the symbolic dims, local ones follow from the layout.
+
+    global  s*b        ->  "b * s"
+    local   b, S0 on an axis of 4 ranks  ->  "b // 4"
+    local   50257 cut unevenly  ->  "MESH.local(50257, (1,))"  (differs from rank to rank)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import sympy
+
+from autopar.layout import Layout, cutters, sections_of
+from autopar.rules.language import Size
+
+
+def text(size: Size) -> str:
+    """A global size as Python source, in the names of the symbolic dims."""
+    if isinstance(size, int):
+        return str(size)
+    return sympy.pycode(sympy.factor_terms(size)).replace("math.floor", "int")
+
+
+def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
+    """The size of tensor dim `dim` on this rank, as Python source."""
+    axes = cutters(layout, dim)
+    if not axes:
+        return text(size)
+    ways = math.prod(mesh[a] for a in axes)
+    if isinstance(size, int):
+        if size % ways == 0:
+            return str(size // ways)
+        assert len(sections_of(layout[axes[0]])) == 1, f"sections of a dim of size {size} cut {ways} ways must be even"
+        return f"MESH.local({size}, {axes})"
+    quotient = sympy.cancel(size / ways)
+    if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
+        return text(quotient)
+    body = text(size)
+    return f"{body} // {ways}" if size.is_Symbol or size.is_Mul and "/" not in body and "+" not in body else f"({body}) // {ways}"
+
+
+def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> list[str]:
+    """All local sizes of a tensor."""
+    return [local(size, layout, dim, mesh) for dim, size in enumerate(sizes)]
+
+
+def comment(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> str:
+    """Local sizes for a reader: `b/4 s 512`."""
+    words = []
+    for dim, size in enumerate(sizes):
+        ways = math.prod(mesh[a] for a in cutters(layout, dim))
+        if isinstance(size, int):
+            words.append(str(size // ways) if size % ways == 0 else f"{size}/{ways}")
+        else:
+            words.append(text(size).replace(" ", "") + (f"/{ways}" if ways > 1 else ""))
+    return " ".join(words)

@@ -1,0 +1,158 @@
+"""The plan: the plain-data result of a search.
+
+Strings, numbers and tuples only: node names, layouts as `"S0,R"`, never live objects. `Plan.to_json` is the whole file
+format; the same input gives the same bytes. Loading refuses another schema; using a plan refuses another graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node: per operand and per output `"value layout|gradient layout"`; per mesh axis the factor that is split, its
+    kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain)."""
+
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    factors: tuple[str, ...]
+    kinds: tuple[str, ...]
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds per step and bytes per device; `bound_s` is a proven lower bound on any plan's step, 0 if none is proven."""
+
+    step_s: float
+    memory_bytes: float
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    bound_s: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """The proven relative gap, `step_s / bound_s - 1`; infinity without a bound."""
+        return self.step_s / self.bound_s - 1 if self.bound_s > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A recipe that was priced along the way. `step_s` is None where it does not fit, `why` says why."""
+
+    name: str
+    mesh: tuple[int, ...]
+    step_s: float | None
+    memory_bytes: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: its nodes (empty: all of them) and its ranks (empty: all of them)."""
+
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one model runs on one cluster. See the module docstring; `hints` are the planned sizes of symbolic dims."""
+
+    model: str
+    graph_hash: str
+    mode: str
+    precision: str
+    optimizer: str
+    hints: Mapping[str, int]
+    cluster: Mapping[str, Any]
+    axes: tuple[str, ...]
+    mesh: tuple[int, ...]
+    strategy: str
+    seed: int
+    nodes: Mapping[str, NodePlan]
+    predicted: Predicted
+    alternatives: tuple[Alternative, ...] = ()
+    stages: tuple[Stage, ...] = (Stage(),)
+    schedule: str = "none"
+    microbatches: int = 1
+    source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the plan needs."""
+        count = 1
+        for size in self.mesh:
+            count *= size
+        return count
+
+    def to_json(self) -> str:
+        """The plan as JSON text, byte for byte the same for the same plan."""
+        return json.dumps(asdict(self), indent=1, sort_keys=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan. Raises PlanError when the text is not a plan of this schema, naming what is wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan: the text is no JSON ({error})") from error
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            got = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(f"plan has schema {got!r}, this version of autopar reads {SCHEMA}; plan the model again")
+        wanted, found = {f.name for f in fields(Plan)}, set(data)
+        if wanted != found:
+            raise PlanError(f"plan lacks {sorted(wanted - found)} and has unknown {sorted(found - wanted)}")
+        try:
+            return _plan(data)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"plan is malformed: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON to `path`, atomically."""
+        write_atomic(Path(path), self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file. Raises PlanError when it is missing or not a plan."""
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes")}
+    nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
+    stages = tuple(Stage(tuple(s["nodes"]), tuple(s["ranks"])) for s in data["stages"])
+    others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
+    rest = {"nodes": nodes, "stages": stages, "alternatives": others, "predicted": Predicted(**data["predicted"])}
+    return Plan(**{**data, **tuples, **rest})
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,217 @@
+"""From a captured graph and a cluster to a plan: price every recipe, search every mesh, keep the best.
+
+    read the graph -> options per axis size -> clusters -> for each mesh a Problem -> recipes and search -> Plan
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.cluster import Cluster, Mesh
+from autopar.errors import InfeasibleError, PlanError
+from autopar.layout import show
+from autopar.plan import Alternative, NodePlan, Plan, Predicted
+from autopar.problem.build import Decisions, Model, build
+from autopar.problem.clusters import Cluster as OpCluster
+from autopar.problem.clusters import Table
+from autopar.problem.clusters import build as build_clusters
+from autopar.problem.graph import Op, Program, read
+from autopar.problem.options import Sections, options_of, sections_of
+from autopar.problem.prices import Prices, Settings, pair
+from autopar.problem.types import Cost, Solution
+from autopar.recipes import RECIPES, Recipe, roles
+from autopar.recipes.kinds import kind
+from autopar.rules.language import Use
+from autopar.rules.rule import Rule
+from autopar.search import SEARCHES, Search
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for, beside the graph: everything that `compile` was asked."""
+
+    cluster: Cluster
+    settings: Settings = Settings()
+    search: str | Search = "ilp"
+    recipe: str | None = None
+    mesh: tuple[int, ...] | None = None
+    time_limit_s: float = 30.0
+    seed: int = 0
+    rules: Mapping[Any, Rule] | None = None
+    progress: Callable[[str], None] | None = None
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One priced answer on one mesh."""
+
+    name: str
+    mesh: Mesh
+    model: Model
+    solution: Solution
+    cost: Cost
+    decisions: Decisions = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Planner:
+    """Everything that is the same for all meshes: the program, its clusters, and options by axis size."""
+
+    program: Program
+    request: Request
+    sections: Sections
+    clusters: list[OpCluster]
+    _tables: dict[int, Table] = field(default_factory=dict)
+
+    @staticmethod
+    def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> Planner:
+        """Read the graph at the planned sizes."""
+        program = read(gm, hints, training=request.settings.training)
+        sections = sections_of(program, request.rules)
+        whole = {op.name: options_of(op, 1, sections, request.rules) for op in program.ops.values()}
+        return Planner(program, request, sections, build_clusters(program, whole))
+
+    def table(self, ways: int) -> Table:
+        """Options of every Op on an axis of `ways` ranks."""
+        if ways not in self._tables:
+            self._tables[ways] = {op.name: options_of(op, ways, self.sections, self.request.rules)
+                                  for op in self.program.ops.values()}
+        return self._tables[ways]
+
+    def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str) -> Model:
+        """The Problem of one mesh under one role per axis."""
+        mesh = self.request.cluster.mesh(sizes)
+        prices = Prices(mesh, self.request.cluster.device, self.request.settings)
+        limit = self.request.cluster.device.usable_memory_bytes
+        allows = [role(n) for role, n in zip(used, sizes, strict=True)]
+        return build(self.program, self.clusters, [self.table(n) for n in sizes], allows, prices, limit, name)
+
+    def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, search: Search,
+                  time_limit_s: float, start: tuple[int, ...] | None = None) -> Candidate:
+        """Solve one mesh. Raises InfeasibleError when nothing fits."""
+        model = self.model(sizes, used, name)
+        solution = search(model.problem, time_limit_s=time_limit_s, seed=self.request.seed, start=start)
+        return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice))
+
+
+def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
+    """Plan one captured graph. `about` fills the Plan's fields model, graph_hash, source and notes.
+
+    Raises InfeasibleError when no plan fits device memory, PlanError for unknown recipes, searches or meshes.
+    """
+    planner = Planner.of(gm, hints, request)
+    deadline = time.monotonic() + request.time_limit_s
+    best, tried = _recipes(planner, deadline)
+    bound = 0.0
+    if request.recipe is None:
+        found, bound = _search(planner, deadline, best)
+        best = found if best is None or (found and found.cost.time_s < best.cost.time_s) else best
+    if best is None:
+        raise InfeasibleError(_shortfall(planner, tried))
+    return _finish(planner, best, bound, tried, about)
+
+
+def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+    """The meshes on which a recipe is tried: as many axes as it has roles."""
+    if fixed is not None:
+        return [fixed] if len(fixed) == len(recipe.roles) else []
+    found = [m for m in cluster.meshes(max_axes=max(1, len(recipe.roles))) if len(m) == len(recipe.roles)]
+    return found[:3]
+
+
+def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[Alternative]]:
+    """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
+    request = planner.request
+    if request.recipe is not None and request.recipe not in RECIPES:
+        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join(RECIPES)}")
+    asked = [RECIPES[request.recipe]] if request.recipe else list(RECIPES.values())
+    best: Candidate | None = None
+    tried: list[Alternative] = []
+    for recipe in asked:
+        meshes = meshes_for(recipe, request.cluster, request.mesh)
+        if request.recipe and not meshes:
+            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes, got {request.mesh}")
+        for sizes in meshes:
+            if request.progress:
+                request.progress(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
+            limit = max(1.0, deadline - time.monotonic()) / 4
+            try:
+                found = planner.candidate(sizes, recipe.roles, recipe.name, SEARCHES["ilp"], limit)
+            except InfeasibleError as error:
+                tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
+                continue
+            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.cost.memory_bytes))
+            if best is None or found.cost.time_s < best.cost.time_s:
+                best = found
+    return best, tried
+
+
+def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
+    """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
+    request = planner.request
+    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
+    if search is None:
+        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
+    meshes = [request.mesh] if request.mesh is not None else request.cluster.meshes(max_axes=3)
+    found: Candidate | None = None
+    bounds: list[float] = []
+    for index, sizes in enumerate(meshes):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            bounds.append(0.0)
+            break
+        if request.progress:
+            request.progress(f"search on {'x'.join(map(str, sizes))}")
+        try:
+            here = planner.candidate(sizes, (roles.anything,) * len(sizes), "search", search, left / (len(meshes) - index))
+        except InfeasibleError:
+            continue
+        bounds.append(here.solution.bound_s)
+        if found is None or here.cost.time_s < found.cost.time_s * (1 - 1e-9):
+            found = here
+    return found, min(bounds, default=0.0)
+
+
+def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
+    lines = [f"no plan fits {planner.request.cluster.describe()}:"]
+    lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
+    largest = sorted((op for op in planner.program.ops.values() if op.role == "param"),
+                     key=lambda op: (-_bytes(op), op.name))[:5]
+    lines.append("the five largest tensors: " + ", ".join(f"{op.fqn} {_bytes(op) / 2**30:.2f} GiB" for op in largest))
+    lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
+    return "\n".join(lines)
+
+
+def _bytes(op: Op) -> float:
+    return math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
+
+
+def _finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
+    request = planner.request
+    decisions = best.model.decode(best.solution.choice)
+    cost = best.cost
+    nodes = {name: _node(planner.program.ops[name], options) for name, options in decisions.items()}
+    nodes = {name: nodes[name] for name in planner.program.ops}
+    return Plan(
+        mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
+        hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in best.mesh.axes),
+        mesh=tuple(a.size for a in best.mesh.axes), strategy=best.name if best.name != "search" else best.solution.strategy,
+        seed=request.seed, nodes=nodes, alternatives=tuple(tried),
+        predicted=Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s), **about)
+
+
+def _node(op: Op, options: Sequence[Any]) -> NodePlan:
+    def column(uses: Sequence[Use]) -> str:
+        value, grad = pair(tuple(uses))
+        return f"{show(value)}|{show(grad)}"
+
+    ins = tuple(column([o.ins[i] for o in options]) for i in range(len(options[0].ins))) if options else ()
+    outs = tuple(column([o.outs[i] for o in options]) for i in range(len(options[0].outs))) if options else ()
+    return NodePlan(ins, outs, tuple(o.factor for o in options), tuple(kind(op, o) for o in options),
+                    tuple(o.run for o in options))

@@ -1,0 +1,176 @@
+"""Program + mesh + prices -> Problem, and back.
+
+    clusters of Ops become nodes; a node's choices are its joint options, one per axis (product over the axes);
+    a value with readers outside its cluster becomes a net; parameters are clusters that never move.
+
+`Model.decode` turns a solution's choice back into one option per Op and axis: the index space of the solver never leaves
+this package.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.layout import cutters, fits
+from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
+from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.prices import Pair, Prices, pair
+from autopar.problem.types import Net, Node, Problem, Use
+from autopar.rules.language import Option
+from autopar.rules.language import Use as TensorUse
+
+Choice = tuple[Joint, ...]  # one joint option per axis
+Decisions = dict[str, tuple[Option, ...]]  # op name -> option per axis
+
+
+@dataclass(eq=False)
+class Model:
+    """A Problem with the way back to the graph."""
+
+    problem: Problem
+    clusters: list[Cluster]
+    choices: list[list[Choice]]
+
+    def decode(self, choice: Sequence[int]) -> Decisions:
+        """One option per Op and axis."""
+        found: Decisions = {}
+        for cluster, options, index in zip(self.clusters, self.choices, choice, strict=True):
+            for member, op in enumerate(cluster.members):
+                found[op.name] = tuple(joint.options[member] for joint in options[index])
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """One net before it has numbers: a value, who reads it, how often per step, and whether it is a weight."""
+
+    ref: Ref
+    readers: list[tuple[Op, int]]
+    count: int
+
+
+def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], allows: Sequence[Allow], prices: Prices,
+          memory_limit_bytes: float, name: str = "") -> Model:
+    """The Problem of one mesh. `tables` and `allows` have one entry per axis.
+
+    Raises InfeasibleError when the predicates leave some cluster without a choice.
+    """
+    choices = [_choices(c, tables, allows, prices) for c in clusters]
+    scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
+    nodes = tuple(_node(c, options, prices, scopes[c.scope]) for c, options in zip(clusters, choices, strict=True))
+    home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
+    nets = tuple(_net(link, program, home, clusters, choices, prices, scopes) for link in _links(program, home))
+    return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name), clusters, choices)
+
+
+def _choices(cluster: Cluster, tables: Sequence[Table], allows: Sequence[Allow], prices: Prices) -> list[Choice]:
+    per_axis = [join(cluster, table, allow) for table, allow in zip(tables, allows, strict=True)]
+    found = [combo for combo in itertools.product(*per_axis) if _fits(cluster, combo, prices.sizes)]
+    if not found:
+        op = cluster.root
+        raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {prices.sizes}: the recipe's "
+                              f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them")
+    return found
+
+
+def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
+    """Whether every tensor can be cut by all axes together: dims cut by several axes divide evenly."""
+    if len(combo) == 1:
+        return True
+    for member, op in enumerate(cluster.members):
+        for index, tensor in enumerate(op.tensors):
+            layout = tuple((*j.options[member].ins, *j.options[member].outs)[index].value for j in combo)
+            for dim in range(len(tensor.shape)):
+                if len(cutters(layout, dim)) > 1 and not fits(tensor.sizes, layout, sizes, (dim,)):
+                    return False
+    return True
+
+
+def _node(cluster: Cluster, options: list[Choice], prices: Prices, group: int) -> Node:
+    labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
+    seconds, memory = np.zeros(len(options)), np.zeros(len(options))
+    inner = {op.name for op in cluster.members}
+    for i, combo in enumerate(options):
+        for member, op in enumerate(cluster.members):
+            per_axis = tuple(joint.options[member] for joint in combo)
+            seconds[i] += prices.op_s(op, per_axis)
+            memory[i] += _held(op, per_axis, inner, prices)
+    return Node(cluster.name, labels, seconds, memory, seconds * prices.overlap, group)
+
+
+def _held(op: Op, options: tuple[Option, ...], inner: set[str], prices: Prices) -> float:
+    """Bytes that stay: parameters at rest, and what autograd saves that is not counted with a net."""
+    if op.role == "param":
+        return prices.rest_bytes(op, tuple(o.outs[0].value for o in options))
+    held = 0.0
+    for index in op.saves:
+        operand = index < len(op.operands)
+        if operand and op.operands[index][0] not in inner:
+            continue  # the net of that value counts it, once for all readers
+        tensor = op.tensors[index]
+        layout = tuple((*o.ins, *o.outs)[index].value for o in options)
+        held += prices.local_bytes(float(np.prod(tensor.sizes)) * op.out_dtypes[0].itemsize, layout) * op.count
+    return held
+
+
+def _links(program: Program, home: Mapping[str, tuple[int, int]]) -> list[_Link]:
+    """All nets: reads inside a scope, first values and carried values of runs, and reads of a run's result."""
+    found: list[_Link] = []
+    for ref, readers in program.readers().items():
+        outside = [(op, i) for op, i in readers if home[op.name][0] != home[ref[0]][0]]
+        for scope in dict.fromkeys(op.scope for op, _ in outside):
+            group = [(op, i) for op, i in outside if op.scope == scope]
+            found.append(_Link(ref, group, group[0][0].count))
+    ops = program.ops
+    for run in program.runs.values():
+        outer = ops[run.ports[0]].count // run.count
+        for port, feed in zip(run.ports, run.feeds, strict=True):
+            found.append(_Link(feed, [(ops[port], -1)], outer))
+        for port, ref in zip(run.ports, run.carried, strict=False):
+            if run.count > 1:
+                found.append(_Link(ref, [(ops[port], -1)], outer * (run.count - 1)))
+    return found
+
+
+def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clusters: list[Cluster],
+         choices: list[list[Choice]], prices: Prices, scopes: Mapping[str, int]) -> Net:
+    ref = link.ref
+    producer, member = home[ref[0]]
+    rows, row = _distinct([pair(tuple(j.options[member].outs[ref[1]] for j in combo)) for combo in choices[producer]])
+    columns: dict[Pair, int] = {}
+    uses = []
+    saved: set[int] = set()
+    for op, operand in link.readers:
+        index, position = home[op.name]
+        asked = [pair(tuple(_asked(j.options[position], operand) for j in combo)) for combo in choices[index]]
+        column = np.array([columns.setdefault(p, len(columns)) for p in asked])
+        uses.append(Use(index, column))
+        if operand in op.saves:
+            saved.update(column.tolist())
+    weight = clusters[producer].members[0].role == "param"
+    size = program.bytes_of(ref)
+    cost, memory = np.zeros((len(rows), len(columns))), np.zeros((len(rows), len(columns)))
+    for (r, src), (c, dst) in itertools.product(enumerate(rows), enumerate(columns)):
+        cost[r, c] = prices.reshard_s(src, dst, size, weight=weight) * link.count
+        if weight:
+            # a gathered weight lives only while its block runs, so it counts once, not once per block
+            memory[r, c] = 0.0 if src[0] == dst[0] else prices.local_bytes(size, dst[0])
+        elif c in saved:
+            memory[r, c] = prices.local_bytes(size, dst[0]) * link.count
+    group = scopes[clusters[producer].scope] if weight else -1
+    return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group)
+
+
+def _asked(option: Option, operand: int) -> TensorUse:
+    return option.ins[max(operand, 0)]  # a port (operand -1) takes its value as it passes it on
+
+
+def _distinct(pairs: Sequence[Pair]) -> tuple[list[Pair], np.ndarray]:
+    found: dict[Pair, int] = {}
+    index = np.array([found.setdefault(p, len(found)) for p in pairs])
+    return list(found), index

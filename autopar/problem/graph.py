@@ -1,0 +1,270 @@
+"""The captured graph as plain data: what the problem builder and the recipes see of it.
+
+A *scope* is the top-level graph (`""`) or the body of a run of repeated blocks (its module name). Every node of a scope
+becomes an `Op`; values are referred to as `(op name, output index)`. Runs are opened: the `call_module` node itself has no
+Op, its body's placeholders become `port` Ops, and `Run` says how the values go round.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.rules.language import Call, Tensor
+from passes import facts
+
+Ref = tuple[str, int]  # (name of the producing op, index of its output)
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """One node: its call as the rules see it, where its operands come from, and what it costs on one device.
+
+    `role` is param, buffer, constant, input, port (a placeholder of a block body), op, or one per result of the model: loss,
+    output, mutation (of a buffer). `count` is how often it
+    runs per step. Sizes, FLOPs and bytes are numbers at the planned batch and sequence.
+    """
+
+    name: str
+    scope: str
+    node: fx.Node
+    role: str
+    call: Call
+    operands: tuple[Ref, ...]
+    count: int = 1
+    fqn: str = ""
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
+    batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
+    saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
+    out_dtypes: tuple[torch.dtype, ...] = ()
+    where: str = ""
+
+    @property
+    def target(self) -> Any:
+        return self.call.target
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Operands, then outputs."""
+        return (*self.call.ins, *self.call.outs)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of `count` alike blocks: `feeds[i]` is the outer value that port i first gets; `carried[i]` the body value that
+    port i gets from then on (only for the first len(carried) ports)."""
+
+    scope: str
+    count: int
+    ports: tuple[str, ...]
+    feeds: tuple[Ref, ...]
+    carried: tuple[Ref, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """All Ops in execution order (bodies inside the place where they are called) and the runs."""
+
+    ops: dict[str, Op] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
+
+    def readers(self) -> dict[Ref, list[tuple[Op, int]]]:
+        """Value -> the (op, operand index) pairs that read it."""
+        found: dict[Ref, list[tuple[Op, int]]] = {}
+        for op in self.ops.values():
+            for index, ref in enumerate(op.operands):
+                found.setdefault(ref, []).append((op, index))
+        return found
+
+    def bytes_of(self, ref: Ref) -> float:
+        """Bytes of the whole value, on one device."""
+        op = self.ops[ref[0]]
+        tensor, dtype = op.call.outs[ref[1]], op.out_dtypes[ref[1]]
+        return float(sympy.prod(tensor.sizes)) * dtype.itemsize
+
+
+def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Program:
+    """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number)."""
+    program = Program(hints=dict(hints))
+    _Reader(gm, program, "", 1, training).read({})
+    return program
+
+
+class _Reader:
+    """Reads one scope."""
+
+    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, training: bool) -> None:
+        self.gm, self.program, self.scope, self.count, self.training = gm, program, scope, count, training
+        self.refs: dict[fx.Node, Ref] = {}
+        self.runs_of: dict[fx.Node, Run] = {}
+        self.values = {facts.symbol(name): n for name, n in program.hints.items()}
+        self.weight: dict[Ref, bool] = {}
+
+    def read(self, ports: Mapping[str, tuple[bool, bool]]) -> tuple[Ref, ...]:
+        """Read every node; `ports` gives (gradient, weight-only) of the values fed to placeholders by name."""
+        outputs: tuple[Ref, ...] = ()
+        for node in self.gm.graph.nodes:
+            if node.op == "call_module":
+                self._run(node)
+            elif node.op == "call_function" and node.target is operator.getitem and _gives_tensors(node.args[0]):
+                self._item(node)
+            elif node.op == "output":
+                outputs = self._output(node)
+            elif facts.tensors(node):
+                self._op(node, ports)  # sizes are no Ops: they are formulas wherever they are used
+        return outputs
+
+    def full_name(self, node: fx.Node) -> str:
+        return f"{self.scope}/{node.name}" if self.scope else node.name
+
+    def _item(self, node: fx.Node) -> None:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        run = self.runs_of.get(source)
+        self.refs[node] = run.carried[index] if run else (self.refs[source][0], index)
+
+    def _op(self, node: fx.Node, ports: Mapping[str, tuple[bool, bool]]) -> None:
+        name = self.full_name(node)
+        role = str(node.meta["role"]) if node.op == "placeholder" and "role" in node.meta else "op"
+        if node.op == "placeholder" and role == "op":
+            role = "port"
+        operands = tuple(self.refs[n] for n in tensor_operands(node))
+        ops = self.program.ops
+        grads = tuple(ops[ref[0]].call.outs[ref[1]].grad for ref in operands)
+        weights = tuple(self.weight[ref] for ref in operands)
+        gradient, weight = self._flow(node, role, grads, weights, ports)
+        held = facts.tensors(node)
+        outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
+                     for i in range(len(held)))
+        lookup = [ops[ref[0]].call.outs[ref[1]] for ref in operands]
+        arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
+        call = Call(node.target, *arguments, outs)
+        op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
+                weight=weights, out_dtypes=tuple(t.dtype for t in held), where=facts.where(node))
+        if role == "op":
+            op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
+            op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
+            op.saves = saved(node, gradient and self.training)
+        op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
+        ops[name] = op
+        self.refs[node] = (name, 0)
+        for i in range(len(outs)):
+            self.weight[name, i] = weight
+
+    def _flow(self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...],
+              ports: Mapping[str, tuple[bool, bool]]) -> tuple[bool, bool]:
+        """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
+        floating = facts.is_float(node)
+        if role == "param":
+            return self.training and floating and bool(node.meta.get("requires_grad", True)), True
+        if role == "port":
+            gradient, weight = ports[node.name]
+            return gradient and floating, weight
+        gradient = self.training and floating and any(grads) and node.target not in NO_GRADIENT
+        return gradient, role == "op" and bool(weights) and all(weights)
+
+    def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
+        shape = facts.shape(node, index)
+        floating = facts.dtype(node, index).is_floating_point
+        return Tensor(shape, gradient and floating, tuple(int(self._number(n)) for n in shape))
+
+    def _number(self, size: int | sympy.Expr) -> float:
+        return float(size) if isinstance(size, (int, float)) else float(size.subs(self.values))
+
+    def _run(self, node: fx.Node) -> None:
+        body = self.gm.get_submodule(str(node.target))
+        assert isinstance(body, fx.GraphModule)
+        scope = str(node.target)
+        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.training)
+        feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
+        names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
+        ports = {n.name: (self.program.ops[ref[0]].call.outs[ref[1]].grad, self.weight[ref])
+                 for n, ref in zip(names, feeds, strict=True)}
+        carried_count = len(next(n for n in body.graph.nodes if n.op == "output").args[0])
+        if any(ports[n.name][0] is False for n in names[:carried_count]) and self.training:
+            # the first block may be fed something without a gradient, the later ones are not
+            ports |= {n.name: (True, False) for n in names[:carried_count]}
+        carried = reader.read(ports)
+        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried)
+        self.program.runs[scope] = run
+        self.runs_of[node] = run
+        for ref in carried:
+            self.weight[ref] = False
+
+    def _output(self, node: fx.Node) -> tuple[Ref, ...]:
+        args = node.args[0]
+        flat = list(args) if isinstance(args, (tuple, list)) else [args]  # keeps repeats and order
+        refs = tuple(self.refs[n] for n in flat if isinstance(n, fx.Node))
+        if not self.scope:
+            for index, (ref, entry) in enumerate(zip(refs, self.gm.meta["outputs"], strict=True)):
+                self._result(node, f"output_{index}", ref, entry)
+        return refs
+
+    def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
+        tensor = self.program.ops[ref[0]].call.outs[ref[1]]
+        kind = entry["kind"]
+        tensor = Tensor(tensor.shape, tensor.grad and kind == "loss", tensor.hint)
+        batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
+        self.program.ops[name] = Op(name, "", node, kind, Call(kind, (tensor,), {}, ()), (ref,), fqn=str(entry.get("target") or
+                                    entry.get("name") or ""), weight=(False,), batch=(batch,), where="the model's outputs")
+
+
+NO_GRADIENT = (torch.ops.aten.detach.default,)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a node in order, repeats kept (`mul(x, x)` has two)."""
+    found: list[fx.Node] = []
+    _walk((node.args, tuple(node.kwargs.values())), found)
+    return [n for n in found if facts.tensors(n)]
+
+
+def saved(node: fx.Node, gradient: bool) -> tuple[int, ...]:
+    """Indices (operands, then outputs) of the tensors that the node's backward needs."""
+    return tuple(node.meta.get("saved", ())) if gradient else ()
+
+
+def _walk(tree: Any, found: list[fx.Node]) -> None:
+    if isinstance(tree, fx.Node):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _walk(item, found)
+
+
+def _gives_tensors(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list)) or (
+        isinstance(node, fx.Node) and node.op == "call_module")
+
+
+def _substitute(node: fx.Node, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with tensors replaced by rule Tensors and sizes by expressions."""
+    queue = iter(tensors)
+    gm = node.graph.owning_module
+
+    def swap(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            if facts.tensors(item):
+                return next(queue)
+            held = facts.value(item)
+            return facts.as_size(held, gm) if isinstance(held, (int, torch.SymInt)) else held
+        if isinstance(item, (tuple, list)):
+            return type(item)(swap(i) for i in item) if not isinstance(item, tuple) else tuple(swap(i) for i in item)
+        return item
+
+    args = tuple(swap(a) for a in node.args)
+    return args, {k: swap(v) for k, v in node.kwargs.items()}
+
+
+def _has_batch(size: int | sympy.Expr) -> bool:
+    return not isinstance(size, int) and facts.symbol("b") in size.free_symbols

@@ -1,0 +1,97 @@
+"""What each Op can do on one mesh axis, before any recipe or merging.
+
+Operators follow their rule; a parameter may rest replicated or cut along any dim; buffers and constants are replicated;
+inputs are replicated or cut along the batch; a port passes anything through; the loss must come out whole on every rank,
+other outputs may stay cut (they are handed out as DTensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.layout import dim_of, shard
+from autopar.layout import sections_of as weights_of
+from autopar.problem.graph import Op, Program, Ref
+from autopar.rules import options_for
+from autopar.rules.language import Option, Use, options
+from autopar.rules.rule import Rule
+
+Sections = tuple[tuple[int, ...], ...]
+
+
+def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> list[Option]:
+    """The options of one Op on an axis of `ways` ranks."""
+    if op.role == "op":
+        return options_for(op.call, ways, sections=sections, rules=rules)
+    if op.role == "port":
+        return options("... -> ...", op.call, ways, linear="all")
+    if op.role == "param":
+        return _rest(op, ways, sections)
+    if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
+        return [_still("", op, "R"), _still("b", op, "S0")]
+    if op.role == "output":
+        entries = ["R", *(shard(d) for d, n in enumerate(op.call.ins[0].sizes) if n >= ways)]
+        return [Option(entry, (Use(entry, "-"),), (), split=entry != "R") for entry in entries]
+    if op.role in ("loss", "mutation"):
+        return [Option("", (Use("R", "R" if op.call.ins[0].grad else "-"),), ())]
+    return [_still("", op, "R")]
+
+
+def _still(factor: str, op: Op, entry: str) -> Option:
+    """A value that lies still: its gradient lies as it does, so the optimizer runs on what the rank holds."""
+    grad = entry if op.call.outs[0].grad else "-"
+    return Option(factor, (), (Use(entry, grad),), split=entry != "R")
+
+
+def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
+    found = [_still("", op, "R")]
+    for dim, size in enumerate(op.call.outs[0].sizes):
+        if size >= ways:
+            found.append(_still(f"d{dim}", op, shard(dim)))
+        found += [_still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut)) for cut in sections
+                  if sum(cut) == size and all(n % ways == 0 for n in cut)]
+    return found
+
+
+def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Sections:
+    """The sections that dims of fused projections fall into (q, k, v in one weight), in absolute sizes.
+
+    They show where an operator takes a projection's output apart: a split, or a view whose outer factor is not the one
+    to cut. Only dims that come straight from a weight count, so that the halves of rotary embeddings do not.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for op in program.ops.values():
+        if op.role != "op" or not op.operands:
+            continue
+        for option in options_for(op.call, 1, rules=rules):
+            for index, use in enumerate(option.ins):
+                if "/" in use.value and (cut := _absolute(op, index, use.value)) and _from_weight(program, op.operands[index],
+                                                                                                 sum(cut)):
+                    found[cut] = None
+    return tuple(found)
+
+
+def _absolute(op: Op, index: int, entry: str) -> tuple[int, ...] | None:
+    size = op.call.ins[index].shape[dim_of(entry)]
+    weights = weights_of(entry)
+    if not isinstance(size, int) or size % sum(weights) or len(weights) > 4:
+        return None
+    return tuple(w * (size // sum(weights)) for w in weights)
+
+
+def _from_weight(program: Program, ref: Ref, size: int) -> bool:
+    """Whether the last dim of `ref`, of that size, is an output dim of a weight a few same-shaped operators up."""
+    for _ in range(6):
+        op = program.ops[ref[0]]
+        if op.role != "op":
+            return False
+        if any(w and size in t.sizes for w, t in zip(op.weight, op.call.ins, strict=True)):
+            return True
+        here = op.call.outs[ref[1]].sizes
+        same = [r for r, t in zip(op.operands, op.call.ins, strict=True) if math.prod(t.sizes) == math.prod(here)]
+        if not same:
+            return False
+        ref = same[0]
+    return False

@@ -1,0 +1,100 @@
+"""What one mesh axis is for: each role is a predicate over (op, option), made for the number of ranks on the axis.
+
+A recipe is a tuple of roles. The search itself is the role `anything` on every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.problem.clusters import Allow
+from autopar.problem.graph import Op
+from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
+from autopar.rules.language import Option
+
+Role = Callable[[int], Allow]
+
+_STILL = ("param", "buffer", "constant", "input", "output", "loss", "mutation")
+
+
+def anything(ways: int) -> Allow:
+    """No restriction: what the search uses."""
+    return lambda op, option: True
+
+
+def nothing(ways: int) -> Allow:
+    """Every rank does everything."""
+    return lambda op, option: not option.split
+
+
+def data(ways: int) -> Allow:
+    """Data parallel: work splits over samples, parameters rest whole."""
+    return lambda op, option: _samples(op, option, ways) and not (op.role == "param" and option.split)
+
+
+def zero3(ways: int) -> Allow:
+    """ZeRO-3: work splits over samples, every parameter that is long enough rests cut along some dim."""
+    def allow(op: Op, option: Option) -> bool:
+        if op.role == "param":
+            return option.split or max(op.call.outs[0].sizes, default=1) < ways
+        return _samples(op, option, ways)
+    return allow
+
+
+def tensor(ways: int) -> Allow:
+    """Tensor parallel: work splits over weights and heads; every rank sees the whole batch and sequence."""
+    def allow(op: Op, option: Option) -> bool:
+        return _model(op, option, ways) and not option.run and not (op.role != "param" and cuts_sequence(op, option))
+    return allow
+
+
+def tensor_sequence(ways: int) -> Allow:
+    """Tensor parallel, and sequence parallel between the contractions."""
+    return lambda op, option: _model(op, option, ways) and not option.run
+
+
+def megatron(ways: int) -> Allow:
+    """Tensor parallel with vocabulary-parallel embedding and loss."""
+    def allow(op: Op, option: Option) -> bool:
+        vocabulary = getattr(op.target, "__name__", "").startswith(("embedding", "cross_entropy"))
+        if vocabulary and op.role == "op" and _vocabulary_size(op) >= ways * 8:
+            return bool(option.run)
+        return _model(op, option, ways) and not (op.role != "param" and cuts_sequence(op, option))
+    return allow
+
+
+def convolutions_by_sample(ways: int) -> Allow:
+    """Krizhevsky's "one weird trick": convolutions split samples, dense layers split parameters."""
+    def allow(op: Op, option: Option) -> bool:
+        if op.role == "param":
+            return len(op.call.outs[0].shape) != 4 or not option.split
+        if any(len(t.shape) == 4 for t in op.tensors):
+            return op.role != "op" or kind(op, option) in (SAMPLE, REPLICATE, PARTIAL)
+        if any(op.weight) and op.flops > 0:
+            return kind(op, option) in (PARAMETER, REPLICATE)
+        return True
+    return allow
+
+
+def _samples(op: Op, option: Option, ways: int) -> bool:
+    if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
+        return option.split
+    return op.role in _STILL or kind(op, option) in (SAMPLE, REPLICATE, PARTIAL)
+
+
+def _model(op: Op, option: Option, ways: int) -> bool:
+    if op.role == "input":
+        return not option.split
+    if op.scope and _dense(op, ways):
+        return kind(op, option) == PARAMETER
+    return op.role in _STILL or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)
+
+
+def _dense(op: Op, ways: int) -> bool:
+    """Whether `op` is a contraction with a weight that can be cut."""
+    return op.flops > 0 and any(weight and len(t.shape) >= 2 and any(n % ways == 0 for n in t.sizes)
+                                for weight, t in zip(op.weight, op.call.ins, strict=True))
+
+
+def _vocabulary_size(op: Op) -> int:
+    return max(op.call.ins[0].sizes)

@@ -16,7 +16,7 @@ from torch import fx
 
 from passes import edit, facts
 from passes.grads import needs_grad
-from passes.repeats import Run, containers, find_runs, is_weight, users_outside
+from passes.repeats import Run, containers, find_runs, same_everywhere, users_outside
 
 
 def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
@@ -27,8 +27,8 @@ def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
     declared = {path: list(entries) for path, entries in gm.meta.get("repeat_counts", {}).items()}
     carries = needs_grad(gm)
     for container in containers(gm):
-        for run in find_runs(gm, container):
-            _fold(gm, run, _total(run, declared), carries)
+        while runs := find_runs(gm, container):  # anew each time: the next run may read what this one gave
+            _fold(gm, runs[0], _total(runs[0], declared), carries)
     for path, entries in declared.items():
         if entries:
             raise ValueError(
@@ -54,7 +54,7 @@ def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> in
 
 def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]) -> None:
     first = run.instances[0]
-    constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and _same(run, slot)]
+    constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and same_everywhere(run.instances, slot)]
     weights = [slot for slot in range(len(first.outside)) if slot not in run.carried and slot not in constant]
     body = _body(gm, run, constant, weights, total, carries)
     name = _free_name(gm, f"{run.container}_{first.start}")
@@ -69,7 +69,7 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     last = run.instances[-1]
     for result, source in zip(results, run.carried.values(), strict=True):
         node = last.nodes[source]
-        result.meta.update({key: node.meta[key] for key in ("val", *edit.COPIED_META) if key in node.meta})
+        result.meta.update(val=node.meta["val"], module=run.container, source=node.meta.get("source", ""))
         carries[result] = carries[node]
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user in users)
     for node in reversed(run.nodes):
@@ -77,10 +77,6 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     for value in [instance.outside[slot] for instance in run.instances for slot in weights]:
         if not value.users:
             gm.graph.erase_node(value)
-
-
-def _same(run: Run, slot: int) -> bool:
-    return all(instance.outside[slot] is run.instances[0].outside[slot] for instance in run.instances)
 
 
 def _call_meta(run: Run, total: int) -> dict[str, Any]:
@@ -132,6 +128,8 @@ def _weight_names(run: Run, slot: int, total: int) -> dict[str, Any]:
         return {"fqn": known[0].replace(".", "_"), "fqns": known}
     offset, rest = int(match.group(1)) - start, match.group(2)
     fqns = [f"{run.container}.{start + number * run.period + offset}.{rest}" for number in range(total)]
+    if fqns[: len(known)] != known and total == len(known):
+        return {"fqn": rest, "fqns": known}
     if fqns[: len(known)] != known:
         raise ValueError(f"weights of the blocks of {run.container} are named {known}, wanted {fqns[: len(known)]}")
     return {"fqn": rest if run.period == 1 else f"{offset}.{rest}", "fqns": fqns}
@@ -171,4 +169,4 @@ def body_of(node: fx.Node) -> fx.GraphModule:
     return body
 
 
-__all__ = ["body_of", "fold_repeats", "is_folded", "is_weight"]
+__all__ = ["body_of", "fold_repeats", "is_folded"]

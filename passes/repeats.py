@@ -169,8 +169,7 @@ def _closed(run: Run) -> bool:
                     return False
         for slot in invariant:
             value = instance.outside[slot]
-            changes = value is not run.instances[0].outside[slot] or value is not run.instances[-1].outside[slot]
-            if changes and any(inside.get(user) != number for user in value.users):
+            if not same_everywhere(run.instances, slot) and any(inside.get(user) != number for user in value.users):
                 return False  # a weight of one instance is used elsewhere too
     return _in_order(run, inside)
 
@@ -180,6 +179,11 @@ def _in_order(run: Run, inside: dict[fx.Node, int]) -> bool:
     needed = [value for instance in run.instances for value in instance.outside if value not in inside]
     users = users_outside(run)
     return not users or not needed or max(needed) < min(users)
+
+
+def same_everywhere(instances: list[Instance], slot: int) -> bool:
+    """Whether all instances get the very same value there."""
+    return all(instance.outside[slot] is instances[0].outside[slot] for instance in instances)
 
 
 def users_outside(run: Run) -> list[fx.Node]:

@@ -61,7 +61,7 @@ SAVED: dict[Any, Row] = {
     aten.embedding.default: _fixed(1),
     aten.erf.default: OPERAND,
     aten.exp.default: RESULT,
-    aten.gather.default: _fixed(1),
+    aten.gather.default: _fixed(0, 1),
     aten.gelu.default: OPERAND,
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,

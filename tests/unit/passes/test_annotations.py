@@ -1,0 +1,99 @@
+"""FLOPs against torch's own counter, bytes against tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from passes import ANNOTATE, NORMALIZE, edit, facts, run
+from tests.helpers.export import B, S, export_graph
+
+aten = torch.ops.aten
+MATMULS = (aten.linear.default, aten.matmul.default, aten.bmm.default, aten.scaled_dot_product_attention.default,
+           aten.conv1d.default, aten.conv2d.default, aten.einsum.default)  # fmt: skip
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.proj, self.causal = nn.Linear(8, 24), causal
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.proj(x).chunk(3, -1))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+        return torch.einsum("bsh,bth->bst", h, x) @ x
+
+
+def annotated(model, x, dims=None):
+    dims = {"x": dims} if dims else None
+    return run(export_graph(model, (), {"x" if dims else "input": x}, dims), (*NORMALIZE, *ANNOTATE))
+
+
+def total(gm, fact, numbers):
+    found = sum(fact(node) for node in edit.calls(gm) if node.target in MATMULS)
+    return found if isinstance(found, int) else found.subs({facts.symbol(k): n for k, n in numbers.items()})
+
+
+def test_flops_are_those_of_torch_at_every_size():
+    model = Attention()
+    gm = annotated(model, torch.randn(3, 5, 8), {0: B, 1: S})
+    for b, s in ((3, 5), (2, 9)):
+        # The counter knows attention on the CPU only as the matmuls that it is made of.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(torch.randn(b, s, 8))
+        assert total(gm, facts.flops, {"b": b, "s": s}) == counter.get_total_flops()
+
+
+def test_causal_attention_counts_half():
+    graphs = [annotated(Attention(causal), torch.randn(3, 5, 8), {0: B, 1: S}) for causal in (False, True)]
+    whole, half = (
+        next(facts.flops(node) for node in edit.calls(gm, aten.scaled_dot_product_attention.default)) for gm in graphs
+    )
+    assert whole == 2 * half
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Conv2d(4, 6, 3, groups=2), nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1))]
+)
+def test_convolution_flops_forward_and_backward(model):
+    x = torch.randn(2, 4, 7, 7)
+    gm = annotated(model, x)
+    with FlopCounterMode(display=False) as counter:
+        out = model(x)
+    assert total(gm, facts.flops, {}) == counter.get_total_flops()
+    if isinstance(model, nn.Conv2d):
+        return  # torch counts the backward of a grouped convolution as if it had no groups
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert total(gm, facts.backward_flops, {}) == counter.get_total_flops()
+
+
+def test_bytes_and_views():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 16)
+
+        def forward(self, x):
+            return torch.relu(self.table(x)).transpose(0, 1)
+
+    gm = annotated(Rows(), torch.zeros(3, 5, dtype=torch.long), {0: B, 1: S})
+    b, s = facts.symbol("b"), facts.symbol("s")
+    embedding, relu, transpose = edit.calls(gm)
+    assert facts.read_bytes(embedding) == 8 * b * s + 64 * b * s  # the rows that it takes, not the table
+    assert (facts.read_bytes(relu), facts.written_bytes(relu)) == (64 * b * s, 64 * b * s)
+    assert (facts.read_bytes(transpose), facts.written_bytes(transpose)) == (0, 0)
+    assert [node.meta["saved"] for node in (embedding, relu, transpose)] == [(1,), (1,), ()]
+
+
+def test_facts_name_the_pass_that_is_missing():
+    gm = run(export_graph(nn.Linear(3, 3), (torch.randn(2, 3),)), NORMALIZE)
+    node = next(edit.calls(gm))
+    with pytest.raises(ValueError, match="run the pass annotate_flops first"):
+        facts.flops(node)
+    with pytest.raises(ValueError, match="annotate_memory"):
+        facts.read_bytes(node)

@@ -1,0 +1,119 @@
+"""Runs of alike blocks: what folds, what does not, and how weights of all instances are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from passes import NORMALIZE, run
+from passes.fold_repeats import body_of, fold_repeats, is_folded
+from tests.helpers.export import B, assert_same, export_graph
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, h, mask):
+        return h + self.down(torch.relu(self.up(h))) * mask
+
+
+class Stack(nn.Module):
+    def __init__(self, widths: list[int], leak: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(4, wide) for wide in widths)
+        self.leak = leak
+
+    def forward(self, x):
+        mask = torch.sigmoid(x)
+        kept = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, mask)
+            if number == self.leak:
+                kept.append(x.sum())
+        return (x, *kept)
+
+
+def folded(model, **meta):
+    gm = run(export_graph(model, (), {"x": torch.randn(3, 4)}, {"x": {0: B}}), NORMALIZE)
+    gm.meta.update(meta)
+    return run(gm, (fold_repeats,))
+
+
+def calls(gm):
+    return [node for node in gm.graph.nodes if is_folded(node)]
+
+
+def test_a_chain_folds_into_one_body():
+    model = Stack([8] * 5)
+    gm = folded(model)
+    (call,) = calls(gm)
+    assert call.meta["repeat"] == 5
+    body = body_of(call)
+    holders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    assert [holder.meta.get("port") for holder in holders] == ["carried", "invariant", None, None, None, None]
+    weights = {holder.meta["fqn"]: holder.meta["fqns"] for holder in holders[2:]}
+    assert sorted(weights) == ["down.bias", "down.weight", "up.bias", "up.weight"]
+    assert weights["up.weight"] == [f"layers.{i}.up.weight" for i in range(5)]
+    assert body.meta["class_name"] == "Block"
+    assert holders[0].meta["requires_grad"] and not holders[1].meta["requires_grad"]
+    assert not [node for node in gm.graph.nodes if node.op == "placeholder" and node.meta["role"] == "param"]
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("widths", "repeats", "periods"),
+    [([8, 6] * 3, [3], [2]), ([8, 8, 8, 6, 6], [3, 2], [1, 1]), ([4, 8, 8, 6], [2], [1]), ([8, 6, 4], [], [])],
+)
+def test_periods_and_runs(widths, repeats, periods):
+    model = Stack(widths)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == repeats
+    assert [body_of(call).meta["period"] for call in calls(gm)] == periods
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+def test_names_in_a_period():
+    (call,) = calls(folded(Stack([8, 6] * 3)))
+    names = {n.meta["fqn"]: n.meta["fqns"] for n in body_of(call).graph.nodes if "fqns" in n.meta}
+    assert names["1.up.weight"] == [f"layers.{i}.up.weight" for i in (1, 3, 5)]
+
+
+@pytest.mark.parametrize(("leak", "repeats"), [(3, [4]), (1, [2, 2]), (2, [3])])
+def test_a_result_that_is_used_outside_ends_the_run(leak, repeats):
+    model = Stack([8] * 4, leak=leak)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == repeats
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+def test_a_weight_that_another_block_shares_does_not_fold():
+    model = Stack([8] * 3)
+    model.layers[2].up.weight = model.layers[0].up.weight
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == []
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+def test_a_weight_that_all_blocks_share_is_invariant():
+    model = Stack([8] * 3)
+    for layer in model.layers:
+        layer.up.weight = model.layers[0].up.weight
+    gm = folded(model)
+    (call,) = calls(gm)
+    assert [n.meta["fqn"] for n in body_of(call).graph.nodes if "fqns" in n.meta] == ["up.bias", "down.weight", "down.bias"]
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+def test_a_shortened_container_stands_for_all_its_blocks():
+    (call,) = calls(folded(Stack([8] * 2), repeat_counts={"layers": [(0, 1, 2, 32)]}))
+    assert call.meta["repeat"] == 32
+    weight = next(n for n in body_of(call).graph.nodes if n.meta.get("fqn") == "down.weight")
+    assert weight.meta["fqns"] == [f"layers.{i}.down.weight" for i in range(32)]
+
+
+def test_a_shortened_container_that_does_not_fold_is_an_error():
+    with pytest.raises(ValueError, match=r"layers from 0 on were captured as 2 for 32"):
+        folded(Stack([8, 6]), repeat_counts={"layers": [(0, 1, 2, 32)]})

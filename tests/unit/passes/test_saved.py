@@ -1,0 +1,110 @@
+"""The table of what autograd keeps, against what `saved_tensors_hooks` sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from passes import ops
+from passes.saved import SAVED, saved_positions
+from passes.tables import VIEWS
+
+aten = torch.ops.aten
+
+
+def r(*sizes, grad=True):
+    return torch.rand(*sizes, dtype=torch.float64, requires_grad=grad) + 0.5 if not grad else (
+        torch.rand(*sizes, dtype=torch.float64) + 0.5).requires_grad_()  # fmt: skip
+
+
+IDS = torch.tensor([[0, 2], [1, 1], [3, 0]])
+SAMPLES = {
+    **{target: lambda t=target: (t, (r(40, 50),)) for target in SAVED
+       if target in (aten.abs.default, aten.cos.default, aten.erf.default, aten.exp.default, aten.gelu.default,
+                     aten.hardswish.default, aten.hardtanh.default, aten.leaky_relu.default, aten.log.default,
+                     aten.neg.default, aten.reciprocal.default, aten.relu.default, aten.rsqrt.default,
+                     aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.elu.default,
+                     aten.sqrt.default, aten.sum.default, aten.tanh.default)},
+    aten.add.Tensor: lambda: (aten.add.Tensor, (r(4, 50), r(50))),
+    aten.amax.default: lambda: (aten.amax.default, (r(40, 50), [-1])),
+    aten.avg_pool2d.default: lambda: (aten.avg_pool2d.default, (r(2, 3, 8, 8), [2, 2])),
+    aten.binary_cross_entropy_with_logits.default: lambda: (
+        aten.binary_cross_entropy_with_logits.default, (r(40, 50), r(40, 50, grad=False), None, None, 2)),
+    aten.bmm.default: lambda: (aten.bmm.default, (r(2, 3, 40), r(2, 40, 6))),
+    aten.cat.default: lambda: (aten.cat.default, ([r(3, 4), r(3, 5)], 1)),
+    aten.clamp.default: lambda: (aten.clamp.default, (r(40, 50), 0.6, 0.9)),
+    aten.conv1d.default: lambda: (aten.conv1d.default, (r(2, 6, 50), r(4, 6, 3))),
+    aten.conv2d.default: lambda: (aten.conv2d.default, (r(2, 6, 9, 9), r(4, 6, 3, 3))),
+    aten.cumsum.default: lambda: (aten.cumsum.default, (r(40, 50), -1)),
+    aten.div.Tensor: lambda: (aten.div.Tensor, (r(40, 50), r(50))),
+    aten.dropout.default: lambda: (aten.dropout.default, (r(40, 50), 0.0, True)),
+    aten.einsum.default: lambda: (aten.einsum.default, ("ij,jk->ik", [r(3, 40), r(40, 6)])),
+    aten.embedding.default: lambda: (aten.embedding.default, (r(5, 40), IDS)),
+    aten.gather.default: lambda: (aten.gather.default, (r(3, 4), 1, IDS)),
+    aten.index_select.default: lambda: (aten.index_select.default, (r(5, 40), 0, IDS[0])),
+    aten.layer_norm.default: lambda: (aten.layer_norm.default, (r(4, 50), [50])),
+    aten.linear.default: lambda: (aten.linear.default, (r(3, 40), r(6, 40))),
+    aten.log_softmax.int: lambda: (aten.log_softmax.int, (r(40, 50), -1)),
+    aten.masked_fill.Scalar: lambda: (aten.masked_fill.Scalar, (r(40, 50), torch.rand(40, 50) > 0.5, 0.0)),
+    aten.matmul.default: lambda: (aten.matmul.default, (r(2, 3, 40), r(40, 6))),
+    aten.max_pool2d.default: lambda: (aten.max_pool2d.default, (r(2, 3, 16, 16), [2, 2])),
+    aten.mm.default: lambda: (aten.mm.default, (r(3, 40), r(40, 6))),
+    aten.mse_loss.default: lambda: (aten.mse_loss.default, (r(40, 50), r(40, 50, grad=False), 2)),
+    aten.mul.Tensor: lambda: (aten.mul.Tensor, (r(40, 50), r(40, 50, grad=False))),
+    aten.pad.default: lambda: (aten.pad.default, (r(4, 5), [0, 1])),
+    aten.pow.Tensor_Scalar: lambda: (aten.pow.Tensor_Scalar, (r(40, 50), 3)),
+    aten.rms_norm.default: lambda: (aten.rms_norm.default, (r(4, 50), [50])),
+    aten.rsub.Scalar: lambda: (aten.rsub.Scalar, (r(4, 5), 1.0)),
+    aten.scaled_dot_product_attention.default: lambda: (
+        aten.scaled_dot_product_attention.default, (r(2, 4, 64, 32), r(2, 4, 64, 32), r(2, 4, 64, 32), None, 0.0, True)),
+    aten.softmax.int: lambda: (aten.softmax.int, (r(40, 50), -1)),
+    aten.sub.Tensor: lambda: (aten.sub.Tensor, (r(4, 50), r(50))),
+    aten.sum.dim_IntList: lambda: (aten.sum.dim_IntList, (r(4, 5), [1])),
+    aten.to.dtype: lambda: (aten.to.dtype, (r(4, 5), torch.float32)),
+    aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
+    ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
+    ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
+}  # fmt: skip
+EXTRA = {
+    aten.dropout.default: 8 * 40 * 50,  # p = 0 keeps nothing or a mask, as torch likes; never more than one per element
+    aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
+    aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,
+    aten.layer_norm.default: 2 * 8 * 4,
+    aten.rms_norm.default: 8 * 50,
+    ops.cross_entropy_each: 8,
+    ops.cross_entropy_sum: 8,
+}
+"""Bytes that a row may leave out: masks, statistics, pooling indices, counts."""
+
+
+def test_every_row_has_a_sample():
+    assert set(SAVED) - set(VIEWS) == set(SAMPLES)
+
+
+@pytest.mark.parametrize("target", SAMPLES, ids=str)
+def test_row_agrees_with_autograd(target):
+    function, args = SAMPLES[target]()
+    operands = [item for item in torch.utils._pytree.tree_leaves(args) if isinstance(item, torch.Tensor)]
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*args)
+    tensors = [*operands, result]
+    wanted = {
+        tensors[position].untyped_storage().data_ptr(): tensors[position].numel() * tensors[position].element_size()
+        for position in saved_positions(target, [item.requires_grad for item in operands])
+    }
+    assert sum(wanted.values()) <= sum(kept.values()) <= sum(wanted.values()) + EXTRA.get(target, 0)
+
+
+def test_nothing_is_kept_without_gradients():
+    assert saved_positions(aten.mul.Tensor, [False, False]) == ()
+    assert saved_positions(aten.mul.Tensor, [True, False]) == (1,)
+    assert saved_positions(aten.mul.Tensor, [True]) == ()  # times a number
+    assert saved_positions(F.relu, [True, False]) == (0, 1)  # no row: all operands

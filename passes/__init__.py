@@ -13,6 +13,7 @@ from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
 from passes.fold_repeats import fold_repeats
+from passes.grouped import grouped
 from passes.inline_no_grad import inline_no_grad
 from passes.inplace import inplace
 from passes.lint import lint
@@ -34,6 +35,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     drop_noops,
     causal_masks,
+    grouped,
     matmul,
     sink_flatten,
     split_ops,

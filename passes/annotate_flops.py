@@ -123,6 +123,7 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.conv_transpose2d.input: _transposed_convolution,
     aten.einsum.default: _einsum,
     aten.linear.default: _matmul,
+    ops.grouped_matmul: _matmul,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.scaled_dot_product_attention.default: _attention,

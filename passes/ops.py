@@ -5,9 +5,13 @@ They are what one device computes; `autopar.rules` says how they split and `auto
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from passes._torch import FakeTensor
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -40,3 +44,21 @@ def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """How many `labels [...]` are not `ignore_index`: [], as a float of `dtype` (that of the loss it divides)."""
     return (labels != ignore_index).sum(dtype=dtype)
+
+
+def count_each(numbers: Tensor, classes: int) -> Tensor:
+    """How often each of 0 ... classes - 1 occurs in the integers `numbers [n]`: [classes], int32; other numbers are left out."""
+    named = torch.arange(classes, dtype=numbers.dtype, device=numbers.device)
+    return (numbers.unsqueeze(-1) == named).sum(0, dtype=torch.int32)
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows sorted by group, each times the matrix of its group: `[n, k], [g, k, m], [g] -> [n, m]`.
+
+    Group i owns the rows from `ends[i - 1]` (0 for the first) to before `ends[i]`; rows behind the last end give 0.
+    """
+    if rows.is_meta or isinstance(rows, FakeTensor):  # sizes only: where groups end is data
+        return rows.new_empty(rows.shape[0], weights.shape[2])
+    starts = [0, *(int(end) for end in ends.tolist())]
+    pieces = [rows[start:end] @ weights[group] for group, (start, end) in enumerate(itertools.pairwise(starts))]
+    return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - starts[-1], weights.shape[2])])

@@ -1,0 +1,35 @@
+"""Mixtures of experts: grouped matmuls and counts of tokens per expert in a form that runs on every device and dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+
+aten = torch.ops.aten
+
+GROUPED_MATMULS = ("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
+"""By name: the first exists only where transformers is imported."""
+
+
+def grouped(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops.
+    does: grouped matmuls become `ops.grouped_matmul`; a histogram of integers over 0 ... n-1 `ops.count_each`.
+    gives: expert layers without ops that a captured device baked in.
+    """
+    for node in edit.calls(gm):
+        with edit.before(node):
+            if str(node.target) in GROUPED_MATMULS:
+                rows, weights, ends, *rest = [*node.args, *node.kwargs.values()]
+                if not any(item is not None for item in rest):
+                    edit.replace(node, edit.call(gm.graph, ops.grouped_matmul, (rows, weights, ends), like=node))
+            elif node.target is aten.histc.default and _counts_integers(node):
+                edit.replace(node, edit.call(gm.graph, ops.count_each, (node.args[0], node.args[1]), like=node))
+    return edit.finish(gm)
+
+
+def _counts_integers(node: fx.Node) -> bool:
+    given = edit.args_of(node)
+    whole = given["min"] == 0 and given["max"] == given["bins"] - 1
+    return whole and not facts.is_float(node)

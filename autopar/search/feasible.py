@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.problem.types import Problem
+from autopar.search.descent import descend, fits
+from autopar.search.exact import GAP, minimise
 from autopar.search.model import build
-from autopar.search.solver import SCIP, read_choice, solve
+from autopar.search.solver import HIGHS, read_choice, solve
 
 _GIB = 2**30
 
 
 def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
-    """A feasible solution, of least memory among all.
+    """A feasible solution, of least memory among all (or the first one met that fits, when time is short).
 
     Raises InfeasibleError with the shortfall (least bytes reachable against the limit), or saying that every solution
     uses a forbidden pair, or that time was up before either was known.
     """
-    model = build(problem, minimise_memory=True)
-    answer = solve(model, SCIP, integer=True, time_limit_s=time_limit_s)
-    if answer.status == "infeasible":
-        raise InfeasibleError(
-            f"problem {problem.name}: every combination of choices uses a forbidden pair of layouts; "
-            f"allow more options for its {len(problem.nodes)} nodes")
-    if answer.values is not None:
-        choice = read_choice(answer.values, model)
-        if fits(problem, choice):
-            return choice
-    if answer.status == "optimal":
-        raise shortfall(problem, problem.price(choice).memory_bytes)
+    deadline = time.perf_counter() + time_limit_s
+    bytes_problem = in_bytes(problem)
+    first = descend(bytes_problem, None, deadline)
+    if first is None:
+        first = _allowed(bytes_problem, deadline)
+    least = minimise(bytes_problem, first, time_limit_s=deadline - time.perf_counter())
+    if fits(problem, least.choice):
+        return least.choice
+    needed = problem.price(least.choice).memory_bytes
+    if least.bound_s >= needed * (1 - GAP):
+        raise shortfall(problem, needed)
     raise InfeasibleError(
-        f"problem {problem.name}: no solution within {problem.memory_limit_bytes / _GIB:.3f} GiB per device was found in "
-        f"{time_limit_s:.1f} s, and none was proven impossible (at least "
-        f"{max(0.0, answer.bound) * model.memory_unit_bytes / _GIB:.3f} GiB are needed); give more time")
+        f"problem {problem.name}: no solution within {_size(problem.memory_limit_bytes)} per device was found in "
+        f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give more time")
+
+
+def in_bytes(problem: Problem) -> Problem:
+    """`problem` with bytes for seconds, without limit and groups: its optimum is the solution of least memory."""
+    nodes = tuple(replace(node, cost_s=np.where(np.isfinite(node.cost_s), node.memory_bytes, np.inf),
+                          memory_bytes=np.zeros_like(node.memory_bytes), group=-1) for node in problem.nodes)
+    nets = tuple(replace(net, cost_s=np.where(np.isfinite(net.cost_s), net.memory_bytes, np.inf),
+                         memory_bytes=np.zeros_like(net.memory_bytes), group=-1) for net in problem.nets)
+    return replace(problem, nodes=nodes, nets=nets, groups=0, memory_limit_bytes=float("inf"))
+
+
+def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:
+    """A solution without forbidden pairs, by the integer program; raises InfeasibleError when there is none."""
+    model = build(problem)
+    answer = solve(model, HIGHS, integer=True, time_limit_s=deadline - time.perf_counter())
+    if answer.values is not None:
+        return read_choice(answer.values, model)
+    proven = "every combination" if answer.status == "infeasible" else "every combination tried before time was up"
+    raise InfeasibleError(f"problem {problem.name}: {proven} of choices uses a forbidden pair of layouts; allow more options for "
+                          f"its {len(problem.nodes)} nodes")
 
 
 def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
@@ -42,18 +65,6 @@ def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
     return InfeasibleError(
         f"problem {problem.name}: the solution of least memory needs {_size(least_bytes)} per device, the limit is "
         f"{_size(limit)}: {_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model")
-
-
-def fits(problem: Problem, choice: tuple[int, ...]) -> bool:
-    """Whether `choice` is feasible."""
-    cost = problem.price(choice)
-    return cost.feasible and cost.memory_bytes <= problem.memory_limit_bytes * (1 + 1e-9)
-
-
-def better(problem: Problem, one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The feasible one of least time (None: neither); `one` where they are equal."""
-    candidates = [c for c in (one, other) if c is not None and fits(problem, c)]
-    return min(candidates, key=lambda c: problem.price(c).time_s, default=None)
 
 
 def _size(size_bytes: float) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.problem.types import Problem, Solution
 from autopar.search import greedy
-from autopar.search.feasible import better
+from autopar.search.descent import better, descend
 from autopar.search.state import Penalty, State, scale_s
 
 _PATIENCE = 50  # proposals per node without a new best before a restart
@@ -32,7 +32,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     chain = _Chain(problem, best, rng)
     for restart in range(_RESTARTS):
         chain.run(_BETA * 2.0**restart, deadline)
-    polished = better(problem, chain.best, greedy.descend(problem, chain.best, deadline))
+    polished = better(problem, chain.best, descend(problem, chain.best, deadline))
     assert polished is not None, "the first chain begins at a feasible solution"
     return Solution(polished, "mcmc", note=f"{chain.proposals:,} proposals, {chain.accepted:,} accepted, seed {seed}")
 

@@ -46,7 +46,6 @@ class Linear:
     row_lower: list[np.ndarray] = field(default_factory=list)
     row_upper: list[np.ndarray] = field(default_factory=list)
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, int))
-    fixed_s: float = 0.0
 
     def add_columns(self, cost_s: np.ndarray, memory_bytes: np.ndarray, upper: float = _INF) -> np.ndarray:
         """New variables in 0..upper; returns their indices."""
@@ -69,8 +68,8 @@ class Linear:
         self.entries.append((rows, columns, np.broadcast_to(values, rows.shape)))
 
 
-def build(problem: Problem, *, minimise_memory: bool = False) -> Linear:
-    """The integer program of `problem`; with `minimise_memory` its objective is bytes, and (5) and (6) are left out."""
+def build(problem: Problem) -> Linear:
+    """The integer program of `problem`."""
     finite = [n.cost_s[np.isfinite(n.cost_s)] for n in problem.nodes]
     largest_s = max([float(a.max()) for a in finite if a.size] + [_largest(net.cost_s) for net in problem.nets] + [0.0])
     limit = problem.memory_limit_bytes
@@ -78,9 +77,6 @@ def build(problem: Problem, *, minimise_memory: bool = False) -> Linear:
     model = Linear(largest_s or 1.0, limit if 0 < limit < _INF else largest_bytes)
     _choices(model, problem)
     group_entries = _nets(model, problem)
-    if minimise_memory:
-        model.objective = [np.concatenate(model.memory)]
-        return model
     _groups(model, problem, group_entries)
     _memory(model, problem)
     return model

@@ -18,6 +18,7 @@ from ortools.math_opt import (
     parameters_pb2,
     result_pb2,
     solution_pb2,
+    sparse_containers_pb2,
 )
 from ortools.math_opt.core.python import solver
 from pybind11_abseil.status import StatusNotOk
@@ -47,6 +48,7 @@ class Answer:
     values: np.ndarray | None
     objective: float
     bound: float
+    reduced: np.ndarray | None  # reduced costs of an LP at its optimum
     build_s: float
     solve_s: float
 
@@ -102,7 +104,7 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
         primal.values.extend(hint.values())
     built = time.perf_counter()
     result = _call(proto, kind, params, model_params)
-    return _answer(result, model.columns, built - began, time.perf_counter() - built)
+    return _answer(result, model, built - began, time.perf_counter() - built)
 
 
 def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto,
@@ -115,18 +117,26 @@ def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolvePa
         raise SolverError(f"{name}: {error.status.message()}") from error
 
 
-def _answer(result: result_pb2.SolveResultProto, columns: int, build_s: float, solve_s: float) -> Answer:
+def _answer(result: result_pb2.SolveResultProto, model: Linear, build_s: float, solve_s: float) -> Answer:
     reason = result.termination.reason
     bounds = result.termination.objective_bounds
-    values = None
+    values = reduced = None
     objective = float("inf")
     for found in result.solutions:
         primal = found.primal_solution
         if values is None and primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
-            values = np.zeros(columns)
-            values[np.array(primal.variable_values.ids, dtype=int)] = primal.variable_values.values
+            values = _dense(primal.variable_values, model.columns)
             objective = primal.objective_value
-    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, build_s, solve_s)
+        dual = found.dual_solution
+        if dual.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+            reduced = _dense(dual.reduced_costs, model.columns)
+    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, reduced, build_s, solve_s)
+
+
+def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, size: int) -> np.ndarray:
+    out = np.zeros(size)
+    out[np.array(sparse.ids, dtype=int)] = sparse.values
+    return out
 
 
 def read_choice(values: np.ndarray, model: Linear) -> tuple[int, ...]:

@@ -1,0 +1,244 @@
+"""A lower bound by message passing on layouts, and the choices that it rules out.
+
+For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a feasible solution is at least
+
+    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (mu_g cost + y_m memory)[distinct reshards] - y_m limit
+
+which is a sum of nodes and nets. Its least is bounded from below by moving cost between nets and nodes (SRMP: Kolmogorov, "A
+new look at reweighted message passing", 2015): going over the nodes forwards and backwards, each takes the min-marginals of its
+nets and gives a share back to those still ahead. The bound is then the sum of every node's least, and a choice whose
+entry raises it over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded solutions.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.problem.types import Net, Problem
+from autopar.search.descent import better, descend
+from autopar.search.factors import column_marginal, row_marginal
+from autopar.search.state import scale_s
+
+_MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
+_FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
+_SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the known solution by more
+
+
+@dataclass
+class Bound:
+    """`bound_s` holds for every feasible solution; no better one than `choice` uses a choice outside `keep` (per node, indices)."""
+
+    bound_s: float
+    choice: tuple[int, ...]
+    keep: list[np.ndarray]
+    rounds: int
+
+
+@dataclass
+class _Factor:
+    """Part of a net: at most `_MAX_SHARED` of its readers, who pay `share` of its cost."""
+
+    net: Net
+    share: float
+    uses: list[int]
+    table: np.ndarray
+    messages: list[np.ndarray]  # to the producer [rows], then to each of `uses` [columns]
+
+    def members(self) -> list[int]:
+        """Node of each message."""
+        return [self.net.producer, *(self.net.uses[u].node for u in self.uses)]
+
+    def layouts(self, slot: int) -> np.ndarray:
+        """Row or column of each choice of the member at `slot`."""
+        return self.net.row if slot == 0 else self.net.uses[self.uses[slot - 1]].column
+
+    def collect(self, slot: int, keep: np.ndarray, big_s: float) -> None:
+        """Moves the whole min-marginal of member `slot` into its message.
+
+        A row or column that none of the member's choices in `keep` has costs `big_s` from here on: without that the others
+        would see a layout nobody can take as free.
+        """
+        away = [-m for m in self.messages[1:]]
+        if slot == 0:
+            self.messages[0] = row_marginal(self.table, away)
+        else:
+            away[slot - 1] = np.zeros_like(away[slot - 1])
+            self.messages[slot] = column_marginal(self.table, away, slot - 1, -self.messages[0])
+        dead = np.ones(len(self.messages[slot]), bool)
+        dead[self.layouts(slot)[keep]] = False
+        self.messages[slot][dead] = -big_s
+
+
+def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = 60) -> Bound:
+    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter) or when tight."""
+    dual = _Dual(problem, known)
+    done = 0
+    while done < rounds and time.perf_counter() < deadline and not dual.closed():
+        dual.sweep(forwards=True)
+        dual.sweep(forwards=False)
+        dual.step(deadline)
+        done += 1
+    keep = [np.flatnonzero(k) for k in dual.keep]
+    alone = all(len(k) == 1 and k[0] == c for k, c in zip(keep, dual.known, strict=True))
+    bound_s = dual.known_s if alone else min(dual.best_s, dual.known_s)
+    return Bound(bound_s, dual.known, keep, done)
+
+
+class _Dual:
+    def __init__(self, problem: Problem, known: tuple[int, ...]) -> None:
+        self.problem, self.known = problem, known
+        self.known_s = problem.price(known).time_s
+        self.best_s = 0.0
+        self.big_s = _FORBIDDEN * scale_s(problem)
+        self.keep = [np.isfinite(node.cost_s) for node in problem.nodes]
+        limit = problem.memory_limit_bytes
+        self.limit = limit if np.isfinite(limit) else 0.0
+        self.memory_s, self.late = 0.0, self._first_late()
+        self.pace, self.stuck = 1.0, 0
+        self.factors = [f for net in problem.nets for f in _split(net)]
+        self.ahead = [self._neighbours(v) for v in range(len(problem.nodes))]
+        self._price()
+
+    def _first_late(self) -> np.ndarray:
+        """1 for groups that are late in the known solution, 0 for those with time to spare."""
+        late = np.zeros(self.problem.groups)
+        for net in self.problem.nets:
+            if net.group >= 0:
+                row = net.row[self.known[net.producer]]
+                late[net.group] += sum(net.cost_s[row, d] for d in {int(u.column[self.known[u.node]]) for u in net.uses})
+        for node, c in zip(self.problem.nodes, self.known, strict=True):
+            if node.group >= 0:
+                late[node.group] -= node.hide_s[c]
+        return (late > 0).astype(float)
+
+    def _neighbours(self, v: int) -> list[tuple[_Factor, int, bool, bool]]:
+        """(factor, slot of v, whether a later node is in it, whether an earlier one is)."""
+        out = []
+        for factor in self.factors:
+            members = factor.members()
+            out += [(factor, slot, max(members) > v, min(members) < v) for slot, w in enumerate(members) if w == v]
+        return out
+
+    def _price(self) -> None:
+        """Nodes and tables at the present prices."""
+        byte_s = self.memory_s / self.limit if self.limit else 0.0
+        self.own = []
+        for node, keep in zip(self.problem.nodes, self.keep, strict=True):
+            hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
+            self.own.append(np.where(keep, np.where(keep, node.cost_s, 0.0) + byte_s * node.memory_bytes - hide, self.big_s))
+        for factor in self.factors:
+            net = factor.net
+            weight = 1.0 if net.group < 0 else self.late[net.group]
+            finite = np.isfinite(net.cost_s)
+            cost_s = weight * np.where(finite, net.cost_s, 0.0) + byte_s * net.memory_bytes
+            factor.table = factor.share * np.where(finite, cost_s, self.big_s)
+        self.least = np.zeros(len(self.own))
+
+    def sweep(self, *, forwards: bool) -> None:
+        """One pass over the nodes; the backward one rules out choices, because by then every net has given all it has."""
+        order = range(len(self.own))
+        for v in order if forwards else reversed(order):
+            total = self.own[v].copy()
+            for factor, slot, _, _ in self.ahead[v]:
+                factor.collect(slot, self.keep[v], self.big_s)
+                total += factor.messages[slot][factor.layouts(slot)]
+            total[~self.keep[v]] = self.big_s
+            self.least[v] = total.min()
+            if not forwards:
+                self._rule_out(v, total)
+            self._give(v, total - self.least[v], forwards)
+
+    def _give(self, v: int, spare: np.ndarray, forwards: bool) -> None:
+        """Gives every net still ahead its share of what node `v` has over its least."""
+        later, earlier = (sum(1 for a in self.ahead[v] if a[i]) for i in (2, 3))
+        share = 1.0 / max(later, earlier, 1)
+        for factor, slot, is_later, is_earlier in self.ahead[v]:
+            if is_later if forwards else is_earlier:
+                layouts = factor.layouts(slot)
+                by_layout = np.full(len(factor.messages[slot]), np.inf)
+                np.minimum.at(by_layout, layouts, spare)
+                by_layout[np.isinf(by_layout)] = 0.0
+                factor.messages[slot] = factor.messages[slot] - share * by_layout
+
+    def _rule_out(self, v: int, total: np.ndarray) -> None:
+        rest_s = float(self.least.sum()) - self.least[v] - self.memory_s
+        worse = self.keep[v] & (rest_s + total > self.known_s * (1 + _SLACK))
+        worse[self.known[v]] = False
+        self.keep[v] &= ~worse
+        self.own[v][worse] = self.big_s
+
+    def value(self) -> float:
+        """The bound at the present prices, seconds."""
+        return float(self.least.sum()) - self.memory_s
+
+    def closed(self) -> bool:
+        """Whether the bound meets the known solution, or nothing else is left."""
+        return self.best_s >= self.known_s * (1 - _SLACK) or all(int(k.sum()) == 1 for k in self.keep)
+
+    def step(self, deadline: float) -> None:
+        """Notes the bound, tries the decoded solution, and moves the prices along the subgradient (Polyak's step)."""
+        value = self.value()
+        self.stuck = 0 if value > self.best_s * (1 + 1e-4) else self.stuck + 1
+        self.best_s = max(self.best_s, value)
+        if self.stuck >= 5:
+            self.pace, self.stuck = self.pace / 2, 0
+        decoded = self._decode()
+        found = better(self.problem, descend(self.problem, decoded, deadline), self.known)
+        if found is not None and found != self.known:
+            self.known, self.known_s = found, self.problem.price(found).time_s
+        over, late = self._violation(decoded)
+        unit_s = self.known_s or 1.0
+        norm = over**2 + float(((late / unit_s) ** 2).sum())
+        if norm > 0 and self.known_s > value:
+            length = self.pace * (self.known_s - value) / norm
+            self.memory_s = max(0.0, self.memory_s + length * over)
+            self.late = np.clip(self.late + length * late / unit_s**2, 0.0, 1.0)
+            self._price()
+
+    def _violation(self, choice: tuple[int, ...]) -> tuple[float, np.ndarray]:
+        """Bytes over the limit as a share of it, and comm - hide of every group in seconds (forbidden pairs count nothing)."""
+        late, memory = np.zeros(self.problem.groups), 0.0
+        for node, c in zip(self.problem.nodes, choice, strict=True):
+            memory += node.memory_bytes[c]
+            if node.group >= 0:
+                late[node.group] -= node.hide_s[c]
+        for net in self.problem.nets:
+            row = net.row[choice[net.producer]]
+            for d in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
+                memory += net.memory_bytes[row, d]
+                if net.group >= 0 and np.isfinite(net.cost_s[row, d]):
+                    late[net.group] += net.cost_s[row, d]
+        return (memory - self.limit) / self.limit if self.limit else 0.0, late
+
+    def _decode(self) -> tuple[int, ...]:
+        """Node by node, the best given the producers already placed and the messages of nets further on."""
+        choice: list[int] = [-1] * len(self.own)
+        asked: list[set[int]] = [set() for _ in self.factors]
+        index = {id(f): i for i, f in enumerate(self.factors)}
+        for v, own in enumerate(self.own):
+            total = own.copy()
+            for factor, slot, _, _ in self.ahead[v]:
+                producer = choice[factor.net.producer]
+                layouts = factor.layouts(slot)
+                if slot == 0 or producer < 0:
+                    total += factor.messages[slot][layouts]
+                else:
+                    row = factor.table[factor.net.row[producer]].copy()
+                    row[sorted(asked[index[id(factor)]])] = 0.0
+                    total += row[layouts]
+            choice[v] = int(total.argmin())
+            for factor, slot, _, _ in self.ahead[v]:
+                if slot > 0:
+                    asked[index[id(factor)]].add(int(factor.layouts(slot)[choice[v]]))
+        return tuple(choice)
+
+
+def _split(net: Net) -> list[_Factor]:
+    count = len(net.uses)
+    parts = [list(range(first, min(first + _MAX_SHARED, count))) for first in range(0, count, _MAX_SHARED)]
+    height, width = net.cost_s.shape
+    return [_Factor(net, len(part) / count, part, net.cost_s,
+                    [np.zeros(height), *(np.zeros(width) for _ in part)]) for part in parts]

@@ -1,0 +1,154 @@
+"""The exact core of `ilp`: from a feasible solution to the optimum, or as close as time allows, with a proven bound.
+
+    `dual.bound`: a bound, a better solution, choices ruled out
+    -> LP over what is left, and again while its reduced costs rule out much
+    -> where it is fractional, the integer program over the rest
+
+Every step keeps all solutions better than the best known, so the smallest bound proven at the end holds for the whole problem;
+with time short the solution carries the largest bound known by then.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.problem.presolve import select
+from autopar.problem.types import Problem
+from autopar.search import dual
+from autopar.search.descent import better, descend
+from autopar.search.model import Linear, build
+from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice, solve
+
+GAP = 1e-7  # relative: closer than this is called optimal
+_DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
+_LP_ROUNDS = 4
+_WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
+
+
+@dataclass(frozen=True)
+class Exact:
+    """`bound_s` holds for every feasible solution; `note` says which steps were needed."""
+
+    choice: tuple[int, ...]
+    bound_s: float
+    note: str
+
+
+@dataclass
+class _Run:
+    """A problem that shrinks, its best known solution and bound; `kept` leads back to the choices of `whole`."""
+
+    whole: Problem
+    problem: Problem
+    kept: list[np.ndarray]
+    best: tuple[int, ...]  # in choices of `whole`
+    bound_s: float
+    deadline: float
+    seed: int
+
+    @property
+    def best_s(self) -> float:
+        return self.whole.price(self.best).time_s
+
+    @property
+    def closed(self) -> bool:
+        return self.bound_s >= self.best_s * (1 - GAP)
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def offer(self, choice: tuple[int, ...] | None) -> None:
+        """Takes `choice` (of the present problem) when it is feasible and better."""
+        if choice is not None:
+            lifted = tuple(int(k[c]) for k, c in zip(self.kept, choice, strict=True))
+            self.best = better(self.whole, self.best, lifted) or self.best
+
+    def raise_bound(self, bound_s: float) -> None:
+        """Takes a bound of the present problem, which no solution better than the best can beat."""
+        if np.isfinite(bound_s):
+            self.bound_s = max(self.bound_s, min(bound_s, self.best_s))
+
+    def shrink(self, keep: list[np.ndarray]) -> None:
+        """Leaves only the choices `keep` (and the best solution's, so that it stays one of the problem)."""
+        own = [np.searchsorted(k, c) for k, c in zip(self.kept, self.best, strict=True)]
+        keep = [np.union1d(k, [c]) for k, c in zip(keep, own, strict=True)]
+        self.problem = select(self.problem, keep)
+        self.kept = [old[new] for old, new in zip(self.kept, keep, strict=True)]
+
+    def incumbent(self) -> tuple[int, ...]:
+        """The best solution in choices of the present problem."""
+        return tuple(int(np.searchsorted(k, c)) for k, c in zip(self.kept, self.best, strict=True))
+
+
+def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, seed: int = 0) -> Exact:
+    """The optimum of `problem`, or with time short the best found, from the feasible solution `known`."""
+    kept = [np.arange(len(node.labels)) for node in problem.nodes]
+    run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed)
+    note = _solve(run, min(2.0, _DUAL_SHARE * time_limit_s))
+    return Exact(run.best, run.bound_s, note)
+
+
+def _solve(run: _Run, dual_s: float) -> str:
+    """Improves `run` until it is closed or time is up; returns how."""
+    deadline = min(run.deadline, time.perf_counter() + dual_s)
+    ruled = dual.bound(run.problem, run.best, deadline=deadline)
+    run.offer(ruled.choice)
+    run.raise_bound(ruled.bound_s)
+    run.shrink(ruled.keep)
+    note = f"message passing left {_choices(run.problem)} of {_choices(run.whole)} choices"
+    for _ in range(_LP_ROUNDS):
+        size = _choices(run.problem)
+        how = _relax(run)
+        if how or run.closed:
+            return f"{note}; LP, {how or 'met by rounding'}"
+        if _choices(run.problem) > _WORTHWHILE * size:
+            break
+    return f"{note}; LP, fractional; {_branch(run)}"
+
+
+def _relax(run: _Run) -> str:
+    """One LP: its bound, its rounding, and what its reduced costs rule out; returns why to stop ("" to go on)."""
+    model = build(run.problem)
+    relaxed = solve(model, GLOP, integer=False, time_limit_s=run.left_s, seed=run.seed)
+    if relaxed.status == "infeasible":  # only for rounding: the best solution is always part of the problem
+        return "infeasible to the solver's tolerance"
+    if relaxed.status != "optimal" or relaxed.values is None:
+        return "time was up"
+    run.raise_bound(relaxed.objective * model.time_unit_s)
+    rounded = read_choice(relaxed.values, model)
+    run.offer(rounded)
+    if is_integral(relaxed.values, model):
+        return "integral"
+    run.offer(descend(run.problem, rounded, run.deadline))
+    if run.left_s <= 0:
+        return "fractional, no time left"
+    run.shrink(_by_reduced_cost(run, model, relaxed))
+    return ""
+
+
+def _choices(problem: Problem) -> int:
+    return sum(len(node.labels) for node in problem.nodes)
+
+
+def _by_reduced_cost(run: _Run, model: Linear, relaxed: Answer) -> list[np.ndarray]:
+    """Choices that a better solution than the best may use: x[v,c] = 1 costs at least the LP plus its reduced cost."""
+    assert relaxed.reduced is not None and relaxed.values is not None
+    x = slice(0, int(model.starts[-1]))
+    useful = (relaxed.objective + relaxed.reduced[x]) * model.time_unit_s <= run.best_s * (1 + GAP)
+    useful |= relaxed.values[x] > 1e-6
+    return [np.flatnonzero(part) for part in np.split(useful, model.starts[1:-1])]
+
+
+def _branch(run: _Run) -> str:
+    """The integer program over what is left, from the best solution."""
+    model = build(run.problem)
+    exact = solve(model, HIGHS, integer=True, time_limit_s=run.left_s, seed=run.seed)
+    if exact.values is not None:
+        run.offer(read_choice(exact.values, model))
+    run.raise_bound(run.best_s if exact.status == "infeasible" else exact.bound * model.time_unit_s)
+    return f"integer program over {_choices(run.problem)} choices"
+

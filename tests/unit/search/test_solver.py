@@ -1,0 +1,44 @@
+"""The door to OR-tools: statuses, time limits and readable errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.search import solver
+from autopar.search.model import build
+from autopar.search.solver import SolverError, solve
+from tests.helpers.problems import random_problem
+
+
+@pytest.mark.parametrize("kind", [solver.GLOP, solver.HIGHS, solver.PDLP])
+def test_lps_agree(kind: int) -> None:
+    model = build(random_problem(1))
+    expected = solve(model, solver.GLOP, integer=False, time_limit_s=5)
+    answer = solve(model, kind, integer=False, time_limit_s=5)
+    assert (answer.status, expected.status) == ("optimal", "optimal")
+    assert answer.objective == pytest.approx(expected.objective, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [solver.SCIP, solver.HIGHS, solver.CP_SAT])
+def test_integer_solvers_agree(kind: int) -> None:
+    model = build(random_problem(1))
+    answer = solve(model, kind, integer=True, time_limit_s=5)
+    assert answer.status == "optimal"
+    assert answer.objective == pytest.approx(solve(model, solver.SCIP, integer=True, time_limit_s=5).objective, abs=1e-6)
+    assert answer.bound <= answer.objective + 1e-6
+
+
+def test_infeasible_has_no_values() -> None:
+    model = build(random_problem(1))
+    row = model.add_rows(1, 2.0, 2.0)
+    model.add_entries(np.array([row]), np.array([0]), 1.0)
+    answer = solve(model, solver.GLOP, integer=False, time_limit_s=5)
+    assert (answer.status, answer.values) == ("infeasible", None)
+
+
+def test_a_refused_model_says_why() -> None:
+    model = build(random_problem(1))
+    model.upper[0] = np.full_like(model.upper[0], np.nan)
+    with pytest.raises(SolverError, match=r"GLOP.*[Nn]a[Nn]"):
+        solve(model, solver.GLOP, integer=False, time_limit_s=5)

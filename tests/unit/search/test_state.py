@@ -1,0 +1,40 @@
+"""Moves priced one node at a time, against Problem.price of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autopar.problem.types import Problem
+from autopar.search.state import Penalty, State
+from tests.helpers.problems import problems
+
+
+@given(problems(nodes=6))
+@settings(max_examples=100, deadline=None)
+def test_after_and_move_agree_with_price(problem: Problem) -> None:
+    rng = np.random.default_rng(len(problem.nodes))
+    state = State(problem, [0] * len(problem.nodes))
+    for _ in range(6):
+        v = int(rng.integers(len(problem.nodes)))
+        choices = np.arange(len(problem.nodes[v].labels))
+        totals = state.after(v, choices)
+        scores = state.score(totals, Penalty(0.0, 1e9))
+        for c in choices:
+            cost = problem.price((*state.choice[:v], int(c), *state.choice[v + 1:]))
+            assert totals[1, c] == pytest.approx(cost.memory_bytes)
+            assert (totals[2, c] > 0.5) == (not cost.feasible)
+            if cost.feasible:
+                assert scores[c] == pytest.approx(cost.time_s)
+        state.move(v, int(rng.choice(choices)))
+
+
+@given(problems())
+@settings(max_examples=50, deadline=None)
+def test_placing_node_by_node_gives_the_same_totals(problem: Problem) -> None:
+    choice = tuple(len(node.labels) - 1 for node in problem.nodes)
+    state = State(problem, [-1] * len(choice))
+    for v in reversed(range(len(choice))):
+        state.move(v, choice[v])
+    assert np.allclose(state.totals, State(problem, choice).totals)

@@ -154,14 +154,14 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
             saved.update(column.tolist())
     weight = clusters[producer].members[0].role == "param"
     size = program.bytes_of(ref)
-    cost, memory = np.zeros((len(rows), len(columns))), np.zeros((len(rows), len(columns)))
-    for (r, src), (c, dst) in itertools.product(enumerate(rows), enumerate(columns)):
-        cost[r, c] = prices.reshard_s(src, dst, size, weight=weight) * link.count
-        if weight:
-            # a gathered weight lives only while its block runs, so it counts once, not once per block
-            memory[r, c] = 0.0 if src[0] == dst[0] else prices.local_bytes(size, dst[0])
-        elif c in saved:
-            memory[r, c] = prices.local_bytes(size, dst[0]) * link.count
+    cost = prices.table_s(rows, list(columns), size, weight=weight) * link.count
+    held = np.array([prices.local_bytes(size, dst[0]) for dst in columns])
+    if weight:
+        # a gathered weight lives only while its block runs, so it counts once, not once per block
+        memory = held * np.array([[src[0] != dst[0] for dst in columns] for src in rows])
+    else:
+        kept = np.array([c in saved for c in range(len(columns))])
+        memory = np.broadcast_to(held * kept * link.count, cost.shape)
     group = scopes[clusters[producer].scope] if weight else -1
     return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group)
 

@@ -8,14 +8,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+
+import numpy as np
 
 from autopar.cluster import Device, Mesh
-from autopar.cost.comm import steps_s
+from autopar.cost.comm import step_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import parameter_bytes
-from autopar.layout import NO_GRAD, Layout, fraction, steps
+from autopar.layout import NO_GRAD, Layout, Step, fraction, steps
 from autopar.problem.graph import Op
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.language import Option, Use
@@ -47,7 +50,10 @@ class Prices:
     def __init__(self, mesh: Mesh, device: Device, settings: Settings) -> None:
         self.mesh, self.device, self.settings = mesh, device, settings
         self.sizes = tuple(axis.size for axis in mesh.axes)
-        self._reshard = lru_cache(maxsize=None)(self._reshard_s)
+        self._steps: dict[Step, int] = {}
+        self._paths: dict[tuple[Layout, Layout], tuple[int, ...]] = {}
+        self._gathers: dict[tuple[Layout, Layout], bool] = {}
+        self._prices: dict[tuple[int, float], float] = {}
         self._op: dict[tuple[str, tuple[str, ...]], float] = {}
 
     @cached_property
@@ -103,18 +109,43 @@ class Prices:
                 seconds += ALGORITHMS[option.run].seconds(op, options, axis, self.mesh, self.settings.training)
         return seconds
 
-    def reshard_s(self, src: Pair, dst: Pair, size_bytes: float, *, weight: bool = False) -> float:
-        """Seconds of one reshard, forward and backward; a weight's gather runs again in the backward."""
-        return self._reshard(src, dst, size_bytes, weight)
+    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, *, weight: bool = False) -> np.ndarray:
+        """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes`.
 
-    def _reshard_s(self, src: Pair, dst: Pair, size_bytes: float, weight: bool) -> float:
-        forward = steps(src[0], dst[0], self.sizes)
-        seconds = steps_s(forward, size_bytes, self.mesh)
-        if NO_GRAD in src[1] or NO_GRAD in dst[1]:
-            return seconds
-        if weight and any(s.kind == "all_gather" for s in forward):
-            seconds *= 2
-        return seconds + steps_s(steps(dst[1], src[1], self.sizes), size_bytes, self.mesh)
+        A weight's gather runs again in the backward, because the gathered copy is not kept.
+        """
+        forward = self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=weight)
+        graded = np.array([[NO_GRAD not in r[1] and NO_GRAD not in c[1] for c in columns] for r in rows])
+        if not graded.any():
+            return self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=False)
+        free = tuple("R" for _ in self.sizes)
+        backward = self._changes([c[1] if NO_GRAD not in c[1] else free for c in columns],
+                                 [r[1] if NO_GRAD not in r[1] else free for r in rows], size_bytes, again=False).T
+        if weight and not graded.all():
+            forward = np.where(graded, forward, self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=False))
+        return forward + np.where(graded, backward, 0.0)
+
+    def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float, *, again: bool) -> np.ndarray:
+        """Seconds from each source layout to each target layout; distinct layouts are priced once."""
+        src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        prices = [[self._path_s(s, d, size_bytes, again) for d in dst] for s in src]
+        at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
+        return np.array(prices)[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])]
+
+    def _path_s(self, src: Layout, dst: Layout, size_bytes: float, again: bool) -> float:
+        key = (src, dst)
+        if key not in self._paths:
+            path = steps(src, dst, self.sizes)
+            self._paths[key] = tuple(self._steps.setdefault(step, len(self._steps)) for step in path)
+            gathers = any(step.kind == "all_gather" for step in path)
+            self._gathers[key] = gathers
+        seconds = 0.0
+        for index in self._paths[key]:
+            price = self._prices.get((index, size_bytes))
+            if price is None:
+                price = self._prices[index, size_bytes] = step_s(list(self._steps)[index], size_bytes, self.mesh)
+            seconds += price
+        return 2 * seconds if again and self._gathers[key] else seconds
 
     def rest_bytes(self, op: Op, layout: Layout) -> float:
         """Bytes per device of one parameter with its gradient and optimizer state, all its instances."""

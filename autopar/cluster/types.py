@@ -129,7 +129,7 @@ class Device:
             fail(where, "best_shape", self.best_shape, "three positive sizes m, n, k")
 
     @property
-    def usable_bytes(self) -> int:
+    def usable_memory_bytes(self) -> int:
         """Bytes that a plan may fill."""
         return int(self.memory_bytes * self.usable_memory)
 
@@ -209,7 +209,7 @@ class Cluster:
         rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.peak_flops.items())
         lines = [
             f"{self.label}: {self.devices} x {device.name}",
-            f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_bytes / 2**30:.1f} usable), "
+            f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_memory_bytes / 2**30:.1f} usable), "
             f"{device.memory_bandwidth_bytes_s / 1e9:g} GB/s; peak TFLOP/s: {rates}",
         ]
         for level in self.levels:

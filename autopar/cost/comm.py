@@ -108,12 +108,21 @@ def _repack_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
 @lru_cache(maxsize=4096)
 def affine(kind: str, axis: MeshAxis) -> tuple[tuple[float, float], ...]:
     """The price as data: (start in seconds, seconds per byte) of each way that is ever the fastest, smallest start first."""
-    pairs = sorted((way_start_s(way), max(part.slope_s for part in way)) for way in ways(kind, axis))
-    kept: list[tuple[float, float]] = []
-    for start, slope in pairs:
-        if not kept or slope < kept[-1][1]:
-            kept.append((start, slope))
+    return tuple((way_start_s(way), way_slope_s(way)) for way in fastest_ways(kind, axis))
+
+
+def fastest_ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
+    """The ways that no other way beats at every size, smallest start first."""
+    kept: list[Way] = []
+    for way in sorted(ways(kind, axis), key=lambda way: (way_start_s(way), way_slope_s(way))):
+        if not kept or way_slope_s(way) < way_slope_s(kept[-1]):
+            kept.append(way)
     return tuple(kept)
+
+
+def way_slope_s(way: Way) -> float:
+    """Seconds per byte of a way."""
+    return max(part.slope_s for part in way)
 
 
 def way_start_s(way: Way) -> float:

@@ -1,7 +1,7 @@
 """The prices of this package as sympy formulas, for display: in batch, sequence, bandwidths and latencies.
 
-Each formula is built from the same parts as the number it stands for, and `values` gives what its hardware symbols are
-on this cluster, so that `formula.subs(values(...))` with the sizes filled in is the price.
+Each formula is built from the same parts as the number it stands for, and `comm_values` and `op_values` give its hardware
+symbols on this cluster, so that `evaluate(formula, values | sizes)` is the price.
 
     W_gpu       bandwidth of level gpu, bytes/s    T_gpu_ring_ll, H_gpu_ring_ll    start and hop of protocol ll, s
     F_bfloat16  peak FLOP/s of the device          M, T                            memory bandwidth, bytes/s, launch floor, s
@@ -10,16 +10,26 @@ on this cluster, so that `formula.subs(values(...))` with the sizes filled in is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 
 from autopar.cluster import Device, MeshAxis, Protocol, Span
-from autopar.cost.comm import LOCAL, Part, Way, way_start_s, ways
+from autopar.cost.comm import LOCAL, Part, Way, fastest_ways, way_slope_s, way_start_s
 from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_dtype
+from autopar.errors import PlanError
 
 Size: TypeAlias = "int | sympy.Expr"
 Values: TypeAlias = "dict[sympy.Symbol, float]"
+
+
+def evaluate(formula: sympy.Expr, values: Values) -> float:
+    """The number that `formula` is when every symbol has its value. Raises PlanError that names symbols without one."""
+    missing = sorted(symbol.name for symbol in formula.free_symbols - values.keys())
+    if missing:
+        raise PlanError(f"the formula has no value for {', '.join(missing)}; given: {', '.join(sorted(map(str, values)))}")
+    # not subs: it replaces one symbol at a time and tries to simplify in between, which takes seconds
+    return float(formula.xreplace({symbol: sympy.Float(value, 17) for symbol, value in values.items()}))
 
 
 def flops_formula(m: Size, n: Size, k: Size, batch: Size = 1) -> sympy.Expr:
@@ -38,11 +48,11 @@ def op_formula(flops: sympy.Expr, nbytes: sympy.Expr, dtype: str, device: Device
     rate: sympy.Expr = _peak(dtype if matmul else vector_dtype(dtype, device))
     if matmul:
         m, n, k = map(sympy.sympify, matmul)
-        batch = sympy.Max(1, flops / (2 * m * n * k))
+        batch = _extreme(sympy.Max, [sympy.Integer(1), flops / (2 * m * n * k)])
         factor = shape_factor(m, n, k, batch, device) / best_factor(device)
-        rate = rate * device.achievable * sympy.Min(1, factor)
+        rate = rate * device.achievable * _extreme(sympy.Min, [sympy.Integer(1), factor])
     memory = nbytes / (_symbol("M") * device.achievable_bandwidth)
-    return _symbol("T") + sympy.Max(flops / rate, memory)
+    return _symbol("T") + _extreme(sympy.Max, [flops / rate, memory])
 
 
 def op_values(dtype: str, device: Device) -> Values:
@@ -53,17 +63,18 @@ def op_values(dtype: str, device: Device) -> Values:
 def comm_formula(kind: str, nbytes: sympy.Expr, axis: MeshAxis, *, at_bytes: float | None = None) -> sympy.Expr:
     """`comm.collective_s` as a formula; symbols as in `comm_values`.
 
-    With `at_bytes` only the way that is fastest at that size, which is what a reader wants to see; else the minimum.
+    With `at_bytes` only the way that is fastest at that size, which is what a reader wants to see; else the minimum of
+    those that are fastest at some size.
     """
     if axis.size == 1:
         return sympy.Integer(0)
     if kind in LOCAL:
         copied = 2 * nbytes / (_symbol("M") * axis.device.achievable_bandwidth)
         return _symbol("T") + (copied if kind == "mask" else 0)
-    choices = ways(kind, axis)
+    choices = fastest_ways(kind, axis)
     if at_bytes is not None:
         choices = (min(choices, key=lambda way: _way_s(way, at_bytes)),)
-    return sympy.Min(*(_way_formula(way, nbytes) for way in choices))
+    return _extreme(sympy.Min, [_way_formula(way, nbytes) for way in choices])
 
 
 def comm_values(axis: MeshAxis) -> Values:
@@ -78,13 +89,18 @@ def comm_values(axis: MeshAxis) -> Values:
 
 
 def _way_s(way: Way, nbytes: float) -> float:
-    return way_start_s(way) + nbytes * max(part.slope_s for part in way)
+    return way_start_s(way) + nbytes * way_slope_s(way)
 
 
 def _way_formula(way: Way, nbytes: sympy.Expr) -> sympy.Expr:
-    starts = sympy.Max(*(_latency(part)[0] for part in way))
+    starts = _extreme(sympy.Max, [_latency(part)[0] for part in way])
     hops = sum((part.hops * _latency(part)[1] for part in way if part.hops), sympy.Integer(0))
-    return starts + hops + sympy.Max(*(_transfer(part, nbytes) for part in way))
+    return starts + hops + _extreme(sympy.Max, [_transfer(part, nbytes) for part in way])
+
+
+def _extreme(function: Any, terms: list[sympy.Expr]) -> sympy.Expr:
+    # comparing symbolic terms with each other takes sympy seconds, and they are only decided by numbers
+    return function(*terms, evaluate=False) if len(terms) > 1 else terms[0]
 
 
 def _transfer(part: Part, nbytes: sympy.Expr) -> sympy.Expr:

@@ -1,0 +1,149 @@
+"""Prices of collectives: laws that any price must obey, published tables, and the steps of a reshard."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster, MeshAxis, Span, presets
+from autopar.cluster.types import COLLECTIVES
+from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, step_s, steps_s
+from autopar.errors import ClusterError
+from autopar.layout import Step, parse, steps
+
+from .published import COMPARED, Table
+
+GATHERING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+ALL = (*COLLECTIVES, "slice", "mask")
+
+
+def axis_of(text: str, size: int) -> MeshAxis:
+    """The innermost axis of `size` devices."""
+    cluster = Cluster.parse(text)
+    rest = cluster.devices // size
+    return cluster.mesh((rest, size) if rest > 1 else (size,)).axes[-1]
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> MeshAxis:
+    cluster = Cluster.parse(f"{draw(st.sampled_from(presets()))}:{draw(st.sampled_from((1, 2, 4, 6)))}x8")
+    mesh = cluster.mesh(draw(st.sampled_from(cluster.meshes())))
+    return draw(st.sampled_from(mesh.axes))
+
+
+sizes = st.floats(1.0, 1e11)
+
+
+@pytest.mark.parametrize("text, kind, size, table, tolerance, fitted", COMPARED)
+def test_published_tables(text: str, kind: str, size: int, table: Table, tolerance: float, fitted: bool) -> None:
+    axis = axis_of(text, size)
+    errors = {nbytes: collective_s(kind, nbytes, axis) / seconds - 1 for nbytes, seconds in table}
+    assert max(map(abs, errors.values())) <= tolerance, ("fitted" if fitted else "held out", errors)
+
+
+@given(axes(), sizes, st.floats(1.0, 100.0))
+def test_monotone_and_concave_in_bytes(axis: MeshAxis, nbytes: float, factor: float) -> None:
+    for kind in COLLECTIVES:
+        small, large = collective_s(kind, nbytes, axis), collective_s(kind, nbytes * factor, axis)
+        assert 0 <= small <= large <= small * factor * (1 + 1e-9)
+
+
+@given(axes(), sizes, st.floats(1.0, 10.0))
+def test_faster_links_are_never_slower(axis: MeshAxis, nbytes: float, factor: float) -> None:
+    def faster(span: Span) -> Span:
+        return Span(dataclasses.replace(span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * factor), span.size)
+
+    better = dataclasses.replace(axis, spans=tuple(map(faster, axis.spans)))
+    for kind in COLLECTIVES:
+        slow, fast = collective_s(kind, nbytes, axis), collective_s(kind, nbytes, better)
+        assert slow / factor * (1 - 1e-9) <= fast <= slow * (1 + 1e-9)
+
+
+@given(axes())
+def test_all_reduce_is_about_a_reduce_scatter_and_an_all_gather(axis: MeshAxis) -> None:
+    """For large sizes; a switch that adds saves at most half, gloo's all-reduce is better than its other two."""
+    if axis.device.kind == "cpu" or axis.size == 1:
+        return
+    pair = collective_s("reduce_scatter", 1e11, axis) + collective_s("all_gather", 1e11, axis)
+    switch = any(p.algorithm == "switch" for span in axis.spans for p in span.level.protocols)
+    low = 0.5 if switch and not axis.crosses else 0.99
+    assert low * pair <= collective_s("all_reduce", 1e11, axis) <= 1.01 * pair
+
+
+@given(axes(), sizes)
+def test_crossing_levels_is_never_cheaper_than_the_outer_level_alone(axis: MeshAxis, nbytes: float) -> None:
+    """Each device of a node brings its own link: the outer level alone carries the bytes of one of them."""
+    if not axis.crosses:
+        return
+    outer = dataclasses.replace(axis, spans=axis.spans[:1], size=axis.spans[0].size)
+    inner = dataclasses.replace(axis, spans=axis.spans[1:], size=axis.spans[1].size)
+    for kind in GATHERING:
+        crossing = collective_s(kind, nbytes, axis) * (1 + 1e-9)
+        assert crossing >= collective_s(kind, nbytes / inner.size, outer)
+        if kind != "all_to_all":
+            assert crossing >= collective_s(kind, nbytes, inner)
+
+
+def test_the_node_link_is_shared_by_the_devices_of_the_node() -> None:
+    """8 groups across 2 nodes, side by side, move 8 tensors in the time in which one group of 16 moves one of 8 times the size."""
+    across = Cluster.parse("h100:2x8").mesh((2, 8)).axes[0]
+    slope = affine("all_gather", across)[-1][1]
+    assert slope == pytest.approx(0.5 / (50e9 * 0.92))
+
+
+@given(st.sampled_from(presets()), sizes)
+def test_one_device_costs_nothing(name: str, nbytes: float) -> None:
+    axis = Cluster.parse(f"{name}:1").mesh((1,)).axes[0]
+    assert [collective_s(kind, nbytes, axis) for kind in ALL] == [0.0] * len(ALL)
+
+
+def test_small_messages_do_not_reach_the_bandwidth() -> None:
+    axis = axis_of("h100:8", 8)
+    rates = [nbytes / collective_s("all_gather", nbytes, axis) for nbytes in (1e4, 1e6, 1e8, 1e10)]
+    assert rates == sorted(rates) and rates[0] < rates[-1] / 100
+    assert rates[-1] * 7 / 8 / 450e9 == pytest.approx(0.81, rel=0.01)
+
+
+def test_the_tree_wins_for_small_messages_over_many_nodes() -> None:
+    axis = axis_of("h100:64x8", 512)
+    assert collective_s("all_reduce", 1e3, axis) < collective_s("all_gather", 1e3, axis) / 3
+
+
+def test_an_unknown_collective_is_named() -> None:
+    with pytest.raises(ClusterError, match="mesh axis 'gpu': there is no collective 'gossip'; known: all_reduce, "):
+        collective_s("gossip", 1.0, axis_of("h100:8", 8))
+
+
+MESH = Cluster.parse("h100:2x4").mesh((2, 4))
+
+
+@pytest.mark.parametrize("kind, axis, before, after, nbytes", [
+    ("all_gather", 1, "S0,S1", "S0,R", 400),  # the gathered output of a group: half of the tensor
+    ("all_reduce", 1, "S0,P", "S0,R", 400),
+    ("reduce_scatter", 0, "P,S1", "S0,S1", 200),
+    ("all_to_all", 1, "S0,S1", "S0,S2", 400),  # 8 local parts of 100, 4 of them in a group
+    ("slice", 1, "S0,R", "S0,S1", 400),
+    ("mask", 1, "R,R", "R,P", 800),
+])
+def test_bytes_of_a_step(kind: str, axis: int, before: str, after: str, nbytes: float) -> None:
+    step = Step(kind, axis, parse(before), parse(after))
+    assert group_bytes(step, 800, MESH.sizes) == nbytes
+    assert step_s(step, 800, MESH) >= collective_s(kind, nbytes, MESH.axes[axis])
+
+
+def test_chunks_of_dim_0_need_no_copy_and_others_do() -> None:
+    free, copied, split = (Step("all_gather", 1, parse(f"R,{entry}"), parse("R,R")) for entry in ("S0", "S1", "S0/3"))
+    gather = collective_s("all_gather", 1e8, MESH.axes[1])
+    assert step_s(free, 1e8, MESH) == gather
+    assert step_s(copied, 1e8, MESH) == step_s(split, 1e8, MESH) == pytest.approx(gather + copy_s(1e8, MESH.device))
+
+
+def test_steps_add_up() -> None:
+    way = steps(parse("P,S1"), parse("R,R"), MESH.sizes)
+    assert len(way) >= 2
+    assert steps_s(way, 1e8, MESH) == pytest.approx(math.fsum(step_s(step, 1e8, MESH) for step in way))
+    assert steps_s((), 1e8, MESH) == 0.0

@@ -1,0 +1,278 @@
+"""Clusters: presets, text and files, the exact round trip, meshes on levels, and what bad input says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster, Level, Protocol, presets
+from autopar.cluster.check import RANGES
+from autopar.cluster.here import here, match
+from autopar.errors import ClusterError
+
+PRESETS = ("a100-40", "a100-80", "b200", "cpu", "h100", "h200", "l4", "mi300x", "v100")
+
+
+def test_the_presets_are_there() -> None:
+    assert presets() == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_number_of_a_preset_has_a_source(name: str) -> None:
+    cluster = Cluster.parse(name)
+    numbers = {f.name for f in dataclasses.fields(cluster.device) if f.name in RANGES}
+    if cluster.device.best_shape is not None:
+        numbers.add("best_shape")
+    assert set(cluster.device.sources) == numbers
+    texts = [*cluster.device.sources.values(), *(level.source for level in cluster.levels)]
+    texts += [protocol.source for level in cluster.levels for protocol in level.protocols]
+    assert all(len(text) > 5 for text in texts)
+
+
+@pytest.mark.parametrize("text", [*PRESETS, "h100:8x8", "mi300x:3x8"])
+def test_round_trip_is_exact_and_json(text: str) -> None:
+    cluster = Cluster.parse(text)
+    data = cluster.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    again = Cluster.from_dict(json.loads(json.dumps(data)))
+    assert again == cluster and again.to_dict() == data and hash(again) == hash(cluster)
+
+
+@pytest.mark.parametrize("text, sizes", [("h100:8x8", (8, 8)), ("a100-80:16", (1, 16)), ("cpu:1x4", (1, 4)), ("l4", (1, 8))])
+def test_parse_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    cluster = Cluster.parse(text)
+    assert tuple(level.size for level in cluster.levels) == sizes
+    assert cluster.devices == math.prod(sizes)
+    assert cluster.label == f"{text.split(':')[0]}:{sizes[0]}x{sizes[1]}"
+    assert cluster.label in cluster.describe() and "GB/s" in cluster.describe()
+
+
+def test_nothing_of_a_cluster_imports_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from autopar.cluster import Cluster; Cluster.parse('h100:2x8').meshes(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_here_is_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert here().endswith(":2x4")
+    assert Cluster.parse("here").devices == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ClusterError, match="WORLD_SIZE 8 is not a multiple of LOCAL_WORLD_SIZE 3"):
+        here()
+
+
+@pytest.mark.parametrize("name, gib, preset", [
+    ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"), ("NVIDIA L4", 22.0, "l4"),
+    ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"), ("NVIDIA H200", 139.8, "h200"), ("AMD Instinct MI300X", 191.7, "mi300x"),
+])
+def test_devices_are_known_by_name_and_memory(name: str, gib: float, preset: str) -> None:
+    assert match(name, int(gib * 2**30)) == preset
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA L40S"])
+def test_an_unknown_device_says_what_to_do(name: str) -> None:
+    with pytest.raises(ClusterError, match=r"no preset for device .*base = "):
+        match(name, 24 * 2**30)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_over_a_base_changes_only_what_it_names(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name = "mine"\nbase = "h100:4x8"\n[device]\nusable_memory = 0.8\npeak_flops = {float16 = 5e14}\n'
+                           '[[levels]]\nname = "node"\nbandwidth_bytes_s = 12.5e9\n')
+    mine, base = Cluster.parse(str(path)), Cluster.parse("h100:4x8")
+    assert mine.label == "mine:4x8" and mine.levels[1] == base.levels[1]
+    assert mine.levels[0] == dataclasses.replace(base.levels[0], bandwidth_bytes_s=12.5e9)
+    assert mine.device.usable_memory == 0.8 and mine.device.flops("float16") == 5e14
+    assert mine.device.flops("bfloat16") == base.device.flops("bfloat16")
+
+
+def test_a_level_may_state_only_a_latency(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name = "mine"\nbase = "h100"\n[[levels]]\nname = "node"\nsize = 2\nlatency_s = 30e-6\n')
+    level = Cluster.parse(path).levels[0]
+    assert level.latency_s == pytest.approx(60e-6)
+    assert {p.algorithm for p in level.protocols} == {"ring", "tree", "direct"}
+
+
+BAD_TEXTS = [
+    ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, b200, cpu"),
+    ("h100:", "does not name sizes of node x gpu"),
+    ("h100:0x8", "does not name sizes"),
+    ("h100:2x2x2", "wanted for example h100:2x2"),
+    ("h100:-2", "does not name sizes"),
+    ("h100:9999999", "size is 9999999; wanted 1 to"),
+    ("nowhere.toml", "cluster file nowhere.toml: cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize("text, message", BAD_TEXTS)
+def test_bad_text(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse(text)
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> None:
+    *way, last = path.split("/")
+    target: Any = data
+    for key in way:
+        target = target[int(key)] if isinstance(target, list) else target[key]
+    target[last] = value
+
+
+BAD_VALUES = [
+    ("device/memry_bytes", 5, "device: unknown key 'memry_bytes'; known: name, kind"),
+    ("extra", 5, "cluster: unknown key 'extra'; known: name, device, levels"),
+    ("levels/0/speed", 5, "level 'node': unknown key 'speed'"),
+    ("levels/0/protocols/0/speed", 5, "level 'node', protocol: unknown key 'speed'"),
+    ("levels/0/bandwidth_bytes_s", 50, "bandwidth_bytes_s is 50; wanted 1e.06 to 1e.14 .bytes per second: 50 GB/s is 50e9"),
+    ("levels/0/bandwidth_bytes_s", -50e9, "bandwidth_bytes_s is -50000000000.0"),
+    ("levels/0/bandwidth_bytes_s", float("nan"), "bandwidth_bytes_s is nan"),
+    ("levels/0/bandwidth_bytes_s", "50 GB/s", "bandwidth_bytes_s is '50 GB/s'; wanted a number"),
+    ("levels/0/size", 0, "level 'node': size is 0; wanted 1"),
+    ("levels/0/size", 2.5, "size is 2.5; wanted a whole number"),
+    ("levels/0/size", True, "size is True; wanted a whole number"),
+    ("levels/0/name", "a1", "name is 'a1'; wanted an identifier other than a0, a1"),
+    ("levels/0/name", "gpu", "levels is .'gpu', 'gpu'.; wanted at least one level, with distinct names"),
+    ("levels/0/topology", "torus", "topology is 'torus'; wanted switch or mesh"),
+    ("levels/0/protocols", [], "protocols is ..; wanted at least one ring or direct that serves all_reduce"),
+    ("levels/0/latency_s", 1e-6, "level 'node': give either latency_s or protocols"),
+    ("levels/0/protocols/0/start_s", 14, "start_s is 14; wanted 0 to 1 .seconds: 10 us is 10e-6"),
+    ("levels/0/protocols/0/efficiency", 80, "efficiency is 80; wanted 0.001 to 1 .a share"),
+    ("levels/0/protocols/0/algorithm", "star", "algorithm is 'star'; wanted one of ring, tree, switch, direct"),
+    ("levels/0/protocols/0/kinds", ["all_to_all"], "kinds is 'all_to_all'; wanted collectives of ring"),
+    ("levels/0/protocols/0/kinds", "all_reduce", "kinds is 'all_reduce'; wanted a list"),
+    ("levels", {}, "levels is {}; wanted a list"),
+    ("levels", [], "wanted at least one level"),
+    ("device", [], r"device: it is \[\]; wanted a table"),
+    ("device/memory_bytes", 80, "memory_bytes is 80; wanted .* .bytes: 80 GiB is 85899345920"),
+    ("device/kind", "tpu", "kind is 'tpu'; wanted cuda or cpu"),
+    ("device/peak_flops", {"float32": 67}, "peak_flops.float32 is 67; wanted 1e.08 to 1e.18"),
+    ("device/peak_flops", {"bfloat16": 1e15}, "peak_flops is .'bfloat16'.; wanted at least float32"),
+    ("device/peak_flops", 1e15, "peak_flops is 1000000000000000.0; wanted a table"),
+    ("device/best_shape", [1, 2], "best_shape is .1, 2.; wanted three positive sizes"),
+    ("device/best_shape", "1x2x3", "best_shape is '1x2x3'; wanted a list of three whole numbers"),
+    ("device/achievable", 0.0, "achievable is 0.0"),
+    ("name", 5, "name is 5; wanted text"),
+]
+
+
+@pytest.mark.parametrize("path, value, message", BAD_VALUES)
+def test_bad_values(path: str, value: Any, message: str) -> None:
+    data = copy.deepcopy(Cluster.parse("h100:2x8").to_dict())
+    _set(data, path, value)
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_dict(data)
+
+
+def test_a_missing_key_is_named() -> None:
+    data = Cluster.parse("h100").to_dict()
+    del data["device"]["memory_bytes"]
+    with pytest.raises(ClusterError, match="device: missing key 'memory_bytes'"):
+        Cluster.from_dict(data)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("name = ", "mine.toml: is not TOML: "),
+    ('name = "m"\n', "mine.toml: cluster: missing key 'device', 'levels'"),
+    ('name = "m"\nbase = "h900"\n', "mine.toml: cluster 'h900': there is no preset"),
+    ('name = "m"\nbase = "other.toml"\n', "base is 'other.toml'; wanted a preset"),
+    ('name = "m"\nbase = "h100"\n[[levels]]\nname = "rack"\n', "name is 'rack'; wanted a level of h100: node, gpu"),
+    ('name = "m"\nbase = "h100"\n[device]\nwatts = 700\n', "device: unknown key 'watts'"),
+    ('name = "m"\nbase = "h100"\nsize = 3\n', "the file: unknown key 'size'"),
+])
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse(write(tmp_path, text))
+
+
+def test_meshes_of_8x8() -> None:
+    found = Cluster.parse("h100:8x8").meshes()
+    assert found[:2] == [(64,), (8, 8)]
+    assert found[6:10] == [(8, 4, 2), (8, 2, 4), (4, 2, 8), (2, 4, 8)]
+    assert len(found) == len(set(found)) == 16  # ordered factorisations of 2^6 into 1, 2, 3 factors: 1 + 5 + 10
+    assert Cluster.parse("h100:8x8").meshes(1) == [(64,)]
+    assert Cluster.parse("cpu:1").meshes() == [(1,)]
+
+
+@pytest.mark.parametrize("sizes, names", [
+    ((64,), ("a0",)), ((8, 8), ("node", "gpu")), ((8, 2, 4), ("node", "a1", "a2")), ((4, 2, 8), ("a0", "a1", "gpu")),
+])
+def test_axis_names(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    assert Cluster.parse("h100:8x8").mesh(sizes).names == names
+
+
+def test_axes_know_their_levels() -> None:
+    first, last = Cluster.parse("h100:8x8").mesh((4, 16)).axes
+    assert [(span.level.name, span.size) for span in first.spans] == [("node", 4)]
+    assert [(span.level.name, span.size) for span in last.spans] == [("node", 2), ("gpu", 8)]
+    assert last.crosses and not first.crosses
+    assert last.bandwidth_bytes_s == 50e9
+    assert str(Cluster.parse("h100:8x8").mesh((8, 8))) == "node=8, gpu=8"
+    single = Cluster.parse("cpu:1").mesh((1,)).axes[0]
+    assert single.spans == () and single.bandwidth_bytes_s == math.inf and single.latency_s == 0.0
+
+
+@pytest.mark.parametrize("sizes, message", [
+    ((3, 2), r"mesh \(3, 2\) does not multiply to its 12 devices"), ((), "does not multiply"), ((-3, -4), "does not multiply"),
+    ((3, 4), r"an axis of mesh \(3, 4\) straddles a level.*node x gpu; possible: \(12,\), \(2, 6\)"),
+])
+def test_a_mesh_that_cannot_be(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse("h100:2x6").mesh(sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 3))
+def test_meshes_agree_with_brute_force(levels: list[int], max_axes: int) -> None:
+    """Each axis group, seen as device numbers, splits every level evenly: exactly those meshes are offered."""
+    base = Cluster.parse("h100").levels[1]
+    named = tuple(dataclasses.replace(base, name=f"l{i}", size=n) for i, n in enumerate(levels))
+    cluster = Cluster("c", named, Cluster.parse("h100").device)
+    found = cluster.meshes(max_axes)
+    assert found == cluster.meshes(max_axes)
+    for sizes in found:
+        mesh = cluster.mesh(sizes)
+        assert mesh.sizes == sizes and mesh.devices == cluster.devices and len(set(mesh.names)) == len(sizes)
+        for index, axis in enumerate(mesh.axes):
+            assert math.prod(span.size for span in axis.spans) == axis.size
+            stride = math.prod(sizes[index + 1:])
+            assert _members_per_level([k * stride for k in range(axis.size)], levels) == _spans_by_level(axis.spans, levels)
+
+
+def _members_per_level(group: list[int], levels: list[int]) -> list[int]:
+    """How many parts of each level a group of device numbers touches inside one part of the next outer level."""
+    out, outer = [], 1
+    for index in range(len(levels)):
+        below = math.prod(levels[index + 1:])
+        touched = len({device // below for device in group})
+        out.append(touched // outer)
+        outer = touched
+    return out
+
+
+def _spans_by_level(spans: tuple[Any, ...], levels: list[int]) -> list[int]:
+    sizes = {span.level.name: span.size for span in spans}
+    return [sizes.get(f"l{i}", 1) for i in range(len(levels))]
+
+
+def test_a_mesh_topology_gives_a_part_of_the_links() -> None:
+    rows = (Protocol("r", "ring", 0.0, 0.0, 1.0), Protocol("d", "direct", 0.0, 0.0, 1.0))
+    level = Level("gpu", 8, 448e9, rows, topology="mesh")
+    assert [level.pair_bandwidth_bytes_s(n) for n in (2, 8)] == [64e9, 448e9]

@@ -18,7 +18,7 @@ from autopar.search.solver import to_proto
 from benchmarks.blocks import block
 
 # blocks, mesh axes, memory limit as a share of full replication
-CASES = [(1, 1, 0.5), (1, 2, 0.5), (1, 2, 0.0225), (2, 2, 0.5), (1, 3, 0.5), (1, 3, 0.004)]
+CASES = [(1, 1, 0.5), (1, 2, 0.5), (1, 2, 0.0225), (2, 2, 0.5), (1, 3, 0.5), (1, 3, 0.0115)]
 FULL = [(4, 2, 0.5), (2, 3, 0.5)]
 STRATEGIES = ("greedy", "mcmc", "ilp")
 

@@ -183,13 +183,16 @@ class _Dual:
         value = self.value()
         self.stuck = 0 if value > self.best_s * (1 + 1e-4) else self.stuck + 1
         self.best_s = max(self.best_s, value)
-        if self.stuck >= 5:
+        if self.stuck >= 3:
             self.pace, self.stuck = self.pace / 2, 0
         decoded = self._decode()
         found = better(self.problem, descend(self.problem, decoded, deadline), self.known)
         if found is not None and found != self.known:
             self.known, self.known_s = found, self.problem.price(found).time_s
         over, late = self._violation(decoded)
+        if self.memory_s <= 0.0:  # what would push a price out of its range must not shorten the step of the others
+            over = max(0.0, over)
+        late = np.where(((self.late <= 0.0) & (late < 0)) | ((self.late >= 1.0) & (late > 0)), 0.0, late)
         unit_s = self.known_s or 1.0
         norm = over**2 + float(((late / unit_s) ** 2).sum())
         if norm > 0 and self.known_s > value:

@@ -26,6 +26,7 @@ class Context:
     program: Program
     plan: Plan
     classes: dict[str, str]  # scope -> class name
+    probes: bool = False
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
 
@@ -51,6 +52,12 @@ class Context:
     def short_name(self, op: Op) -> str:
         """The name of a parameter or buffer inside its class: relative to the block, or the full one at the top."""
         return str(op.node.meta["fqn"])
+
+    @cached_property
+    def function_names(self) -> tuple[str, ...]:
+        """Names of the plain functions that the graph calls: no variable may hide them."""
+        targets = (op.target for op in self.program.ops.values() if op.role == "op")
+        return tuple(dict.fromkeys(qualified(t) for t in targets if getattr(t, "__module__", "").startswith("passes.")))
 
     def use(self, target: Any) -> None:
         """Remember that the file calls `target`, so that plain functions get imported."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 import autopar
@@ -35,10 +34,10 @@ class Names:
     aliases: Mapping[str, str]
 
 
-def emit(gm: fx.GraphModule, plan: Plan, names: Names) -> str:
-    """The source of the sharded module for `plan`."""
+def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
+    """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train")
-    context = Context(program, plan, _class_names(program))
+    context = Context(program, plan, _class_names(program), probes)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import algorithm_text
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
-from autopar.codegen.expressions import Written, qualified, write
+from autopar.codegen.expressions import Written, write
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.rules.language import Tensor
@@ -56,16 +58,20 @@ class ScopeWriter:
         return f"{self.scope}/{name}" if self.scope else name
 
     def _fresh(self, name: str) -> str:
-        name = f"{name}_" if keyword.iskeyword(name) or name in RESERVED or name in self.context.symbols else name
+        taken = (*RESERVED, *self.context.symbols, *self.context.function_names)
+        name = f"{name}_" if keyword.iskeyword(name) or name in taken else name
         self.taken[name] = self.taken.get(name, 0) + 1
         return name if self.taken[name] == 1 else self._fresh(f"{name}_{self.taken[name]}")
 
     def say(self, code: str, comment: str = "") -> None:
-        self.lines.append(f"{code.ljust(WIDTH)}# {comment}" if comment else code)
+        """One statement; its comment goes behind it, or above where the statement is long."""
+        if comment and len(code) >= WIDTH:
+            self.lines.append(f"{code[:len(code) - len(code.lstrip())]}# {comment}")
+        self.lines.append(f"{code.ljust(WIDTH)}# {comment}" if comment and len(code) < WIDTH else code)
 
     def _placeholder(self, node: fx.Node) -> None:
         op = self.context.program.ops[self._full(node.name)]
-        table = {"param": "w", "buffer": "buffers", "constant": "buffers"}
+        table = {"param": "w", "buffer": "b", "constant": "b"}
         if op.role in table:
             self.names[op.name, 0] = f'self.{table[op.role]}["{self.context.short_name(op)}"]'
         else:
@@ -89,14 +95,13 @@ class ScopeWriter:
     def _base(self, ref: Ref) -> str:
         op = self.context.program.ops[ref[0]]
         if op.role in ("param", "buffer", "constant"):
-            return op.node.name.removeprefix("p_").removeprefix("b_").removeprefix("c_")
+            return re.sub(r"\W", "_", self.context.short_name(op))
         return self.names[ref]
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
         """The call of the runtime helper; weights that are gathered again in the backward go through `gather`."""
         tensor = self.context.program.ops[reshard.ref[0]].call.outs[reshard.ref[1]]
-        shape = ", ".join(size_text.text(n) for n in tensor.shape)
-        shape = f"({shape},)" if len(tensor.shape) == 1 else f"({shape})"
+        shape = size_text.tuple_text(tensor.shape)
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         again = reshard.weight and reshard.gradient and any(s.kind == "all_gather" for s in reshard.forward(self.context.sizes))
         return (f'{"gather" if again else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
@@ -109,10 +114,17 @@ class ScopeWriter:
             name = self._fresh(op.node.name)
             self.names[op.name, 0] = name
             self.say(f"{name} = {text}", self._layout((op.name, 0)))
+            self._probe(op)
             return
         names = [self._fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
         self.names.update({(op.name, i): name for i, name in enumerate(names)})
         self.say(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}", self._layout((op.name, 0)))
+        self._probe(op)
+
+    def _probe(self, op: Op) -> None:
+        if self.context.probes:
+            for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
+                self.say(probes.probe(name, self.names[op.name, i], out_pair(self.context.plan, (op.name, i)), op.call.outs[i]))
 
     def _layout(self, ref: Ref) -> str:
         tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]
@@ -180,9 +192,7 @@ class ScopeWriter:
         for op in results:
             name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))
             layout = in_pair(self.context.plan, op.name, 0).value
-            tensor = op.call.ins[0]
-            shape = ", ".join(size_text.text(n) for n in tensor.shape)
-            shape = f"({shape},)" if len(tensor.shape) == 1 else f"({shape})"
+            shape = size_text.tuple_text(op.call.ins[0].shape)
             values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {shape})')
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
@@ -199,6 +209,6 @@ def _literal(item: Any) -> str:
         return str(item)
     if isinstance(item, float) and item in (float("inf"), float("-inf")):
         return f'float("{item}")'
-    if isinstance(item, (torch.SymInt, sympy.Expr, Tensor)) or qualified.__name__ == "":
+    if isinstance(item, (torch.SymInt, sympy.Expr, Tensor)):
         raise TypeError(f"argument {item!r} has no source form")
     return repr(item)

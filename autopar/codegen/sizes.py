@@ -23,6 +23,12 @@ def text(size: Size) -> str:
     return sympy.pycode(sympy.factor_terms(size)).replace("math.floor", "int")
 
 
+def tuple_text(shape: Sequence[Size]) -> str:
+    """A global shape as a Python tuple."""
+    inside = ", ".join(text(n) for n in shape)
+    return f"({inside},)" if len(shape) == 1 else f"({inside})"
+
+
 def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
     """The size of tensor dim `dim` on this rank, as Python source."""
     axes = cutters(layout, dim)
@@ -38,7 +44,7 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
     if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
         return text(quotient)
     body = text(size)
-    return f"{body} // {ways}" if size.is_Symbol or size.is_Mul and "/" not in body and "+" not in body else f"({body}) // {ways}"
+    return f"{body} // {ways}" if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body}) // {ways}"
 
 
 def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> list[str]:

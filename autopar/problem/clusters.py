@@ -128,16 +128,19 @@ def join(cluster: Cluster, table: Table, allow: Allow) -> list[Joint]:
     if members[0].role == "input":
         return _join_inputs(members, table, allow)
     inner = {op.name: i for i, op in enumerate(members)}
+    # operators that can do nothing of what the recipe wants are replicated, as by hand
+    found = _joins(members, table, allow, inner) or _joins(members, table, lambda op, o: allow(op, o) or not o.split, inner)
+    return _distinct(cluster, found, inner)
+
+
+def _joins(members: Sequence[Op], table: Table, allow: Allow, inner: Mapping[str, int]) -> list[Joint]:
     partial: list[dict[int, Option]] = [{}]
-    forward = members[0].role == "param"
-    order = range(len(members)) if forward else reversed(range(len(members)))
+    order = range(len(members)) if members[0].role == "param" else reversed(range(len(members)))
     for index in order:
         op = members[index]
-        allowed = [o for o in table[op.name] if allow(op, o)]
-        partial = [{**chosen, index: option} for chosen in partial for option in allowed
-                   if _agrees(op, index, option, chosen, members, inner)]
-    joints = [Joint(tuple(chosen[i] for i in range(len(members)))) for chosen in partial]
-    return _distinct(cluster, joints, inner)
+        partial = [{**chosen, index: option} for chosen in partial for option in table[op.name] if allow(op, option)
+                   and _agrees(op, index, option, chosen, members, inner)]
+    return [Joint(tuple(chosen[i] for i in range(len(members)))) for chosen in partial]
 
 
 def _join_inputs(members: Sequence[Op], table: Table, allow: Allow) -> list[Joint]:

@@ -243,7 +243,7 @@ def _walk(tree: Any, found: list[fx.Node]) -> None:
 
 
 def _gives_tensors(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list)) or (
+    return (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list))) or (
         isinstance(node, fx.Node) and node.op == "call_module")
 
 

@@ -79,7 +79,10 @@ def convolutions_by_sample(ways: int) -> Allow:
 def _samples(op: Op, option: Option, ways: int) -> bool:
     if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
         return option.split
-    return op.role in _STILL or kind(op, option) in (SAMPLE, REPLICATE, PARTIAL)
+    if op.role in _STILL:
+        return True
+    batch = any(t.sizes[d] % ways == 0 for t, dims in zip(op.tensors, op.batch, strict=True) for d in dims)
+    return kind(op, option) in ((SAMPLE, PARTIAL) if batch else (REPLICATE, PARTIAL))
 
 
 def _model(op: Op, option: Option, ways: int) -> bool:

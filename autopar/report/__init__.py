@@ -1,0 +1,1 @@
+"""Plans, prices and checks as text for people."""

@@ -1,0 +1,168 @@
+"""The door: `compile` a model for a cluster, `load` what was saved.
+
+    compiled = autopar.compile(model, cluster, example_inputs)      a plan to look at, save and verify
+    compiled(*local_batch), compiled.train_step(*local_batch)       on ranks, under torchrun
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar import frontend
+from autopar.bundle import Bundle
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.codegen.module import Names, emit
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.planner import Request, plan
+from autopar.problem.prices import Settings
+from autopar.rules import as_rules
+from autopar.runtime import ShardedModule
+from autopar.search import Search
+
+
+class Compiled:
+    """A planned model: a plan and its emitted source, and on ranks the sharded module.
+
+    `plan` is the Plan, `source` the Python text of the module. With torch.distributed initialised, on as many ranks as the
+    plan has, `module` is the sharded module, and calls, `train_step`, `parameters`, `state_dict` go to it.
+    """
+
+    def __init__(self, bundle: Bundle, weights: Mapping[str, torch.Tensor] | None = None,
+                 captured: Captured | None = None) -> None:
+        self.bundle, self.captured, self._weights = bundle, captured, weights
+
+    @property
+    def plan(self) -> Plan:
+        return self.bundle.plan
+
+    @property
+    def source(self) -> str:
+        return self.bundle.source
+
+    @cached_property
+    def module(self) -> ShardedModule:
+        """The sharded module on this rank, with the model's weights if it had any.
+
+        Raises RunError when the number of ranks is not the plan's.
+        """
+        module = self.bundle.build()
+        if self._weights is not None:
+            module.load_full(self._weights)
+        return module
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Forward of this rank's batch; see ShardedModule."""
+        return self.module(*batch, **named)
+
+    def train_step(self, *batch: Any, **named: Any) -> torch.Tensor:
+        """Forward and backward of this rank's batch; the global loss, the same on every rank."""
+        return self.module.train_step(*batch, **named)
+
+    def shard_batch(self, *batch: Any, **named: Any) -> Any:
+        """This rank's part of a global batch."""
+        return self.module.shard_batch(*batch, **named)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that rest on this rank, DTensors, for any torch optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """`parameters` with their original names."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """DTensors under the original names."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """The inverse of `state_dict`."""
+        return self.module.load_state_dict(state)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""
+        return self.bundle.save(Path(folder))
+
+    def __repr__(self) -> str:
+        predicted = self.plan.predicted
+        return (f"Compiled({self.plan.model}, {self.plan.strategy} on mesh {self.plan.mesh}, "
+                f"{predicted.step_s:.4g} s/step predicted)")
+
+
+def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *,
+            loss_fn: Callable[..., torch.Tensor] | None = None, search: str | Search = "ilp", recipe: str | None = None,
+            mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",
+            batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
+            time_limit_s: float = 30.0, seed: int = 0, progress: Callable[[str], None] | None = None,
+            source: Mapping[str, Any] | None = None) -> Compiled:
+    """Plan `model` for `cluster` and emit the sharded module.
+
+    `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
+    count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
+    `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
+    "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes. `rules` maps operators to rule
+    strings. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
+
+    Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
+    """
+    if mode not in ("train", "inference"):
+        raise PlanError(f"mode is {mode!r}, wanted train or inference")
+    where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
+    args, kwargs = _inputs(model, example_inputs, batch=batch, seq=seq, labels=mode == "train")
+    captured = capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, progress=progress)
+    settings = Settings(mode, optimizer, precision or "float32")
+    request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
+                      as_rules(rules), progress)
+    chosen = _agree(lambda: _plan(captured, request, source or {}))
+    bundle = Bundle(chosen, emit(captured.gm, chosen, names_of(captured)), captured.constants)
+    weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
+    return Compiled(bundle, weights, captured)
+
+
+def load(folder: str | Path) -> Compiled:
+    """What `Compiled.save` wrote: no search and no model code. Its parameters are empty until a state dict is loaded.
+
+    Raises PlanError when the folder is not one.
+    """
+    return Compiled(Bundle.load(Path(folder)))
+
+
+def names_of(captured: Captured) -> Names:
+    """What the emitter needs beside the graph."""
+    return Names(tuple(captured.input_names), tuple(captured.output_names), dict(captured.aliases))
+
+
+def _plan(captured: Captured, request: Request, source: Mapping[str, Any]) -> Plan:
+    return plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
+                source=dict(source), notes=tuple(captured.notes))
+
+
+def _agree(make: Callable[[], Plan]) -> Plan:
+    """The plan; where torch.distributed runs, rank 0 makes it and all the others get its bytes."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return make()
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        box = [make().to_json()]
+    dist.broadcast_object_list(box, src=0)
+    return Plan.from_json(box[0])
+
+
+def _inputs(model: nn.Module, example: Any, *, batch: int, seq: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if example is None:
+        return frontend.inputs_for(model, batch=batch, seq=seq, labels=labels)
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
+    if isinstance(example, tuple) and len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], Mapping):
+        return example[0], dict(example[1])
+    return tuple(example), {}

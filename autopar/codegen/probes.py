@@ -1,0 +1,24 @@
+"""Probes: an emitted file that also reports every value and gradient, to find the first node that goes wrong.
+
+`emit(..., probes=True)` puts `x = self.probe("node", x, "S0,R|S0,P", (b, s, 64))` behind each operator. What a probe does
+is up to `autopar.verify`; ordinary files have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.codegen import sizes
+from autopar.codegen.edges import Pair
+from autopar.rules.language import Tensor
+
+
+def probe(name: str, variable: str, pair: Pair, tensor: Tensor) -> str:
+    """The line that reports one value."""
+    shape = sizes.tuple_text(tensor.shape)
+    return f'{variable} = self.probe("{name}", {variable}, "{pair}", {shape})'
+
+
+def names(name: str, count: int) -> Sequence[str]:
+    """The names under which the outputs of one node are reported."""
+    return [name] if count == 1 else [f"{name}:{i}" for i in range(count)]

@@ -1,0 +1,36 @@
+"""Every private torch name that autopar uses, each with its reason: one place to mend when torch moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Run `call` when the backward pass now running ends, before `backward()` returns.
+
+    Gradient buckets must be finished whoever called backward; torch's own DDP and FSDP use the same queue. There is no
+    public name for it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor itself, not a view of it; any other tensor as it is.
+
+    `to_local()` is a differentiable view and costs tens of microseconds; we look at every parameter at every step.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wrap_like(local: Tensor, like: Tensor) -> Tensor:
+    """`local` as a DTensor with the mesh, placements and global shape of `like`; as it is where `like` is plain.
+
+    Gradients are wrapped at every step: the constructor is ten times cheaper than `DTensor.from_local`.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]

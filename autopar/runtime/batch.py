@@ -1,0 +1,88 @@
+"""The batch: cutting a global one, binding a local one to the inputs of the plan, and checking sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import RunError
+from autopar.layout import chunk, cutters, parse
+from autopar.runtime.cuts import own
+from autopar.runtime.mesh import Mesh
+
+
+def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments in the order of `inputs`. Raises RunError on missing, doubled and unknown ones."""
+    names = list(inputs)
+    if len(args) > len(names):
+        raise RunError(f"got {len(args)} inputs, wanted at most {len(names)}: {', '.join(names)}")
+    values = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in inputs or name in values:
+            why = "given twice" if name in values else "not an input that was planned"
+            raise RunError(f"input {name!r} is {why}; the plan's inputs are {', '.join(names)}")
+        values[name] = value
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise RunError(f"missing inputs {', '.join(missing)}; the plan's inputs are {', '.join(names)}")
+    return [values[name] for name in names]
+
+
+def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh, uneven: Sequence[str] = ()) -> list[Any]:
+    """This rank's part of each global input, on this rank's device.
+
+    Raises RunError where a dim does not divide by the ranks that cut it, unless the input is named in `uneven`.
+    """
+    return [_part(name, layout, value, mesh, name in uneven) for (name, layout), value in zip(inputs.items(), values, strict=True)]
+
+
+def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    entries = parse(layout)
+    for dim, size in enumerate(value.shape):
+        ways = math.prod(mesh.sizes[a] for a in cutters(entries, dim))
+        if size % ways and not uneven:
+            below, above = size // ways * ways, -(-size // ways) * ways
+            near = f"{below} or {above}" if below else str(above)
+            raise RunError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
+                           f"(layout {layout} on {mesh}); use {near}, or plan for another mesh")
+    return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
+
+
+def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:
+    """Compare the shapes of all ranks; a collective operation. Raises RunError, on every rank, where they do not fit together."""
+    if mesh.device_mesh is None or mesh.ranks == 1:
+        return
+    mine = [tuple(v.shape) if isinstance(v, Tensor) else None for v in values]
+    everyone: list[Any] = [None] * mesh.ranks
+    dist.all_gather_object(everyone, mine)
+    coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank), mesh.sizes)) for rank in range(mesh.ranks)]
+    for index, (name, layout) in enumerate(inputs.items()):
+        shapes = {coord: everyone[rank][index] for rank, coord in enumerate(coords)}
+        if not _fit(shapes, parse(layout), mesh.sizes):
+            got = "; ".join(f"rank {rank}: {everyone[rank][index]}" for rank in range(mesh.ranks))
+            raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "
+                           "Give every rank its part of one global batch, as model.shard_batch(*global_batch) does")
+
+
+def _fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+    first = next(iter(shapes.values()))
+    if any((s is None) != (first is None) or (s is not None and len(s) != len(first)) for s in shapes.values()):
+        return False
+    for dim in range(len(first or ())):
+        axes = cutters(layout, dim)
+        total = sum(s[dim] for coord, s in shapes.items() if all(c == 0 for a, c in enumerate(coord) if a not in axes))
+        for coord, shape in shapes.items():
+            start, stop = 0, total
+            for axis in axes:
+                lo, hi = chunk(stop - start, sizes[axis], coord[axis])
+                start, stop = start + lo, start + hi
+            if shape[dim] != stop - start:
+                return False
+    return True

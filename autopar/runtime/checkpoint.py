@@ -1,0 +1,109 @@
+"""State in and out of a sharded module: whole tensors, and DTensor state dicts, always under original names and in original order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_of
+from autopar.errors import RunError
+from autopar.layout import Layout, dim_of, is_shard
+from autopar.runtime.cuts import own
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.moves import relayout
+from autopar.runtime.params import Held, distribute
+
+
+@torch.no_grad()
+def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool) -> None:
+    """Copy each rank's own pieces out of whole tensors; no communication.
+
+    Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
+    """
+    held = list(held)
+    names = {h.name: [h.name, *(alias for alias, name in aliases.items() if name == h.name)] for h in held}
+    found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
+    missing = [name for name, value in found.items() if value is None]
+    known = {n for ns in names.values() for n in ns}
+    unknown = [name for name in state if name not in known] if strict else []
+    wrong = [f"{h.name}: got {tuple(value.shape)}, wanted {h.info.shape}" for h in held
+             if (value := found[h.name]) is not None and tuple(value.shape) != h.info.shape]
+    if missing or unknown or wrong:
+        raise RunError("state dict does not fit the planned model"
+                       + "".join(f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}" for what, items in
+                                 (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if items))
+    for h in held:
+        value = found[h.name]
+        assert value is not None, "missing names were reported"
+        h.local.copy_(own(value.detach(), h.info.entries, mesh.sizes, mesh.coord))
+
+
+@torch.no_grad()
+def full_state_dict(held: Iterable[Held], aliases: Mapping[str, str], mesh: Mesh) -> dict[str, Tensor]:
+    """Whole tensors on every rank, on the CPU; a collective operation. Tied names share one tensor."""
+    found = {h.name: whole(h.local, h, mesh).cpu() for h in held if h.info.persistent}
+    return found | {alias: found[name] for alias, name in aliases.items() if name in found}
+
+
+def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
+    """The whole tensor of a local part that lies as `h` does (the parameter, its gradient, a moment of the optimizer)."""
+    out = relayout(local.detach(), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
+    return out.clone() if out.data_ptr() == local.data_ptr() else out
+
+
+def plain(layout: Layout) -> Layout:
+    """The layout without sections, which a DTensor can say."""
+    return tuple(f"S{dim_of(e)}" if is_shard(e) else e for e in layout)
+
+
+def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
+    """A local part as a DTensor in original order, for a parameter at rest in sections."""
+    moved = relayout(local.detach(), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
+    return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
+
+
+def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
+    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well."""
+    table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name, h in table.items():
+            if h.info.sectioned and prefix + name in state:
+                state[prefix + name] = unsection(local_of(state[prefix + name]), h, mesh)
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, h in table.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor):
+                state[prefix + name] = _at_rest(value, h, mesh)
+
+    module.register_state_dict_post_hook(saved)
+    module.register_load_state_dict_pre_hook(loading)
+
+
+@torch.no_grad()
+def _at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
+    """What is loaded, a whole tensor or a DTensor in original order, as the parameter lies."""
+    if not isinstance(h.tensor, DTensor):
+        return value
+    if not isinstance(value, DTensor):
+        if tuple(value.shape) != h.info.shape:
+            return value  # load_state_dict reports it with all the others
+        local = own(value, h.info.entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
+    elif h.info.sectioned:
+        wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh)
+        assert isinstance(wanted, DTensor), "a mesh with DTensor parameters has a device mesh"
+        if value.device_mesh != wanted.device_mesh:
+            raise RunError(f"{h.name}: the loaded tensor lies on another mesh; load a state dict with whole tensors, or through "
+                           "torch.distributed.checkpoint into model.state_dict()")
+        local = relayout(value.redistribute(placements=wanted.placements).to_local(), plain(h.info.entries), h.info.entries,
+                         h.info.shape, mesh, h.name)
+    else:
+        return value
+    return distribute(local, h.info.shape, h.info.entries, mesh)
+
+

@@ -1,0 +1,55 @@
+"""Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
+
+All are exact for every dtype: booleans, which the backends reduce each in its own way, travel as bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime.mesh import Mesh
+
+OPS = {"P": dist.ReduceOp.SUM, "Pmax": dist.ReduceOp.MAX, "Pmin": dist.ReduceOp.MIN}
+
+
+def all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Tensor:
+    """The sum ("P"), maximum ("Pmax") or minimum ("Pmin") over the ranks of `axis`: a new tensor of x's shape.
+
+    A sum of booleans is their "or".
+    """
+    if mesh.sizes[axis] == 1:
+        return x
+    if x.dtype == torch.bool:
+        return all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry).to(torch.bool)
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, OPS[entry], group=mesh.group(axis))
+    return out
+
+
+def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
+    """`[m, ...]` on each of n ranks -> `[n, m, ...]`; m must be the same on all."""
+    x = x.contiguous()
+    out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x, group=mesh.group(axis))
+    return out.view(mesh.sizes[axis], *x.shape)
+
+
+def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
+    """The sum over ranks of part [i] of `[n, m, ...]`, on rank i of the axis: `[m, ...]`."""
+    if x.dtype == torch.bool:
+        return reduce_scatter(x.to(torch.int32), axis, mesh) > 0
+    x = x.contiguous()
+    out = x.new_empty(x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=mesh.group(axis))
+    return out
+
+
+def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> list[Tensor]:
+    """Send `parts[i]` to rank i of the axis; get the tensors of `shapes`, one from each."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    out = flat.new_empty(sum(sizes))
+    dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis))
+    return [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)]

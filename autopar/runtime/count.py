@@ -1,0 +1,50 @@
+"""Counting the steps that really run, to compare them with the steps that were priced.
+
+    with count() as seen:
+        model.train_step(*batch)
+    [str(c) for c in seen]      # ["all_gather axis 1 4096 B down.weight", ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_active: list[list[Counted]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One executed step on one mesh axis. `bytes` is what one group of the axis holds together: the tensor as it would
+    lie without the cut on this axis (the gathered output, the reduced input, the whole exchanged tensor)."""
+
+    kind: str
+    axis: int
+    bytes: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} axis {self.axis} {self.bytes} B {self.name}".rstrip()
+
+
+@contextmanager
+def count() -> Iterator[list[Counted]]:
+    """Collect every step run inside, forward and backward, in order. Counters nest."""
+    seen: list[Counted] = []
+    _active.append(seen)
+    try:
+        yield seen
+    finally:
+        _active[:] = [other for other in _active if other is not seen]  # by identity: equal lists are not the same counter
+
+
+def counting() -> bool:
+    """Whether any counter is active."""
+    return bool(_active)
+
+
+def record(kind: str, axis: int, nbytes: int, name: str = "") -> None:
+    """Add a step to every active counter."""
+    for seen in _active:
+        seen.append(Counted(kind, axis, nbytes, name))

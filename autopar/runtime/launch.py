@@ -1,0 +1,165 @@
+"""Running a function on several local ranks: for verification, `autopar run` and tests.
+
+    launch(fn, 4, x)    # fn(x) on 4 ranks with torch.distributed up; a list of the 4 results
+
+Ranks are forked where that is safe (half a second for four) and spawned otherwise; they meet through a file, so no port is
+taken. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RunError
+
+GRACE_S = 0.5  # when one rank failed, how long to wait for an earlier cause on another
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    ok: bool
+    time_s: float
+    value: bytes
+    text: str = ""
+
+
+def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 600.0, device_type: str = "cpu") -> list[Any]:
+    """`fn(*args)` on `nprocs` local ranks, one thread each; their results, which must be picklable, in rank order.
+
+    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda"). Raises RunError with the traceback of the first rank
+    that failed, or with the ranks that were not done within `timeout_s`; all other ranks are stopped then.
+    """
+    if nprocs < 1:
+        raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
+    context: Any = multiprocessing.get_context("fork" if _can_fork() else "spawn")
+    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+        ends, children = [], []
+        try:
+            for rank in range(nprocs):
+                here, there = context.Pipe(duplex=False)
+                store = os.path.join(folder, "store")
+                child = context.Process(target=_rank, daemon=True, name=f"rank{rank}",
+                                        args=(there, os.getpid(), fn, args, rank, nprocs, store, device_type, timeout_s))
+                child.start()
+                there.close()
+                ends.append(here)
+                children.append(child)
+            return _collect(ends, children, timeout_s)
+        finally:
+            _stop(children)
+            for end in ends:
+                end.close()
+
+
+def _can_fork() -> bool:
+    return sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
+
+
+def _rank(end: Connection, parent: int, fn: Callable[..., Any], args: Sequence[Any], rank: int, nprocs: int, store: str,
+          device_type: str, timeout_s: float) -> None:
+    _die_with(parent)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
+    with _Reporting(end) as report:
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
+                                world_size=nprocs, timeout=timedelta(seconds=timeout_s))
+        report.value = pickle.dumps(fn(*args))
+    # Wait until the caller has all results and stops us: a rank that leaves early breaks collectives still under way elsewhere.
+    time.sleep(timeout_s)
+
+
+class _Reporting:
+    """Sends the caller what happened inside: the value, or whatever error ended it."""
+
+    def __init__(self, end: Connection) -> None:
+        self.end, self.value = end, b""
+
+    def __enter__(self) -> _Reporting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        text = "" if error is None else "".join(traceback.format_exception(error)).rstrip()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.end.send(_Report(error is None, time.time(), self.value, text))
+        if error is not None:
+            os._exit(1)  # the traceback was handed over: printing it here as well would mix the ranks' texts
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _collect(ends: Sequence[Connection], children: Sequence[Any], timeout_s: float) -> list[Any]:
+    reports: dict[int, _Report] = {}
+    deadline, failed = time.monotonic() + timeout_s, False
+    while len(reports) < len(ends):
+        waiting = {end: rank for rank, end in enumerate(ends) if rank not in reports}
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        for end in ready:
+            rank = waiting[end]  # type: ignore[index]
+            reports[rank] = _receive(ends[rank], children[rank])
+            if not reports[rank].ok and not failed:
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+        if not ready:
+            break
+    _raise_first(reports, len(ends), timeout_s)
+    return [pickle.loads(reports[rank].value) for rank in range(len(ends))]
+
+
+def _receive(end: Connection, child: Any) -> _Report:
+    try:
+        report: _Report = end.recv()
+        return report
+    except EOFError:
+        child.join(GRACE_S)
+        code = child.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return _Report(False, time.time(), b"", f"the process was {how} without a Python error")
+
+
+def _raise_first(reports: dict[int, _Report], nprocs: int, timeout_s: float) -> None:
+    errors = sorted((report.time_s, rank) for rank, report in reports.items() if not report.ok)
+    if errors:
+        rank = errors[0][1]
+        raise RunError(f"rank {rank} of {nprocs} failed, all ranks were stopped:\n{reports[rank].text}")
+    late = [rank for rank in range(nprocs) if rank not in reports]
+    if late:
+        raise RunError(f"ranks {late} of {nprocs} were not done after {timeout_s:g} s, all ranks were stopped; "
+                       "ranks that wait for each other in different collectives look like this")
+
+
+def _stop(children: Sequence[Any]) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            if child.is_alive():
+                child.kill()
+    for child in children:
+        child.join()
+        child.close()

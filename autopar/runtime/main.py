@@ -1,0 +1,83 @@
+"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss.
+
+    torchrun --nproc-per-node=4 sharded.py --weights full_state.pt --batch batch.pt --steps 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import RunError
+from autopar.runtime.module import ShardedModule
+
+
+def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
+    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss.
+
+    Raises RunError where the number of ranks, the weights or the batch do not fit the plan.
+    """
+    options = _parser().parse_args(arguments)
+    mesh = model_class.MESH
+    if mesh.ranks > 1 and not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            raise RunError(f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}")
+        if mesh.device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if mesh.device_type == "cuda" else "gloo")
+    model = model_class(seed=options.seed)
+    if options.weights:
+        model.load_full(torch.load(options.weights, map_location="cpu"))
+    else:
+        initialise(model, options.seed)
+    batch = model.shard_batch(**_batch(options.batch, model_class))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    loss = float("nan")
+    for step in range(options.steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = float(model.train_step(*batch))
+        optimizer.step()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"step {step}: loss {loss:.6f}, {time.perf_counter() - start:.3f} s", flush=True)
+    return loss
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train the sharded model for some steps on one batch.")
+    parser.add_argument("--weights", help="file with the whole state dict (torch.save); without it: small random weights")
+    parser.add_argument("--batch", required=True, help="file with the global batch: a dict of tensors by input name (torch.save)")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _batch(path: str, model_class: type[ShardedModule]) -> dict[str, Any]:
+    found = torch.load(path, map_location="cpu")
+    if not isinstance(found, dict):
+        raise RunError(f"{path} holds a {type(found).__name__}, wanted a dict with the inputs {', '.join(model_class.INPUTS)}")
+    return found
+
+
+@torch.no_grad()
+def initialise(model: ShardedModule, seed: int) -> None:
+    """Small random weights for trying a plan out: normal(0, 0.02), ones for vectors called weight, zeros for the rest; the same on
+    every mesh, because each whole tensor is drawn from its own seed."""
+    state = {}
+    for number, (name, info) in enumerate(model.declared().items()):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        whole = torch.zeros(info.shape, dtype=info.torch_dtype)
+        if whole.dim() > 1 and whole.is_floating_point():
+            nn.init.normal_(whole, std=0.02, generator=generator)
+        elif name.endswith("weight"):
+            whole.fill_(1)
+        state[name] = whole
+    model.load_full(state)

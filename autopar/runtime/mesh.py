@@ -1,0 +1,121 @@
+"""The mesh of ranks that an emitted module runs on.
+
+A `Mesh` is made when the emitted file is imported; the process groups are made on first use, when torch.distributed
+runs. Ranks are numbered row by row: the last axis varies fastest, as in torch's DeviceMesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import RunError
+from autopar.layout import chunk
+
+_MESHES: list[Mesh] = []
+
+
+class Mesh:
+    """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
+
+    Two meshes with the same sizes and names are the same object, so that they share their process groups.
+    Everything but `sizes` and `names` needs torch.distributed, except on a mesh of one rank.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    device_type: str
+    number: int
+
+    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu") -> Mesh:
+        key = (tuple(sizes), tuple(names), device_type)
+        for known in _MESHES:
+            if (known.sizes, known.names, known.device_type) == key:
+                return known
+        if len(key[0]) != len(key[1]) or any(n < 1 for n in key[0]):
+            raise RunError(f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more")
+        mesh = super().__new__(cls)
+        mesh.sizes, mesh.names, mesh.device_type = key
+        mesh.number = len(_MESHES)
+        _MESHES.append(mesh)
+        return mesh
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Mesh, (self.sizes, self.names, self.device_type)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return f"Mesh({axes}, {self.device_type})"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the mesh has in all."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh; None on one rank without torch.distributed. Raises RunError where the number of ranks is wrong."""
+        if not dist.is_initialized():
+            if self.ranks == 1:
+                return None
+            raise RunError(f"the plan needs {self.ranks} ranks ({self}), but torch.distributed is not initialised; "
+                           f"start it with torchrun --nproc-per-node={self.ranks}, or use autopar run")
+        if dist.get_world_size() != self.ranks:
+            raise RunError(f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
+                           f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks")
+        sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
+        return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+
+    @cached_property
+    def coord(self) -> tuple[int, ...]:
+        """This rank's coordinate on each axis."""
+        if self.device_mesh is None or not self.sizes:
+            return (0,) * len(self.sizes)
+        found = self.device_mesh.get_coordinate()
+        if found is None:
+            raise RunError(f"rank {dist.get_rank()} is no part of {self}")
+        return tuple(found)
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """The process group of this rank along each axis; None on axes that need none."""
+        device_mesh = self.device_mesh
+        return tuple(None if device_mesh is None else device_mesh.get_group(axis) for axis in range(len(self.sizes)))
+
+    def group(self, axis: int) -> dist.ProcessGroup | None:
+        """The process group of this rank along `axis`."""
+        return self.groups[axis]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return torch.device(self.device_type, torch.accelerator.current_device_index()) if self.device_type != "cpu" \
+            else torch.device("cpu")
+
+    def span(self, size: int, axes: Sequence[int]) -> tuple[int, int]:
+        """`[start, stop)` of this rank's chunk of `size` cut by `axes`, major first."""
+        start, stop = 0, size
+        for axis in axes:
+            first, last = chunk(stop - start, self.sizes[axis], self.coord[axis])
+            start, stop = start + first, start + last
+        return start, stop
+
+    def local(self, size: int, axes: Sequence[int]) -> int:
+        """The length of this rank's chunk of `size` cut by `axes`, major first."""
+        start, stop = self.span(size, axes)
+        return stop - start
+
+    def forget(self) -> None:
+        """Drop the process groups, for programs that shut torch.distributed down and start it again."""
+        for name in ("device_mesh", "coord", "groups"):
+            self.__dict__.pop(name, None)
+
+
+def mesh_number(number: int) -> Mesh:
+    """The mesh with that `number`: how compiled graphs, which hold ints only, refer to one."""
+    return _MESHES[number]

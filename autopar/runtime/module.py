@@ -1,0 +1,215 @@
+"""The base classes of emitted code: `ShardedModule` for the model, `Block` for a repeated block.
+
+Parameters are registered under their original names, in plain nested modules; the emitted forward works on *leaves*, local
+tensors that alias the DTensor parameters, so autograd never sees a DTensor. gradsync.py carries the gradients back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import wrap_like
+from autopar.errors import RunError
+from autopar.layout import is_partial, parse, show
+from autopar.runtime import batch, checkpoint, regather, rng
+from autopar.runtime.gradsync import GradSync
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.moves import relayout
+from autopar.runtime.outputs import Spread, by_name, leaves, pack
+from autopar.runtime.params import Held, Param, empty, place
+from autopar.runtime.reshard import reshard
+
+
+class Block(nn.Module):
+    """One instance of a repeated block; its parameters are registered with the model. `w` and `b` hold the local parts of
+    parameters and buffers by their names in the block."""
+
+    PARAMS: ClassVar[Mapping[str, Param]] = {}
+    BUFFERS: ClassVar[Mapping[str, Param]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w: dict[str, Tensor] = {}
+        self.b: dict[str, Tensor] = {}
+
+
+class ShardedModule(nn.Module):
+    """The base of an emitted model; see autopar.runtime for what an emitted class defines.
+
+    `Model()` allocates this rank's parts without initialising them; fill them with `load_full` or `load_state_dict`. Raises
+    RunError where the number of ranks is not the plan's.
+    """
+
+    MESH: ClassVar[Mesh]
+    INPUTS: ClassVar[Mapping[str, str]] = {}
+    UNEVEN: ClassVar[Sequence[str]] = ()
+    OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
+    STRUCTURE: ClassVar[Any] = None
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    PARAMS: ClassVar[Mapping[str, Param]] = {}
+    BUFFERS: ClassVar[Mapping[str, Param]] = {}
+    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[str]]]] = {}
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        self.rng = rng.Rng(seed)
+        self.w: dict[str, Tensor] = {}
+        self.b: dict[str, Tensor] = {}
+        self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
+        self._held: dict[str, Held] = {}
+        self._spread: list[Spread] = []
+        self._agreed = False
+        self._declare(type(self), "", self)
+        for scope, (kind, prefixes) in self.RUNS.items():
+            self.runs[scope] = [kind() for _ in prefixes]
+            for block, prefix in zip(self.runs[scope], prefixes, strict=True):
+                self._declare(kind, f"{prefix}." if prefix else "", block)
+        for alias, name in self.ALIASES.items():
+            held = self._held[name]
+            place(self, alias, held.tensor, buffer=name in self.buffer_names())
+        self._sync = GradSync([h for h in self._held.values() if h.info.trainable], self.MESH)
+        for held in self._held.values():
+            held.renew()
+            self._sync.attach(held)
+        checkpoint.install(self, self._held, self.ALIASES, self.MESH)
+
+    def _declare(self, kind: type[Block] | type[ShardedModule], prefix: str, reader: Block | ShardedModule) -> None:
+        for buffer, table, read in ((False, kind.PARAMS, reader.w), (True, kind.BUFFERS, reader.b)):
+            for short, info in table.items():
+                name = prefix + short
+                if name not in self._held:
+                    tensor = empty(name, info, self.MESH, buffer=buffer)
+                    owner, key = place(self, name, tensor, buffer=buffer, persistent=info.persistent)
+                    self._held[name] = Held(name, info, owner, key, [], tensor)
+                self._held[name].readers.append((read, short))
+
+    def declared(self) -> dict[str, Param]:
+        """What the plan says of each parameter and buffer, by original name."""
+        return {name: held.info for name, held in self._held.items()}
+
+    def buffer_names(self) -> list[str]:
+        """The names of buffers, in order."""
+        return [name for name, h in self._held.items() if not isinstance(h.tensor, nn.Parameter)]
+
+    # -- running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan says.
+
+        Raises RunError on inputs that the plan does not have, and on the first call where ranks' shapes do not fit together.
+        """
+        return self._packed(self._run(args, kwargs))
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`. Gives the global loss, the
+        same on all ranks, detached. Raises RunError where the plan has no loss."""
+        values = self._run(args, kwargs)
+        roles = [role for role, _ in self._results()]
+        if "loss" not in roles:
+            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
+        loss = values[roles.index("loss")]
+        loss.backward()
+        return loss.detach()
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        inputs = batch.bind(self.INPUTS, args, kwargs)
+        if not self._agreed:
+            batch.check_agreement(self.INPUTS, inputs, self.MESH)
+            self._agreed = True
+        self._renew()
+        self._spread.clear()
+        self.rng.advance()
+        with ExitStack() as stack:
+            stack.enter_context(rng.using(self.rng))
+            if torch.is_grad_enabled():
+                stack.enter_context(regather.regathering())
+            values = list(super().__call__(*inputs))
+        if self.OUTPUTS and len(values) != len(self.OUTPUTS):
+            raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
+        for (role, name), value in zip(self.OUTPUTS, values, strict=False):
+            if role == "mutation":
+                self._mutate(self._held[self.ALIASES.get(name, name)], value)
+        return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
+
+    def _renew(self) -> None:
+        """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
+        if self._sync.reached:
+            self._sync.reset()
+        for held in self._held.values():
+            if held.stale():
+                held.renew()
+                self._sync.attach(held)
+
+    def _mutate(self, held: Held, value: Tensor) -> None:
+        """A buffer's new value. Not in place: the backward may need the old one."""
+        held.owner[held.key] = wrap_like(value.detach().clone(), held.tensor)
+
+    def _results(self) -> list[tuple[str, str]]:
+        return [(role, name) for role, name in self.OUTPUTS if role != "mutation"]
+
+    def _structure(self, count: int) -> Any:
+        if self.STRUCTURE is not None:
+            return self.STRUCTURE
+        return by_name(tuple(name for _, name in self._results()) or ("",) * count)
+
+    def _packed(self, values: Sequence[Any]) -> Any:
+        return pack(self._structure(len(values)), lambda index: values[index])
+
+    # -- outputs and batches
+
+    def spread(self, value: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
+        """An output for the user: partial sums are completed, cuts stay and are noted for `full`."""
+        src = parse(layout)
+        dst = tuple("R" if is_partial(e) else e for e in src)
+        self._spread.append(Spread(dst, tuple(shape)))
+        return reshard(value, f"{layout} -> {show(dst)}", grad=f"{show(dst)} -> {show(dst)}", shape=shape, mesh=self.MESH)
+
+    @torch.no_grad()
+    def full(self, outputs: Any) -> Any:
+        """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
+        spread = list(self._spread)
+        roles = [role for role, _ in self._results()] or ["output"] * len(spread)
+        at = {index: spread.pop(0) for index, role in enumerate(roles) if role == "output"}
+        structure = self._structure(len(roles))
+        numbers = [i for i in leaves(structure) if isinstance(i, int) and not isinstance(i, bool)]
+        tensors = [leaf for leaf, i in zip(leaves(outputs), leaves(structure), strict=True) if i in numbers]
+        values = {i: self._whole(tensor, at.get(i)) for i, tensor in zip(numbers, tensors, strict=True)}
+        return pack(structure, values.__getitem__)
+
+    def _whole(self, value: Tensor, at: Spread | None) -> Tensor:
+        return value if at is None else relayout(value.detach(), at.layout, ("R",) * len(at.layout), at.shape, self.MESH, "output")
+
+    def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
+        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs), self.MESH, self.UNEVEN))
+
+    # -- state
+
+    def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
+        """Fill parameters and buffers from whole tensors under original names, without communication. Raises RunError on names
+        and shapes that do not fit; `strict=False` ignores unknown names."""
+        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict)
+        return self
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers under original names, on the CPU of every rank; a collective operation."""
+        return checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
+
+    @torch.no_grad()
+    def full_grads(self) -> dict[str, Tensor | None]:
+        """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
+        trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
+        return {n: None if h.tensor.grad is None else checkpoint.whole(checkpoint.local_of(h.tensor.grad), h, self.MESH)
+                for n, h in trained.items()}
+
+    def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
+        """Compile the forward of every block with torch.compile; numerically the same."""
+        for blocks in self.runs.values():
+            for block in blocks:
+                block.compile(backend=backend, **options)
+        return self

@@ -1,0 +1,52 @@
+"""What a model returns: the user's pytree, with values by name or attribute, and how each lies on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.layout import Layout
+
+
+class Outputs(dict[str, Any]):
+    """A dict whose values are attributes too: `out.loss`, `out["logits"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no output {name!r}; outputs are {', '.join(self)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How an output lies: layout on the mesh, and its global shape."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+
+def pack(structure: Any, leaf: Callable[[int], Any]) -> Any:
+    """The user's pytree: `structure` with each int replaced by `leaf(int)`; other leaves stay as they are."""
+    if isinstance(structure, int) and not isinstance(structure, bool):
+        return leaf(structure)
+    if isinstance(structure, Mapping):
+        return Outputs({key: pack(item, leaf) for key, item in structure.items()})
+    if isinstance(structure, (tuple, list)):
+        return type(structure)(pack(item, leaf) for item in structure)
+    return structure
+
+
+def by_name(names: tuple[str, ...]) -> Any:
+    """The structure of a model that does not say more: a dict by name."""
+    return {name or f"output{index}": index for index, name in enumerate(names)}
+
+
+def leaves(outputs: Any) -> list[Any]:
+    """The leaves of a pytree of dicts, lists and tuples, in order."""
+    if isinstance(outputs, Mapping):
+        outputs = list(outputs.values())
+    if isinstance(outputs, (tuple, list)):
+        return [leaf for item in outputs for leaf in leaves(item)]
+    return [outputs]

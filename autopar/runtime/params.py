@@ -1,0 +1,141 @@
+"""Parameters and buffers at rest: how they are declared, made and filled.
+
+A parameter is a DTensor on the whole mesh under its original name. A layout with sections (`S0/3`) has no DTensor
+placement that is safe (strided shards lose their order when two meet, and checkpoints refuse them), so such a parameter is
+a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from autopar._torch import local_of
+from autopar.errors import RunError
+from autopar.layout import Layout, dim_of, is_shard, local_shape, parse, sections_of
+from autopar.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter or buffer at rest: global shape, dtype name ("float32"), layout (without partial entries).
+
+    `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
+    gradient. `persistent`: whether a buffer belongs to the state dict.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    sync: tuple[int, ...] = ()
+    trainable: bool = True
+    persistent: bool = True
+
+    @property
+    def entries(self) -> Layout:
+        """The layout, parsed."""
+        return parse(self.layout)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it; raises RunError on an unknown name."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise RunError(f"{self.dtype!r} is no torch dtype; expected a name such as 'float32'")
+        return found
+
+    @property
+    def sectioned(self) -> bool:
+        """Whether the local part is several sections, so that the DTensor is reordered."""
+        return any(is_shard(e) and len(sections_of(e)) > 1 for e in self.entries)
+
+    @property
+    def partial_grad(self) -> Layout:
+        """How the gradient lies before it is synchronised."""
+        return tuple("P" if a in self.sync else e for a, e in enumerate(self.entries))
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return local_shape(self.shape, self.entries, mesh.sizes, mesh.coord)
+
+
+@dataclass(eq=False)
+class Held:
+    """One parameter or buffer of a built module: where it is registered, and who reads its local part."""
+
+    name: str
+    info: Param
+    owner: dict[str, Any]  # `_parameters` or `_buffers` of the nn.Module that holds it
+    key: str
+    readers: list[tuple[dict[str, Tensor], str]]  # the `w` or `b` tables that hold the local part, and the name there
+    leaf: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The registered tensor: a Parameter that is a DTensor, or a buffer."""
+        found: Tensor = self.owner[self.key]
+        return found
+
+    @property
+    def local(self) -> Tensor:
+        """The local part of the registered tensor."""
+        return local_of(self.tensor)
+
+    def stale(self) -> bool:
+        """Whether the registered tensor no longer is the one that `leaf` aliases (moved, cast, frozen, replaced)."""
+        local, leaf = self.local, self.leaf
+        return (local.data_ptr() != leaf.data_ptr() or local.dtype != leaf.dtype
+                or leaf.requires_grad != self.tensor.requires_grad)
+
+    def renew(self) -> None:
+        """Make a new leaf that aliases the registered tensor and hand it to the readers."""
+        self.leaf = self.local.detach().requires_grad_(self.tensor.requires_grad)
+        for table, key in self.readers:
+            table[key] = self.leaf
+
+
+def placements(layout: Layout) -> tuple[Placement, ...]:
+    """DTensor placements of a layout at rest; sections are dropped (see the module docstring)."""
+    return tuple(Shard(dim_of(e)) if is_shard(e) else Replicate() for e in layout) or (Replicate(),)
+
+
+def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Tensor:
+    """`local` as a DTensor of global `shape`; as it is where the mesh is one rank without torch.distributed."""
+    if mesh.device_mesh is None:
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
+    """A parameter or buffer with uninitialised content. Buffers that rest whole are plain tensors."""
+    try:
+        local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device=mesh.device)
+    except IndexError as error:
+        raise RunError(f"{name}: layout {info.layout} does not belong to {mesh}") from error
+    if buffer:
+        return local if not any(map(is_shard, info.entries)) else distribute(local, info.shape, info.entries, mesh)
+    return nn.Parameter(distribute(local, info.shape, info.entries, mesh), requires_grad=info.trainable)
+
+
+def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:
+    """Register `tensor` under the dotted `name`, with plain modules on the way; gives the table that holds it and its key.
+
+    Works on the tables of nn.Module, because a name of the model may be an attribute of ours.
+    """
+    *path, key = name.split(".")
+    module: nn.Module = root
+    for part in path:
+        inner = module._modules.get(part)
+        if inner is None:
+            inner = module._modules[part] = nn.Module()
+        module = inner
+    table: dict[str, Any] = module._buffers if buffer else module._parameters
+    table[key] = tensor
+    if buffer and not persistent:
+        module._non_persistent_buffers_set.add(key)
+    return table, key

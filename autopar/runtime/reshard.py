@@ -1,0 +1,90 @@
+"""`reshard`: a change of layout, with its gradient.
+
+Forward runs `layout.steps(src, dst)`, backward `layout.steps(consumer's gradient, producer's gradient)`. In compiled code
+it is the opaque operator `autopar::reshard`, so that the very same steps run, and are counted, there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import LayoutError
+from autopar.layout import Layout, local_shape, parse
+from autopar.runtime.mesh import Mesh, mesh_number
+from autopar.runtime.moves import relayout
+
+
+def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
+    """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
+
+    `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference).
+    Exact for uneven and empty shards, sections, every dtype. Raises RunError where `x` is not shaped as its layout says.
+    """
+    if torch.compiler.is_compiling():
+        moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name)
+        return moved
+    src, dst = arrow(change)
+    if grad is None or not x.requires_grad or not torch.is_grad_enabled():
+        if src == dst:
+            return x
+        return relayout(x.detach(), src, dst, tuple(shape), mesh, name)
+    back = arrow(grad)
+    if src == dst and back[0] == back[1]:
+        return x
+    out: Tensor = _Reshard.apply(x, src, dst, back, tuple(shape), mesh, name)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def arrow(text: str) -> tuple[Layout, Layout]:
+    """`"S0 -> R"` as two layouts. Raises LayoutError on anything else."""
+    parts = text.split("->")
+    if len(parts) != 2:
+        raise LayoutError(f"{text!r} is no change of layout; expected two layouts and an arrow, as 'S0,R -> S0,S1'")
+    return parse(parts[0].strip()), parse(parts[1].strip())
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, back: tuple[Layout, Layout], shape: tuple[int, ...],
+                mesh: Mesh, name: str) -> Tensor:
+        ctx.back, ctx.shape, ctx.mesh, ctx.name = back, shape, mesh, name
+        out = relayout(x, src, dst, shape, mesh, name)
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        src, dst = ctx.back
+        moved = relayout(grads[0], src, dst, ctx.shape, ctx.mesh, ctx.name)
+        return moved, None, None, None, None, None, None
+
+
+@torch.library.custom_op("autopar::reshard", mutates_args=())
+def _operator(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str) -> Tensor:
+    src, dst = arrow(change)
+    out = relayout(x, src, dst, tuple(shape), mesh_number(mesh), name)
+    return out.clone(memory_format=torch.contiguous_format)  # operators must not return a view of their input
+
+
+@_operator.register_fake
+def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str) -> Tensor:
+    where = mesh_number(mesh)
+    return x.new_empty(local_shape(shape, arrow(change)[1], where.sizes, where.coord))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.change, ctx.grad, ctx.shape, ctx.mesh, ctx.name = inputs
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.grad is None:
+        return None, None, None, None, None, None
+    return torch.ops.autopar.reshard(grads[0], ctx.grad, None, ctx.shape, ctx.mesh, ctx.name), None, None, None, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,61 @@
+"""Random numbers of sharded programs: the same on replicas, different on shards, other ones at every step and call.
+
+A draw is seeded by (seed, step, name of the operator, number of its call in this step, which shard), so it needs no
+communication, does not depend on other random operators, and is the same again for the same seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.layout import Layout, is_shard
+
+
+@dataclass
+class Rng:
+    """State of one module: `seed`, the number of steps so far, the calls of each operator in this step."""
+
+    seed: int = 0
+    step: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self.calls = {}
+
+    def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device) -> torch.Generator:
+        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`."""
+        call = self.calls.get(key, 0)
+        self.calls[key] = call + 1
+        shard = [(axis, coord[axis]) for axis, entry in enumerate(layout) if is_shard(entry)]
+        digest = hashlib.blake2b(repr((self.seed, self.step, key, call, shard)).encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+_current = [Rng()]
+
+
+def current() -> Rng:
+    """The state that random operators draw from."""
+    return _current[-1]
+
+
+@contextmanager
+def using(rng: Rng) -> Iterator[None]:
+    """Draw from `rng` inside."""
+    _current.append(rng)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random operators that run outside any module; a module has its own: `model.rng.seed`."""
+    _current[0] = Rng(seed)

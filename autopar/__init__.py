@@ -29,7 +29,23 @@ _WHERE = {
     "RunError": "autopar.errors",
 }
 
-__all__ = [*_WHERE, "__version__"]
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "Cluster",
+    "ClusterError",
+    "Compiled",
+    "InfeasibleError",
+    "LayoutError",
+    "NoRuleError",
+    "Plan",
+    "PlanError",
+    "RuleError",
+    "RunError",
+    "__version__",
+    "compile",
+    "load",
+]
 
 if TYPE_CHECKING:
     from autopar.api import Compiled, compile, load

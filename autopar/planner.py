@@ -37,7 +37,7 @@ class Request:
     """What to plan for, beside the graph: everything that `compile` was asked."""
 
     cluster: Cluster
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
     search: str | Search = "ilp"
     recipe: str | None = None
     mesh: tuple[int, ...] | None = None

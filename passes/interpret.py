@@ -41,5 +41,9 @@ class Interpret(fx.Interpreter):
         carried, invariant = args[: len(node.meta["val"])], args[len(node.meta["val"]) :]
         for number in range(node.meta["repeat"]):
             own = [self.weights[fqns[number]] for fqns in names]
-            carried = Interpret(body, self.weights).run(*carried, *invariant, *own)
+            carried = self.body(body, str(node.target)).run(*carried, *invariant, *own)
         return carried
+
+    def body(self, body: fx.GraphModule, name: str) -> Interpret:
+        """The interpreter of one folded block, called `name`."""
+        return Interpret(body, self.weights)

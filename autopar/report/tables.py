@@ -1,57 +1,72 @@
-"""A plan for a person: what was chosen, what it costs, what else was tried, and how parameters and blocks lie."""
+"""A plan for a person: what was chosen, what it costs, what else was tried, and how weights and values lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from autopar.cluster import Cluster
 from autopar.plan import NodePlan, Plan
+from autopar.problem.graph import Program
+from autopar.report.grid import grid
+from autopar.report.reshards import ROLES, Row, reshards
+from autopar.report.text import gibibytes, seconds, times
+from autopar.report.weights import Weight, titles, weights
+
+RESHARDS_SHOWN = 12  # per block; the rest is in the emitted file
 
 
-def seconds(value: float | None) -> str:
-    """`0.0123` -> `12.3 ms`."""
-    if value is None:
-        return "-"
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value * 1e9:.0f} ns"
-
-
-def gibibytes(value: float | None) -> str:
-    """Bytes -> `61.2 GiB`, `12.3 MiB`."""
-    if value is None:
-        return "-"
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
+def report(plan: Plan, program: Program) -> Group:
+    """The whole plan: the overview, then weights and reshards of each distinct block."""
+    held, moved = weights(program, plan), reshards(program, plan)
+    parts: list[RenderableType] = [overview(plan)]
+    for scope, title in titles(program).items():
+        here = [w for w in held if w.scope == scope]
+        if here:
+            parts += ["", _weights(here, plan, title)]
+        there = [row for row in moved if row.scope == scope and row.step_s > 0]
+        if there:
+            parts += ["", _reshards(there, title)]
+    return Group(*parts)
 
 
 def overview(plan: Plan) -> Group:
-    """The whole plan as rich tables."""
-    return Group(_summary(plan), _alternatives(plan), _layouts(plan))
+    """What the plan alone says: the choice, its price, and the recipes that were priced."""
+    return Group(_summary(plan), *(("", _alternatives(plan)) if plan.alternatives else ()))
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table(title=f"{plan.model} on {plan.cluster.get('name', 'cluster')}", show_header=False, title_justify="left")
-    predicted = plan.predicted
-    mesh = " x ".join(f"{n}={s}" for n, s in zip(plan.axes, plan.mesh, strict=True)) or "one device"
-    gap = f"{100 * predicted.gap:.2f} %" if predicted.bound_s > 0 else "none proven"
-    rows = {
-        "strategy": plan.strategy, "mesh": mesh, "planned for": ", ".join(f"{k}={v}" for k, v in plan.hints.items()),
-        "step": f"{seconds(predicted.step_s)}  (compute {seconds(predicted.compute_s)}, exposed communication "
-                f"{seconds(predicted.exposed_s)}, hidden {seconds(predicted.hidden_s)})",
-        "memory per device": gibibytes(predicted.memory_bytes), "gap to the proven bound": gap,
-        "splits": ", ".join(f"{kind} {count}" for kind, count in _kinds(plan.nodes).items()),
-    }
-    for key, value in rows.items():
-        table.add_row(key, value)
+    table = grid(f"{plan.model} on {plan.cluster.get('name', 'cluster')}, {plan.mode}", show_header=False)
+    for key, value in _facts(plan).items():
+        table.add_row(key, Text(value))
     for note in plan.notes:
-        table.add_row("note", note)
+        table.add_row("note", Text(note))
     return table
 
 
-def _kinds(nodes: Mapping[str, NodePlan]) -> dict[str, int]:
+def _facts(plan: Plan) -> dict[str, str]:
+    predicted = plan.predicted
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(plan.axes, plan.mesh, strict=True)) or "one device"
+    gap = f"{100 * predicted.gap:.2f} % (no plan is below {seconds(predicted.bound_s)})" if predicted.bound_s > 0 else "none proven"
+    device = Cluster.from_dict(dict(plan.cluster)).device
+    return {
+        "strategy": plan.strategy,
+        "mesh": mesh,
+        "planned for": ", ".join(f"{k} = {v}" for k, v in plan.hints.items()) or "fixed sizes",
+        "precision": f"{plan.precision}, {plan.optimizer}" if plan.mode == "train" else plan.precision,
+        "step": seconds(predicted.step_s),
+        "  compute": seconds(predicted.compute_s),
+        "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
+        "memory": f"{gibibytes(predicted.memory_bytes)} of {gibibytes(device.usable_memory_bytes)} per device",
+        "gap": gap,
+        "splits": ", ".join(f"{count} {kind}" for kind, count in kinds(plan.nodes).items()),
+    }
+
+
+def kinds(nodes: Mapping[str, NodePlan]) -> dict[str, int]:
     """How many (operator, axis) pairs are split in each way; parameters and inputs do not count."""
     counts: dict[str, int] = {}
     for node in nodes.values():
@@ -62,28 +77,29 @@ def _kinds(nodes: Mapping[str, NodePlan]) -> dict[str, int]:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = Table("recipe", "mesh", "step", "memory", "", title="recipes priced", title_justify="left")
-    order = sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name))
-    for other in order:
-        why = "does not fit" if other.step_s is None else ""
-        table.add_row(other.name, "x".join(map(str, other.mesh)), seconds(other.step_s), gibibytes(other.memory_bytes), why)
+    table = grid("recipes priced", "recipe", "mesh", "step", "x chosen", "memory", "")
+    best = plan.predicted.step_s
+    for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
+        ratio = "-" if other.step_s is None or best <= 0 else f"{other.step_s / best:.2f}"
+        note = "does not fit" if other.step_s is None else "chosen" if (other.name, other.mesh) == (plan.strategy, plan.mesh) else ""
+        table.add_row(other.name, times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
     return table
 
 
-def _layouts(plan: Plan) -> Table:
-    """Operators that are split by a weight or hold one, with the layout of their result, and parameters at rest."""
-    table = Table("node", *plan.axes, "result lies as", title="layouts", title_justify="left")
-    for name, node in _interesting(plan.nodes.items()):
-        value = node.outs[0].split("|")[0] if node.outs else ""
-        table.add_row(name, *(f"{f or '-'} ({k})" if k != "replicate" else "-" for f, k in zip(node.factors, node.kinds, strict=True)), value)
+def _weights(rows: Sequence[Weight], plan: Plan, title: str) -> Table:
+    table = grid(f"weights of {title}", "weight", "shape", "at rest", *(f"on {axis}" for axis in plan.axes), "per device")
+    for row in rows:
+        table.add_row(row.name, times(row.shape), row.layout, *row.uses, gibibytes(row.local_bytes))
     return table
 
 
-def _interesting(nodes: Iterable[tuple[str, NodePlan]]) -> list[tuple[str, NodePlan]]:
-    """Nodes that take part in a decision: no views of what was decided before them."""
-    shown = []
-    for name, node in nodes:
-        lies_still = not node.ins and node.outs
-        if lies_still or any(a != b for a in node.ins for b in node.outs[:1]):
-            shown.append((name, node))
-    return shown
+def _reshards(rows: Sequence[Row], title: str) -> Table:
+    table = grid(f"communication of {title}", "tensor", "for", "collectives, bytes and price of one run", "runs", "per step")
+    ordered = sorted(rows, key=lambda row: (-row.step_s, row.tensor))
+    for row in ordered[:RESHARDS_SHOWN]:
+        readers = ROLES[row.role] or ", ".join(row.readers[:2]) + (", ..." if len(row.readers) > 2 else "")
+        table.add_row(row.tensor, readers, row.reason, str(row.count), seconds(row.step_s))
+    rest = ordered[RESHARDS_SHOWN:]
+    if rest:
+        table.add_row(f"{len(rest)} more", "", "", "", seconds(sum(row.step_s for row in rest)))
+    return table

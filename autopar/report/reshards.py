@@ -1,0 +1,69 @@
+"""The communication of a plan: every reshard with its reason, bytes and price, and what it costs per step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.codegen.context import Context
+from autopar.codegen.edges import Reshard
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program
+from autopar.problem.prices import Prices, Settings
+
+ROLES = {
+    "edge": "",
+    "feed": "into the first block",
+    "carry": "from block to block",
+    "sync": "gradients, in buckets",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One reshard. `step_s` is forward and backward, all times that it runs in a step, with nothing hidden; `reason` holds
+    the collectives with bytes and the price of one run."""
+
+    scope: str
+    tensor: str
+    src: str
+    dst: str
+    role: str
+    count: int
+    step_s: float
+    reason: str
+    readers: tuple[str, ...]
+    where: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return asdict(self)
+
+
+def prices_of(plan: Plan) -> Prices:
+    """The prices that `plan` was made with."""
+    cluster = Cluster.from_dict(dict(plan.cluster))
+    return Prices(cluster.mesh(plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+
+
+def reshards(program: Program, plan: Plan) -> list[Row]:
+    """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
+    context, prices = Context(program, plan, {}), prices_of(plan)
+    return [_row(reshard, context, prices) for reshard in context.edges.reshards]
+
+
+def _row(reshard: Reshard, context: Context, prices: Prices) -> Row:
+    producer = context.program.ops[reshard.ref[0]]
+    src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
+    size = context.program.bytes_of(reshard.ref)
+    once = float(prices.table_s([src], [dst], size, weight=reshard.weight)[0, 0])
+    readers = [context.program.ops[name] for name in reshard.readers]
+    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count,
+               once * reshard.count, context.reason(reshard), tuple(label(op) for op in readers),
+               next((op.where for op in (*readers, producer) if op.where), ""))
+
+
+def label(op: Op) -> str:
+    """The short name of an Op: a parameter's own name, otherwise the node's name without its block."""
+    return op.fqn if op.role == "param" else op.name.rsplit("/", 1)[-1]

@@ -1,0 +1,35 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def seconds(value: float | None) -> str:
+    """`0.0123` -> `12.3 ms`; `-` for None and 0."""
+    if not value:
+        return "-"
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= unit * 0.9995:
+            return f"{_three(value / unit)} {name}"
+    return f"{_three(value * 1e9)} ns"
+
+
+def gibibytes(value: float | None) -> str:
+    """Bytes -> `61.2 GiB`, `12.3 MiB`, `1.5 KiB`; `-` for None."""
+    if value is None:
+        return "-"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{_three(value / unit)} {name}"
+    return f"{value:.0f} B"
+
+
+def times(sizes: Sequence[int]) -> str:
+    """`(2, 4)` -> `2x4`; `1` for no axis."""
+    return "x".join(map(str, sizes)) or "1"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

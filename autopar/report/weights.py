@@ -1,0 +1,103 @@
+"""How each weight lies and is used: the table an engineer checks first.
+
+    column      cut at rest and in use, the operator's result is cut with it (Megatron's column-parallel)
+    row         cut at rest and in use, the operator leaves partial sums (row-parallel)
+    vocabulary  cut along the vocabulary of an embedding or a loss, with the runtime's own algorithm
+    gathered    cut at rest, whole in use (ZeRO-3)
+    moved       cut at rest and in use, along different dims
+    sliced      whole at rest, cut in use
+    replicated  whole at rest and in use
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.codegen.edges import Pair, in_pair, out_pair
+from autopar.layout import fraction, is_shard, show
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter (of each instance of a block): `uses` has one entry per mesh axis; `local_bytes` is what one device
+    holds of all its instances."""
+
+    scope: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    layout: str
+    uses: tuple[str, ...]
+    local_bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return asdict(self)
+
+
+def weights(program: Program, plan: Plan) -> list[Weight]:
+    """All parameters, in the order of the graph."""
+    readers = program.readers()
+    found = []
+    for op in program.ops.values():
+        if op.role == "param":
+            layout = out_pair(plan, (op.name, 0)).value
+            uses = _uses(op, readers.get((op.name, 0), []), plan)
+            whole = math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
+            found.append(Weight(op.scope, op.fqn, tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch."),
+                                op.count, show(layout), uses, whole * fraction(layout, plan.mesh)))
+    return found
+
+
+def titles(program: Program) -> dict[str, str]:
+    """Scope -> what to call it: `""` is the model, a run of blocks is `transformer.h.0 ... 11`."""
+    found = {"": "outside of blocks"}
+    for run in program.runs.values():
+        paths = _paths(program, run.scope)
+        last = paths[-1].rsplit(".", 1)[-1] if paths else ""
+        found[run.scope] = f"{paths[0]} ... {last}" if len(paths) > 1 else paths[0] if paths else run.scope
+    return found
+
+
+def _paths(program: Program, scope: str) -> list[str]:
+    """The module paths of the instances of a block."""
+    for op in program.ops.values():
+        names = op.node.meta.get("fqns") if op.scope == scope and op.role == "param" else None
+        if names:
+            return [str(name).removesuffix(f".{op.fqn}") for name in names]
+    return []
+
+
+def _uses(op: Op, readers: list[tuple[Op, int]], plan: Plan) -> tuple[str, ...]:
+    rest = out_pair(plan, (op.name, 0))
+    words = []
+    for axis in range(len(plan.mesh)):
+        seen = dict.fromkeys(_use(rest, reader, operand, axis, plan) for reader, operand in readers)
+        words.append(" + ".join(seen) or "unused")
+    return tuple(words)
+
+
+def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
+    lies, asked = rest.value[axis], in_pair(plan, reader.name, operand).value[axis]
+    if lies == asked:
+        return _cut(reader, axis, plan) if is_shard(lies) else "replicated"
+    if is_shard(lies):
+        return "moved" if is_shard(asked) else "gathered"
+    return "sliced"
+
+
+def _cut(reader: Op, axis: int, plan: Plan) -> str:
+    node = plan.nodes[reader.name]
+    if node.runs and node.runs[axis] in VOCABULARY:
+        return "vocabulary"
+    partial = any(Pair.of(out).value[axis].startswith("P") for out in node.outs)
+    return "row" if partial else "column"
+
+
+VOCABULARY: Mapping[str, None] = {"embedding": None, "cross_entropy": None}

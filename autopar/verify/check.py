@@ -1,0 +1,130 @@
+"""`verify`: the emitted module on local ranks against one device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.bundle import Bundle
+from autopar.codegen.edges import Edges, edges
+from autopar.codegen.module import Names, emit
+from autopar.plan import Plan
+from autopar.problem.graph import Program, read
+from autopar.runtime import count, launch
+from autopar.verify.collectives import differences, priced, ran, synced_bytes
+from autopar.verify.compare import difference
+from autopar.verify.probe import first_difference
+from autopar.verify.reference import OPTIMIZER, train_step
+from autopar.verify.report import Report, Row
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is verified: the graph (all floats lifted to the dtype of the check), its plan and names, the weights by fqn,
+    buffers and constants included, and the global batch by input name. `mutate` changes the emitted text: that is how
+    tests plant errors."""
+
+    gm: fx.GraphModule
+    plan: Plan
+    names: Names
+    weights: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    mutate: Callable[[str], str] = str
+
+    @property
+    def training(self) -> bool:
+        return self.plan.mode == "train"
+
+
+def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
+    """Run `case` on one device and on the plan's ranks, and compare everything. See the package docstring.
+
+    Raises RunError when a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        path = Path(folder) / "reference.pt"
+        torch.save(train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=case.training), path)
+        source = case.mutate(emit(case.gm, case.plan, case.names))
+        results = launch(_rank, case.plan.ranks, source, _light(case), str(path))
+    rows, seen = results[0]
+    rows += _collectives(case, seen) if case.training else []
+    rows = [Row(name, kind, error, tolerance if kind != "collectives" else 0.0) for name, kind, error in rows]
+    report = Report(tuple(rows), case.plan.mesh, collectives=len(seen))
+    return report if report.ok else Report(report.rows, report.mesh, _first(case, tolerance), report.collectives)
+
+
+def _light(case: Case) -> dict[str, Any]:
+    """What a rank needs of a case: no graph."""
+    return {"plan": case.plan, "weights": dict(case.weights), "constants": dict(case.constants), "batch": dict(case.batch)}
+
+
+def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str, str, float]], list[Any]]:
+    """One rank: a training step (or a forward), every result gathered and compared with the reference."""
+    module = Bundle(case["plan"], source, case["constants"]).build()
+    module.load_full(case["weights"])
+    local = module.shard_batch(**case["batch"])
+    module.STRUCTURE = None  # outputs by name, whatever the user's own structure is
+    training = case["plan"].mode == "train"
+    with count() as seen:
+        outputs = module(*local)
+        if training:
+            outputs["loss"].backward()
+    got: dict[str, Mapping[str, Tensor | None]] = {"output": module.full(outputs), "buffer": module.full_state_dict()}
+    if training:
+        got["gradient"] = module.full_grads()
+        torch.optim.AdamW(module.parameters(), **OPTIMIZER).step()
+        got["parameter"] = module.full_state_dict()
+    wanted = torch.load(path, weights_only=True)
+    rows = []
+    for kind, values in wanted.items():
+        for name, value in values.items():
+            label = "loss" if kind == "output" and name == "loss" else kind
+            here = got[kind].get(name)
+            if here is None and kind == "gradient" and not value.any():
+                continue  # a parameter that the loss does not reach: no gradient here, zeros there
+            rows.append((name, label, difference(here, value)))
+    return rows, list(seen)
+
+
+def _collectives(case: Case, seen: list[Any]) -> list[tuple[str, str, float]]:
+    program, found = _edges(case)
+    counts, synced = ran(seen)
+    wanted = synced_bytes(program, case.plan, found)
+    return [("collectives run = priced", "collectives", float(differences(priced(program, case.plan, found), counts))),
+            ("bytes of summed gradients run = priced", "collectives", float(sum(abs(wanted[a] - synced[a]) for a in {**wanted, **synced})))]
+
+
+def _edges(case: Case) -> tuple[Program, Edges]:
+    program = read(case.gm, sizes(case), training=case.training)
+    return program, edges(program, case.plan)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """The symbolic sizes of this batch (not those that were planned)."""
+    found = dict(case.plan.hints)
+    for node in case.gm.graph.nodes:
+        if node.meta.get("role") == "input":
+            for dim, size in enumerate(node.meta["val"].shape):
+                for name, symbol in case.gm.meta["symbols"].items():
+                    if not isinstance(size, int) and size.node.expr == symbol:
+                        found[name] = case.batch[node.meta["input"]].shape[dim]
+    return found
+
+
+def _first(case: Case, tolerance: float) -> str:
+    """Run both sides again with every value recorded, and name the first node that differs."""
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        path = Path(folder) / "values.pt"
+        weights = {**case.weights, **case.constants}
+        values = train_step(case.gm, weights, case.batch, training=case.training, record=True)["values"]
+        torch.save({name: [(v.detach(), v.grad) for v in items] for name, items in values.items()}, path)
+        source = case.mutate(emit(case.gm, case.plan, case.names, probes=True))
+        return str(launch(first_difference, case.plan.ranks, source, _light(case), str(path), tolerance)[0])
+

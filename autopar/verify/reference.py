@@ -1,0 +1,85 @@
+"""The single device: one training step of the captured graph, with the value and gradient of every node on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import facts
+from passes.interpret import Interpret
+
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}  # AdamW; large enough that a wrong gradient shows in one step
+
+
+class Recorder(Interpret):
+    """Interprets a graph and keeps every node's value, and its gradient once a backward ran.
+
+    Values are under `node` (`scope/node` in a block), gradients too; one list entry per instance of a block.
+    """
+
+    def __init__(self, gm: fx.GraphModule, weights: Mapping[str, Tensor], scope: str = "",
+                 values: dict[str, list[Any]] | None = None) -> None:
+        super().__init__(gm, weights)
+        self.scope = scope
+        self.values: dict[str, list[Any]] = {} if values is None else values
+
+    def body(self, body: fx.GraphModule, name: str) -> Interpret:
+        """The interpreter of one block: it records into the same table."""
+        return Recorder(body, self.weights, name, self.values)
+
+    def run_node(self, node: fx.Node) -> Any:
+        """One node, recorded when it gives tensors."""
+        result = super().run_node(node)
+        if node.op == "call_function" and facts.tensors(node):
+            items = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(None, result)]
+            for index, item in items:
+                name = f"{self.scope}/{node.name}" if self.scope else node.name
+                if isinstance(item, Tensor):
+                    if item.requires_grad:
+                        item.retain_grad()
+                    self.values.setdefault(name if index is None or len(items) == 1 else f"{name}:{index}", []).append(item)
+        return result
+
+
+def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, training: bool,
+               record: bool = False) -> dict[str, dict[str, Any]]:
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; `values` with `record`.
+
+    `weights` are copied. Parameters are those that the graph reads and that may be trained.
+    """
+    trained = trainable(gm) if training else {}
+    held = {name: w.detach().clone().requires_grad_(name in trained) for name, w in weights.items()}
+    runner = Recorder(gm, held) if record else Interpret(gm, held)
+    outputs = runner.run_named(batch)
+    found: dict[str, dict[str, Any]] = {"output": {}, "gradient": {}, "parameter": {}, "buffer": {}}
+    loss = None
+    for value, about in zip(outputs, gm.meta["outputs"], strict=True):
+        if about["kind"] == "mutation":
+            found["buffer"][about["target"]] = value.detach()
+        else:
+            found["output"][about["name"]] = value.detach()
+            loss = value if about["kind"] == "loss" else loss
+    if training:
+        assert loss is not None, "a graph captured for training has a loss"
+        loss.backward()
+        leaves = [held[name] for name in trained]
+        found["gradient"] = {name: torch.zeros_like(held[name]) if held[name].grad is None else held[name].grad.clone()
+                             for name in trained}
+        torch.optim.AdamW(leaves, **OPTIMIZER).step()
+        found["parameter"] = {name: held[name].detach() for name in trained}
+    if isinstance(runner, Recorder):
+        found["values"] = runner.values
+    return found
+
+
+def trainable(gm: fx.GraphModule) -> dict[str, None]:
+    """Names of the parameters that get gradients, in graph order, those of all block instances included."""
+    found: dict[str, None] = {}
+    for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
+        for node in graph.graph.nodes:
+            if node.meta.get("role") == "param" and node.meta.get("requires_grad", True) and facts.is_float(node):
+                found.update(dict.fromkeys(node.meta.get("fqns") or [node.meta["fqn"]]))
+    return found

@@ -1,0 +1,47 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison. `kind` is output, loss, gradient, parameter, buffer or collectives; `error` is the largest absolute
+    difference relative to max(1, largest absolute value), for collectives the number that differ."""
+
+    name: str
+    kind: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # a NaN is not
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All comparisons; `first` names the first node that went wrong ("" when nothing did), `ranks` is the mesh."""
+
+    rows: tuple[Row, ...]
+    mesh: tuple[int, ...]
+    first: str = ""
+    collectives: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every value is within its tolerance (an empty report is not)."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> Row:
+        """The comparison that is farthest beyond, or nearest to, its tolerance."""
+        return max(self.rows, key=lambda row: (not row.ok, row.error))
+
+    def to_json(self) -> str:
+        """Every tensor's error as JSON."""
+        data = {"ok": self.ok, "mesh": list(self.mesh), "first": self.first, "collectives": self.collectives,
+                "rows": [asdict(row) | {"ok": row.ok} for row in self.rows]}
+        return json.dumps(data, indent=1) + "\n"

@@ -1,0 +1,197 @@
+"""Layouts: their text, their pieces, and that the steps really lead where they say, by moving arrays between simulated ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import LayoutError
+from autopar.layout import (
+    consistent,
+    cutters,
+    fits,
+    fraction,
+    local_shape,
+    parse,
+    pieces,
+    shard,
+    show,
+    steps,
+)
+
+SHAPE = (8, 12, 5)
+ENTRIES = ("R", "S0", "S1", "S1/3", "S1/1:2", "P")
+MESHES = ((2,), (4,), (2, 2), (2, 3), (2, 2, 2))
+
+
+def take(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], coord: tuple[int, ...]) -> np.ndarray:
+    """The part of `whole` at `coord`, partial entries ignored."""
+    for dim in range(whole.ndim):
+        cut = pieces(whole.shape[dim], layout, dim, sizes, coord)
+        whole = np.concatenate([np.take(whole, range(lo, hi), axis=dim) for lo, hi in cut], axis=dim)
+    return whole
+
+
+def lay(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed: int = 0) -> dict[tuple[int, ...], np.ndarray]:
+    """Every rank's array; along a partial axis the parts are random and sum to the value."""
+    rng = np.random.default_rng(seed)
+    coords = list(itertools.product(*map(range, sizes)))
+    parts = {coord: whole for coord in coords}
+    for axis, entry in enumerate(layout):
+        if entry == "P":
+            for coord in [c for c in coords if c[axis] == 0]:
+                line = [(*coord[:axis], i, *coord[axis + 1:]) for i in range(sizes[axis])]
+                noise = [rng.standard_normal(whole.shape) for _ in line[1:]]
+                rest = parts[coord] - sum(noise) if noise else parts[coord]
+                parts.update(zip(line, [rest, *noise], strict=True))
+    # ranks that differ only on non-partial axes must hold the same value: copy from their representative
+    plain = [a for a, e in enumerate(layout) if e != "P"]
+    return {c: take(parts[tuple(0 if a in plain else i for a, i in enumerate(c))], layout, sizes, c) for c in coords}
+
+
+def gather(parts: dict[tuple[int, ...], np.ndarray], layout: tuple[str, ...], sizes: tuple[int, ...],
+           shape: tuple[int, ...]) -> np.ndarray:
+    """The whole value of laid out parts; checks that replicas agree."""
+    whole = np.zeros(shape)
+    for coord, part in parts.items():
+        if any(i for i, e in zip(coord, layout, strict=True) if e == "R"):
+            twin = tuple(0 if e == "R" else i for i, e in zip(coord, layout, strict=True))
+            assert np.allclose(part, parts[twin]), f"replicas {coord} and {twin} differ under {show(layout)}"
+            continue
+        index = [np.concatenate([np.arange(lo, hi) for lo, hi in pieces(n, layout, d, sizes, coord)]) for d, n in enumerate(shape)]
+        whole[np.ix_(*index)] += part
+    return whole
+
+
+def run(step, parts, sizes, shape):
+    """One step on all ranks: only what the group along the step's axis holds may be used."""
+    after = {}
+    for coord in parts:
+        line = [(*coord[:step.axis], i, *coord[step.axis + 1:]) for i in range(sizes[step.axis])]
+        sub = {c: parts[c] for c in line}
+        after[coord] = move(step, sub, coord, sizes, shape)
+    return after
+
+
+def move(step, line, coord, sizes, shape):
+    """What `coord` holds after the step, from the parts of its group."""
+    axis, n = step.axis, sizes[step.axis]
+    src, dst = step.before[axis], step.after[axis]
+    zero = (*coord[:axis], 0, *coord[axis + 1:])
+    if step.kind == "mask":
+        return line[coord] if coord[axis] == 0 else np.zeros_like(line[coord])
+    others = tuple("R" if a == axis else e for a, e in enumerate(step.before))
+    if src == "P":
+        group = sum(line.values())
+    elif src == "R":
+        group = line[coord]
+    else:  # put the pieces of the group together, in the coordinates of what the other axes leave
+        dim = cutters(step.before, int(src[1:].split("/")[0]))
+        dim_index = int(src[1:].split("/")[0])
+        outer = pieces(shape[dim_index], others, dim_index, sizes, zero)
+        positions = {p: k for k, p in enumerate(itertools.chain.from_iterable(range(lo, hi) for lo, hi in outer))}
+        template = list(line[coord].shape)
+        template[dim_index] = len(positions)
+        group = np.zeros(template)
+        for c, part in line.items():
+            own = itertools.chain.from_iterable(range(lo, hi) for lo, hi in pieces(shape[dim_index], step.before, dim_index, sizes, c))
+            index = [np.arange(m) for m in template]
+            index[dim_index] = np.array([positions[p] for p in own], dtype=int)
+            group[np.ix_(*index)] = part
+        assert dim[-1] == axis
+    if dst == "R":
+        return group
+    dim_index = int(dst[1:].split("/")[0])
+    outer = pieces(shape[dim_index], others, dim_index, sizes, coord)
+    positions = {p: k for k, p in enumerate(itertools.chain.from_iterable(range(lo, hi) for lo, hi in outer))}
+    own = itertools.chain.from_iterable(range(lo, hi) for lo, hi in pieces(shape[dim_index], step.after, dim_index, sizes, coord))
+    assert n > 1
+    return np.take(group, [positions[p] for p in own], axis=dim_index)
+
+
+@st.composite
+def changes(draw):
+    sizes = draw(st.sampled_from(MESHES))
+    layouts = [tuple(draw(st.sampled_from(ENTRIES)) for _ in sizes) for _ in range(2)]
+    return sizes, *layouts
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes())
+def test_steps_lead_from_source_to_target(change):
+    sizes, src, dst = change
+    if not (consistent(src) and consistent(dst) and _even(src, sizes) and _even(dst, sizes)):
+        return
+    whole = np.random.default_rng(1).standard_normal((8, 36 if math.prod(sizes) % 3 == 0 else 24, 5))
+    parts = lay(whole, src, sizes)
+    path = steps(src, dst, sizes)
+    here = src
+    for step in path:
+        assert step.before == here
+        parts = run(step, parts, sizes, whole.shape)
+        here = step.after
+    assert here == dst
+    assert np.allclose(gather(parts, dst, sizes, whole.shape), whole)
+
+
+def _even(layout, sizes):
+    shape = (8, 36 if math.prod(sizes) % 3 == 0 else 24, 5)
+    return fits(shape, layout, sizes, even_dims=range(3))
+
+
+@pytest.mark.parametrize("src, dst, kinds", [
+    ("R,S1", "S1,S1", ["all_gather", "slice", "slice"]),
+    ("S1,S1", "R,S1", ["all_gather", "all_gather", "slice"]),
+    ("S0,S1", "S0,S2", ["all_to_all"]),
+    ("P,P", "S0,S0", ["reduce_scatter", "reduce_scatter"]),
+    ("R,P", "R,S0", ["reduce_scatter"]),
+    ("R,R", "P,R", ["mask"]),
+    ("S0,R", "S0,R", []),
+])
+def test_known_paths(src, dst, kinds):
+    assert [s.kind for s in steps(parse(src), parse(dst), (4, 8))] == kinds
+
+
+def test_steps_do_not_depend_on_the_order_of_questions():
+    before = steps(parse("P,S0"), parse("R,R"), (2, 4))
+    steps.cache_clear()
+    assert steps(parse("P,S0"), parse("R,R"), (2, 4)) == before
+
+
+@given(st.lists(st.sampled_from([*ENTRIES, "Pmax", "S2"]), min_size=0, max_size=3))
+def test_text_round_trip(entries):
+    assert parse(show(tuple(entries))) == tuple(entries)
+
+
+@pytest.mark.parametrize("text", ["X", "S", "S0/1", "S0/", "S0/2:0", "S-1", "R,,R", "Q0"])
+def test_nonsense_is_refused(text):
+    with pytest.raises(LayoutError):
+        parse(text)
+
+
+@given(st.integers(1, 40), st.sampled_from(MESHES))
+def test_chunks_cover_every_dim_once(size, sizes):
+    layout = ("S0",) * len(sizes)
+    got = [i for c in itertools.product(*map(range, sizes)) for lo, hi in pieces(size, layout, 0, sizes, c) for i in range(lo, hi)]
+    assert got == list(range(size))
+
+
+def test_chunks_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    for size, ways in itertools.product(range(1, 20), range(1, 6)):
+        wanted = [len(c) for c in torch.arange(size).chunk(ways)]
+        got = [local_shape((size,), ("S0",), (ways,), (i,))[0] for i in range(ways)]
+        assert got == wanted + [0] * (ways - len(wanted))
+
+
+def test_sections():
+    assert shard(2, (64, 64, 64)) == "S2/3"
+    assert shard(0, (5120, 1280, 1280)) == "S0/4:1:1"
+    assert pieces(12, ("S0/3",), 0, (2,), (1,)) == [(2, 4), (6, 8), (10, 12)]
+    assert not fits((12,), ("S0/3",), (3,)) and fits((12,), ("S0/3",), (4,))
+    assert fraction(("S0/3", "R"), (4, 2)) == 0.25

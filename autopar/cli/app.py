@@ -1,0 +1,133 @@
+"""What each command takes. The work is in one module per command, imported when the command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.console import fail
+from autopar.errors import AutoparError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+
+
+class Mode(StrEnum):
+    """What a plan is for."""
+
+    train = "train"
+    inference = "inference"
+
+
+ModelSpec = Annotated[str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the result as JSON; - is stdout")]
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error (before or after the command)")] = False) -> None:
+    """Plan how a PyTorch model runs on a cluster, and emit, run, verify and explain the plan."""
+
+
+@app.command()
+def plan(
+    model: ModelSpec,
+    cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
+    batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
+    seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here")] = None,
+    recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
+    search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",
+    precision: Annotated[str, typer.Option(help="of the computation: float32 or bf16")] = "float32",
+    mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
+    optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
+    time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
+    seed: Annotated[int, typer.Option(help="of the search, and later of weights and inputs")] = 0,
+    json: Json = None,
+) -> None:
+    """Plan MODEL for a cluster and print the plan."""
+    from autopar.cli.planning import Asked, plan_command
+
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed),
+                 output, json)
+
+
+@app.command()
+def emit(plan: PlanFile,
+         output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to write")]) -> None:
+    """Write the sharded module of a plan: sharded.py, plan.json, README.md."""
+    from autopar.cli.emitting import emit_command
+
+    emit_command(plan, output)
+
+
+@app.command()
+def run(plan: PlanFile,
+        steps: Annotated[int, typer.Option(min=1, help="training steps")] = 3,
+        lr: Annotated[float, typer.Option(min=0.0, help="learning rate")] = 1e-3,
+        json: Json = None) -> None:
+    """Train on random data: on local CPU ranks, or on the ranks of torchrun."""
+    from autopar.cli.running import run_command
+
+    run_command(plan, steps, lr, json)
+
+
+@app.command()
+def verify(plan: PlanFile,
+           dtype: Annotated[str, typer.Option(help="of the comparison: float64 or float32")] = "float64",
+           tolerance: Annotated[float | None, typer.Option(min=0.0, help="largest relative difference; 1e-9 in float64, 1e-4 in float32")] = None,
+           batch: Annotated[int | None, typer.Option(min=1, help="another batch than planned")] = None,
+           seq: Annotated[int | None, typer.Option(min=1, help="another sequence than planned")] = None,
+           json: Json = None) -> None:
+    """Compare the emitted module on local ranks with the model on one device; exit code 0 only if all is equal."""
+    from autopar.cli.verifying import verify_command
+
+    raise typer.Exit(verify_command(plan, dtype, tolerance, batch, seq, json))
+
+
+@app.command()
+def explain(plan: PlanFile,
+            node: Annotated[str | None, typer.Option(metavar="NAME", help="a node or parameter of the plan")] = None,
+            json: Json = None) -> None:
+    """Show why: the price of each alternative of one node, or what costs most."""
+    from autopar.cli.explaining import explain_command
+
+    explain_command(plan, node, json)
+
+
+@app.command()
+def recipes(json: Json = None) -> None:
+    """List the named strategies."""
+    from autopar.cli.lists import recipes_command
+
+    recipes_command(json)
+
+
+@app.command()
+def clusters(json: Json = None) -> None:
+    """List the presets of clusters."""
+    from autopar.cli.lists import clusters_command
+
+    clusters_command(json)
+
+
+def main() -> None:
+    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2."""
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    try:
+        app(args=arguments, prog_name="autopar")
+    except BrokenPipeError:  # the reader of our output has left, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (AutoparError, OSError) as error:
+        if debug:
+            raise
+        fail(error)
+        sys.exit(1)

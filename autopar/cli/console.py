@@ -1,0 +1,63 @@
+"""Output of the commands: tables on stdout, progress and errors on stderr, files that are whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from autopar.plan import write_atomic
+
+WIDTH = 140  # of tables in files and pipes
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines to stdout; as wide as the terminal, or WIDTH where there is none."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part)
+
+
+def fail(error: Exception) -> None:
+    """Print an error as one message on stderr."""
+    print(f"error: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr with what is being done and for how long; it vanishes, and is shown on terminals only."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda text: bar.update(task, description=f"{title}: {text}")
+
+
+def write_json(where: str | None, data: Any) -> bool:
+    """Write `data` to the file `where`, atomically, or to stdout for "-"; whether stdout is taken by it.
+
+    Infinite numbers, which JSON lacks, become null.
+    """
+    if where is None:
+        return False
+    text = json.dumps(_finite(data), indent=1) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+        return True
+    write_atomic(Path(where), text)
+    return False
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,24 @@
+"""`autopar emit`: the sharded module of a plan, as a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.api import names_of
+from autopar.bundle import Bundle
+from autopar.cli.console import progress, show
+from autopar.cli.rebuild import Rebuilt, rebuild
+from autopar.codegen.module import emit
+
+
+def emit_command(where: Path, folder: Path) -> None:
+    """Capture the plan's model again and write the folder; refuses another graph."""
+    with progress(f"emitting {where}") as tell:
+        made = bundle(rebuild(where, tell)).save(folder)
+    show(f"written to {made}: plan.json, sharded.py, constants.pt, README.md")
+
+
+def bundle(rebuilt: Rebuilt) -> Bundle:
+    """The plan with its emitted source and constants."""
+    captured = rebuilt.captured
+    return Bundle(rebuilt.plan, emit(captured.gm, rebuilt.plan, names_of(captured)), captured.constants)

@@ -1,0 +1,73 @@
+"""`autopar explain`: the price of each alternative of one node, or what costs most and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.rebuild import problem, rebuild
+from autopar.report import explain as why
+from autopar.report.grid import grid
+from autopar.report.reshards import ROLES, reshards
+from autopar.report.reshards import Row as Reshard
+from autopar.report.text import gibibytes, seconds
+
+SHOWN = 10
+
+
+def explain_command(where: Path, node: str | None, json: str | None) -> None:
+    """Print the alternatives of `node`, or without one the most expensive nodes and reshards."""
+    with progress(f"explaining {where}") as tell:
+        rebuilt = rebuild(where, tell)
+        planner, model = problem(rebuilt)
+        choice = why.choice_of(model, rebuilt.plan)
+        rows = why.explain(model, choice, node) if node is not None else []
+        parts = why.parts(model, choice, SHOWN) if node is None else []
+        moved = sorted(reshards(planner.program, rebuilt.plan), key=lambda row: (-row.step_s, row.tensor))[:SHOWN]
+    if node is not None:
+        cluster = model.clusters[why.find(model, node)]
+        held = [op.name for op in cluster.members]
+        if not write_json(json, {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}):
+            show(_alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
+                 "", f"decided together: {', '.join(held)}")
+    elif not write_json(json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}):
+        show(_nodes(parts), "", _reshards(moved), "", "the alternatives of one node: autopar explain PLAN --node NAME")
+
+
+def _alternatives(title: str, rows: Sequence[why.Row], axes: str) -> Table:
+    table = grid(title, "", f"split on {axes}", "result lies as", "step", "difference", "memory")
+    mine = next(row for row in rows if row.chosen)
+    for row in rows:
+        table.add_row("chosen" if row.chosen else "", row.label, row.result, _price(row.step_s), _difference(row.step_s - mine.step_s),
+                      gibibytes(row.memory_bytes))
+    return table
+
+
+def _nodes(parts: Sequence[why.Part]) -> Table:
+    table = grid("nodes that cost most", "node", "where", "split", "own time", "next best", "would cost")
+    for part in parts:
+        table.add_row(part.node, part.where, part.label, seconds(part.own_s), part.next_label, _difference(part.next_s))
+    return table
+
+
+def _reshards(rows: Sequence[Reshard]) -> Table:
+    table = grid("reshards that cost most", "tensor", "for", "from -> to", "collectives, bytes and price of one run", "runs", "per step")
+    for row in rows:
+        if row.step_s > 0:
+            table.add_row(row.tensor, ROLES[row.role] or ", ".join(row.readers[:2]), f"{row.src} -> {row.dst}", row.reason,
+                          str(row.count), seconds(row.step_s))
+    return table
+
+
+def _price(value: float) -> str:
+    return seconds(value) if math.isfinite(value) else "not possible"
+
+
+def _difference(value: float) -> str:
+    if not math.isfinite(value):
+        return "no other"
+    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}" if value else "0"

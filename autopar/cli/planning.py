@@ -1,0 +1,88 @@
+"""`autopar plan`: from a MODEL argument to a plan, its tables and its file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar import frontend
+from autopar.api import compile
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.rebuild import Source, as_source
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.problem.graph import Program, read
+from autopar.report.reshards import reshards
+from autopar.report.tables import kinds, report
+from autopar.report.weights import weights
+
+PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `autopar plan`."""
+
+    model: str
+    cluster: str
+    batch: int
+    seq: int
+    recipe: str | None
+    mesh: str | None
+    search: str
+    precision: str
+    mode: str
+    optimizer: str
+    time_limit_s: float
+    seed: int
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """`"2x2"` -> (2, 2). Raises PlanError for anything else."""
+        if self.mesh is None:
+            return None
+        parts = self.mesh.split("x")
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise PlanError(f"mesh {self.mesh!r}: wanted sizes joined by x, as 4 or 2x2")
+        return tuple(int(part) for part in parts)
+
+    @property
+    def dtype(self) -> str:
+        """The precision by its full name. Raises PlanError for an unknown one."""
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"precision {self.precision!r}: wanted one of {', '.join(PRECISIONS)}")
+        return PRECISIONS[self.precision]
+
+
+def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
+    """Plan, print, and write what was asked for."""
+    sizes, dtype, began = asked.sizes, asked.dtype, time.perf_counter()
+    source = Source(asked.model, asked.batch, asked.seq, asked.seed)
+    training = asked.mode == "train"
+    with progress(f"planning {asked.model}") as tell:
+        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, train=training, labels=training, seed=asked.seed)
+        compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
+                           mesh=sizes, mode=asked.mode, precision=dtype, optimizer=asked.optimizer, batch=asked.batch,
+                           seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source))
+        assert compiled.captured is not None  # compile always captures
+        program = read(compiled.captured.gm, compiled.plan.hints, training=training)
+    took_s = time.perf_counter() - began
+    if output is not None:
+        compiled.plan.save(output)
+    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s}):
+        show(report(compiled.plan, program), "", f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""))
+
+
+def as_json(plan: Plan, program: Program) -> dict[str, Any]:
+    """The tables as data."""
+    return {
+        "model": plan.model, "cluster": plan.cluster["name"], "axes": list(plan.axes), "mesh": list(plan.mesh),
+        "strategy": plan.strategy, "mode": plan.mode, "hints": dict(plan.hints), "graph_hash": plan.graph_hash,
+        "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap}, "splits": kinds(plan.nodes),
+        "recipes": [asdict(other) for other in plan.alternatives],
+        "weights": [weight.to_dict() for weight in weights(program, plan)],
+        "reshards": [row.to_dict() for row in reshards(program, plan)],
+        "notes": list(plan.notes),
+    }

@@ -1,0 +1,121 @@
+"""`autopar run`: some training steps of a plan on random data, on local ranks or on those of torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.bundle import Bundle
+from autopar.cli.console import progress, write_json
+from autopar.cli.emitting import bundle
+from autopar.cli.rebuild import Rebuilt, rebuild
+from autopar.plan import Plan
+from autopar.report.text import seconds
+from autopar.runtime import launch
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank does: build the module from `bundle`, fill it with `weights`, take its part of the global batch
+    `args`, `kwargs`, and run `steps` steps. `quiet` ranks print nothing."""
+
+    bundle: Bundle
+    weights: Mapping[str, torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    steps: int
+    lr: float
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: the global loss (None in inference) and its seconds on rank 0."""
+
+    loss: float | None
+    step_s: float
+
+
+def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
+    """Run the plan; on as many local ranks as it has unless torchrun has made them."""
+    with progress(f"preparing {where}") as tell:
+        rebuilt = rebuild(where, tell)
+        rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
+        job = _job(rebuilt, steps, lr, quiet=json == "-")
+    if "WORLD_SIZE" in os.environ:
+        with _group(kind(rebuilt.plan)):
+            done, first = train(job), dist.get_rank() == 0
+    else:
+        done, first = launch(train, rebuilt.plan.ranks, job, device_type=kind(rebuilt.plan))[0], True
+    if first:
+        write_json(json, {"ranks": rebuilt.plan.ranks, "predicted_step_s": rebuilt.plan.predicted.step_s,
+                          "steps": [dataclasses.asdict(step) for step in done]})
+
+
+def train(job: Job) -> list[Step]:
+    """One rank: all steps. Raises RunError when the ranks or the batch do not fit the plan."""
+    plan = job.bundle.plan
+    module = job.bundle.build().load_full(job.weights)
+    batch = module.shard_batch(*job.args, **job.kwargs)
+    optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=job.lr) if plan.mode == "train" else None
+    done = []
+    for number in range(job.steps):
+        start, loss = time.perf_counter(), None
+        if optimizer is None:
+            with torch.no_grad():
+                module(*batch)
+        else:
+            optimizer.zero_grad()
+            loss = float(module.train_step(*batch))
+            optimizer.step()
+        done.append(Step(loss, time.perf_counter() - start))
+        if dist.get_rank() == 0 and not job.quiet:
+            said = "" if loss is None else f"loss {loss:.6f}, "
+            print(f"step {number}: {said}{seconds(done[-1].step_s)} (predicted {seconds(plan.predicted.step_s)})", flush=True)
+    return done
+
+
+def placed(plan: Plan) -> Plan:
+    """The plan for the devices at hand: on CPU ranks where there are fewer CUDA devices than it needs here."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
+    if kind(plan) == "cpu" or torch.cuda.device_count() >= local:
+        return plan
+    return on_cpu(plan)
+
+
+def on_cpu(plan: Plan) -> Plan:
+    """The same plan for CPU ranks."""
+    return dataclasses.replace(plan, cluster={**plan.cluster, "device": {**plan.cluster["device"], "kind": "cpu"}})
+
+
+def kind(plan: Plan) -> str:
+    """`cpu` or `cuda`."""
+    return str(plan.cluster["device"]["kind"])
+
+
+def _job(rebuilt: Rebuilt, steps: int, lr: float, *, quiet: bool) -> Job:
+    loaded = rebuilt.source.load(rebuilt.plan, device="cpu")
+    return Job(bundle(rebuilt), loaded.model.state_dict(), loaded.args, loaded.kwargs, steps, lr, quiet)
+
+
+@contextlib.contextmanager
+def _group(device_type: str) -> Iterator[None]:
+    """The process group of torchrun."""
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

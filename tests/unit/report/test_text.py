@@ -1,0 +1,37 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.report.text import gibibytes, seconds, times
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "-"), (0.0, "-"), (12.3, "12.3 s"), (0.0123, "12.3 ms"), (1e-6, "1 us"), (0.9999, "1 s"), (2e-9, "2 ns"), (1234.0, "1234 s"),
+    (0.99951, "1 s"), (0.9994, "999 ms"),
+])
+def test_seconds(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+@given(st.floats(1e-9, 1e5))
+def test_seconds_are_right_to_three_digits(value: float) -> None:
+    number, unit = seconds(value).split()
+    assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit] == pytest.approx(value, rel=6e-3)
+    assert re.fullmatch(r"[\d.]+", number)
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "-"), (0.0, "0 B"), (1023.0, "1023 B"), (1536.0, "1.5 KiB"), (3 * 2**20, "3 MiB"), (61.25 * 2**30, "61.2 GiB"), (500 * 2**30, "500 GiB"),
+])
+def test_bytes(value: float | None, text: str) -> None:
+    assert gibibytes(value) == text
+
+
+def test_sizes() -> None:
+    assert times((2, 4)) == "2x4" and times(()) == "1"

@@ -1,0 +1,81 @@
+"""The command line without a model: usage, lists, errors, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cli.console import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def autopar(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a fresh process."""
+    code = "from autopar.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+
+
+def test_help_lists_every_command() -> None:
+    done = autopar("--help")
+    assert done.returncode == 0
+    for name in ("plan", "emit", "run", "verify", "explain", "recipes", "clusters"):
+        assert f"\n  {name} " in done.stdout
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    done = autopar("plan")
+    assert done.returncode == 2 and "MODEL" in done.stderr and not done.stdout
+
+
+def test_lists(tmp_path: Path) -> None:
+    done = autopar("clusters", "--json", "-")
+    names = [cluster["name"] for cluster in json.loads(done.stdout)]
+    assert {"h100", "cpu"} <= set(names)
+    table = autopar("clusters").stdout
+    assert all(name in table for name in names)
+    done = autopar("recipes", "--json", str(tmp_path / "recipes.json"))
+    recipes = json.loads((tmp_path / "recipes.json").read_text())
+    assert done.returncode == 0 and {"ddp", "zero3", "tp"} <= {recipe["name"] for recipe in recipes}
+    assert all(recipe["name"] in done.stdout for recipe in recipes)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("plan", "hf:nowhere.json", "--cluster", "cpu:1x4"), "no Hugging Face config file nowhere.json"),
+    (("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4"), "has no 'nothing'"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "abacus:1x4"), "there is no preset 'abacus'"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--mesh", "two"), "mesh 'two': wanted sizes joined by x"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of float32"),
+    (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
+    (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
+])
+def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
+    done = autopar(*arguments)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: ") and said in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_debug_shows_the_traceback_wherever_it_stands() -> None:
+    for arguments in (("--debug", "explain", "nowhere.json"), ("explain", "nowhere.json", "--debug")):
+        done = autopar(*arguments)
+        assert done.returncode == 1 and "Traceback" in done.stderr and "PlanError" in done.stderr
+
+
+def test_json_is_whole_and_has_no_infinities(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out.json"
+    assert not write_json(str(path), {"gap": float("inf"), "rows": ({"a": float("nan")}, 1.5)})
+    assert json.loads(path.read_text()) == {"gap": None, "rows": [{"a": None}, 1.5]}
+    assert [p.name for p in path.parent.iterdir()] == ["out.json"]
+    assert not write_json(None, {})
+
+
+def test_json_to_stdout_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_json("-", [1])
+    assert json.loads(capsys.readouterr().out) == [1]

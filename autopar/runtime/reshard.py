@@ -6,6 +6,7 @@ it is the opaque operator `autopar::reshard`, so that the very same steps run, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import LayoutError
-from autopar.layout import Layout, local_shape, parse
+from autopar.layout import Layout, cutters, parse, sections_of
 from autopar.runtime.mesh import Mesh, mesh_number
 from autopar.runtime.moves import relayout
 
@@ -73,8 +74,16 @@ def _operator(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: 
 
 @_operator.register_fake
 def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str) -> Tensor:
-    where = mesh_number(mesh)
-    return x.new_empty(local_shape(shape, arrow(change)[1], where.sizes, where.coord))
+    layout = arrow(change)[1]
+    return x.new_empty([_length(size, layout, dim, mesh_number(mesh)) for dim, size in enumerate(shape)])
+
+
+def _length(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
+    """As layout.local_shape, for one dim and for symbolic sizes as well."""
+    axes = cutters(layout, dim)
+    if axes and len(sections_of(layout[axes[0]])) > 1:
+        return size // math.prod(mesh.sizes[axis] for axis in axes)
+    return mesh.local(size, axes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

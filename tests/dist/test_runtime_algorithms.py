@@ -1,0 +1,148 @@
+"""Split algorithms on real ranks against the plain operator, in float64, gradients too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autopar.runtime import Mesh, count
+from autopar.runtime.algorithms import causal_rows, dropout, vocab_cross_entropy_sum, vocab_embedding
+from autopar.runtime.collectives import all_reduce
+from autopar.runtime.cuts import own
+from autopar.runtime.rng import Rng, using
+from tests.helpers.ranks import on_ranks
+
+MESHES = [(2,), (4,), (2, 2)]
+SIZES = [257, 3, 1]  # uneven, and with empty shards
+
+
+def _mesh(sizes):
+    return Mesh(sizes, ("x", "y")[:len(sizes)], "cpu")
+
+
+def _sum(x, mesh):
+    for axis in range(len(mesh.sizes)):
+        x = all_reduce(x, axis, mesh)
+    return x
+
+
+def _cut(x, dim, mesh):
+    return own(x, (f"S{dim}",) * len(mesh.sizes), mesh.sizes, mesh.coord).contiguous()
+
+
+def _close(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
+def _embedding(sizes, vocab, padding):
+    mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
+    torch.manual_seed(0)
+    table, ids = torch.randn(vocab, 6, dtype=torch.float64), torch.randint(0, vocab, (3, 9))
+    pull = torch.randn(3, 9, 6, dtype=torch.float64)
+    whole, part = table.clone().requires_grad_(), _cut(table, 0, mesh).requires_grad_()
+    wanted = F.embedding(ids, whole, padding_idx=padding if padding >= 0 else None)
+    wanted.backward(pull)
+    got = vocab_embedding(ids, part, padding, vocab=vocab, axes=axes, mesh=mesh)
+    got.backward(pull)
+    _close(_sum(got.detach(), mesh), wanted.detach())
+    _close(part.grad, _cut(whole.grad, 0, mesh))
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("padding", [-1, 0])
+def test_vocab_embedding(sizes, vocab, padding):
+    on_ranks(math.prod(sizes), _embedding, sizes, vocab, padding)
+
+
+def _cross_entropy(sizes, vocab, smoothing, scale):
+    mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 5, vocab, dtype=torch.float64) * scale, torch.randint(0, vocab, (4, 5))
+    labels[1], labels[2, 2:] = -100, -100
+    whole, part = logits.clone().requires_grad_(), _cut(logits, 2, mesh).requires_grad_()
+    wanted = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing)
+    (wanted * 0.7).backward()
+    with count() as seen:
+        got = vocab_cross_entropy_sum(part, labels, -100, smoothing, vocab=vocab, axes=axes, mesh=mesh)
+        (got * 0.7).backward()
+    torch.testing.assert_close(_sum(got.detach(), mesh), wanted.detach(), rtol=1e-13, atol=1e-11)
+    _close(part.grad, _cut(whole.grad, 2, mesh))
+    assert [(c.kind, c.axis, c.bytes) for c in seen] == [("all_reduce", a, 4 * 5 * 8) for a in reversed(axes)] * 2
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_vocab_cross_entropy(sizes, vocab):
+    on_ranks(math.prod(sizes), _cross_entropies, sizes, vocab)
+
+
+def _cross_entropies(sizes, vocab):
+    for smoothing in (0.0, 0.1):
+        for scale in (1.0, 300.0):  # large logits overflow where the maximum is not taken out
+            _cross_entropy(sizes, vocab, smoothing, scale)
+
+
+def _nothing_valid():
+    mesh = _mesh((2,))
+    part = torch.randn(3, 4, requires_grad=True)
+    vocab_cross_entropy_sum(part, torch.full((3,), 7), 7, vocab=8, axes=(0,), mesh=mesh).backward()
+    assert torch.count_nonzero(part.grad) == 0
+
+
+def test_vocab_cross_entropy_of_nothing_is_zero():
+    on_ranks(2, _nothing_valid)
+
+
+def _causal(sizes, length, kv_heads):
+    mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
+    torch.manual_seed(0)
+    shapes = ((2, 4, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8))
+    whole = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    pull = torch.randn(shapes[0], dtype=torch.float64)
+    wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=kv_heads < 4, scale=0.3)
+    wanted.backward(pull)
+    q = _cut(whole[0].detach(), 2, mesh).requires_grad_()
+    k, v = (t.detach().clone().requires_grad_() for t in whole[1:])
+    got = causal_rows(q, k, v, axes=axes, mesh=mesh, scale=0.3, enable_gqa=kv_heads < 4)
+    got.backward(_cut(pull, 2, mesh))
+    _close(got.detach(), _cut(wanted.detach(), 2, mesh))
+    _close(q.grad, _cut(whole[0].grad, 2, mesh))
+    for part, full in ((k, whole[1]), (v, whole[2])):
+        _close(_sum(part.grad, mesh), full.grad)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("length", [8, 10, 3])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_causal_rows(sizes, length, kv_heads):
+    on_ranks(math.prod(sizes), _causal, sizes, length, kv_heads)
+
+
+def _dropouts(seed):
+    mesh, rng = _mesh((2, 2)), Rng(seed)
+    found = []
+    with using(rng):
+        for _ in range(2):
+            rng.advance()
+            for key in ("a", "a", "b"):
+                x = torch.ones(64, requires_grad=True)
+                y = dropout(x, 0.25, "S0,R", key=key, mesh=mesh)
+                y.sum().backward()
+                assert torch.equal(x.grad, y.detach())
+                found.append(tuple(y.tolist()))
+    return found
+
+
+def test_dropout_agrees_on_replicas_differs_on_shards_calls_and_steps_and_is_reproducible():
+    first, again, other = (on_ranks(4, _dropouts, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0] == first[1] and first[2] == first[3]
+    masks = [mask for rank in (0, 2) for mask in first[rank]] + [mask for rank in (0, 2) for mask in other[rank]]
+    assert len(set(masks)) == len(masks) == 24
+    values = torch.tensor(masks)
+    assert values.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert 0.2 < (values == 0).double().mean() < 0.3

@@ -54,10 +54,7 @@ class Compiled:
 
         Raises RunError when the number of ranks is not the plan's.
         """
-        module = self.bundle.build()
-        if self._weights is not None:
-            module.load_full(self._weights)
-        return module
+        return self.bundle.build(self._weights)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Forward of this rank's batch; see ShardedModule."""

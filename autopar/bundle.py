@@ -48,10 +48,16 @@ class Bundle:
         exec(compile(self.source, name, "exec"), space)
         return space
 
-    def build(self) -> ShardedModule:
-        """The module on this rank, parameters empty. Raises RunError when the ranks do not fit the plan."""
+    def build(self, weights: Mapping[str, torch.Tensor] | None = None) -> ShardedModule:
+        """The module on this rank, filled from whole `weights` by original name, or with parameters empty.
+
+        Raises RunError when the ranks do not fit the plan, or the weights the model.
+        """
         module: ShardedModule = self.namespace()["Model"]()
-        module.load_constants(self.constants)
+        if weights is None:
+            module.load_constants(self.constants)
+        else:
+            module.load_full({**self.constants, **weights}, strict=False)
         return module
 
     def save(self, folder: Path) -> Path:

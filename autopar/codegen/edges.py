@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.layout import NO_GRAD, Layout, Step, parse, show, steps
 from autopar.plan import Plan
-from autopar.problem.graph import Program, Ref
+from autopar.problem.graph import Op, Program, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class Pair:
 @dataclass(frozen=True, slots=True)
 class Reshard:
     """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
-    `count` is how often it runs per step; `weight` marks a gather that runs again in the backward."""
+    `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a reader's backward
+    needs the value."""
 
     ref: Ref
     src: Pair
@@ -48,7 +49,12 @@ class Reshard:
     scope: str
     count: int
     weight: bool
+    saved: bool
     readers: tuple[str, ...]
+
+    def regathers(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the gathered value is not kept for the backward, which gathers it again."""
+        return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))
 
     @property
     def gradient(self) -> bool:
@@ -83,29 +89,30 @@ def edges(program: Program, plan: Plan) -> Edges:
     for ref, readers in program.readers().items():
         producer = program.ops[ref[0]]
         rest = out_pair(plan, ref)
-        asked: dict[tuple[str, Pair], list[str]] = {}
+        asked: dict[tuple[str, Pair], list[tuple[Op, int]]] = {}
         for op, operand in readers:
-            asked.setdefault((op.scope, in_pair(plan, op.name, operand)), []).append(op.name)
+            asked.setdefault((op.scope, in_pair(plan, op.name, operand)), []).append((op, operand))
         src = rest
         if producer.role == "param" and rest.has_grad:
             sync[ref] = _sync_axes(rest, [pair for _, pair in asked])
             src = Pair(rest.value, tuple("P" if a in sync[ref] else g for a, g in enumerate(rest.grad)))
             if sync[ref]:
-                found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, ()))
-        for (scope, dst), names in asked.items():
+                found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, False, ()))
+        for (scope, dst), group in asked.items():
             if needed(src, dst):
-                count = program.ops[names[0]].count
-                found.append(Reshard(ref, src, dst, "edge", scope, count, producer.role == "param", tuple(names)))
+                saved = any(operand in op.saves for op, operand in group)
+                names = tuple(op.name for op, _ in group)
+                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, producer.role == "param", saved, names))
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):
             src, dst = out_pair(plan, feed), in_pair(plan, port, 0)
             if needed(src, dst):
-                found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer, False, (port,)))
+                found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer, False, False, (port,)))
         for port, ref in zip(run.ports, run.carried, strict=False):
             src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
             if needed(src, dst) and run.count > 1:
-                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, (port,)))
+                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,)))
     return Edges(tuple(found), sync)
 
 

@@ -103,8 +103,7 @@ class ScopeWriter:
         tensor = self.context.program.ops[reshard.ref[0]].call.outs[reshard.ref[1]]
         shape = size_text.tuple_text(tensor.shape)
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
-        again = reshard.weight and reshard.gradient and any(s.kind == "all_gather" for s in reshard.forward(self.context.sizes))
-        return (f'{"gather" if again else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
+        return (f'{"gather" if reshard.regathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
                 f"grad={grad}, shape={shape}, mesh=MESH)")
 
     def _op(self, op: Op) -> None:

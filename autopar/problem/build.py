@@ -154,13 +154,13 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
             saved.update(column.tolist())
     weight = clusters[producer].members[0].role == "param"
     size = program.bytes_of(ref)
-    cost = prices.table_s(rows, list(columns), size, weight=weight) * link.count
+    kept = np.array([c in saved for c in range(len(columns))])
+    cost = prices.table_s(rows, list(columns), size, again=(kept & weight).tolist()) * link.count
     held = np.array([prices.local_bytes(size, dst[0]) for dst in columns])
     if weight:
         # a gathered weight lives only while its block runs, so it counts once, not once per block
         memory = held * np.array([[src[0] != dst[0] for dst in columns] for src in rows])
     else:
-        kept = np.array([c in saved for c in range(len(columns))])
         memory = np.broadcast_to(held * kept * link.count, cost.shape)
     group = scopes[clusters[producer].scope] if weight else -1
     return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group)

@@ -176,7 +176,7 @@ class _Reader:
     def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
         shape = facts.shape(node, index)
         floating = facts.dtype(node, index).is_floating_point
-        return Tensor(shape, gradient and floating, tuple(int(self._number(n)) for n in shape))
+        return Tensor(shape, gradient and floating, tuple(int(self._number(n)) for n in shape), floating)
 
     def _number(self, size: int | sympy.Expr) -> float:
         return float(size) if isinstance(size, (int, float)) else float(size.subs(self.values))
@@ -213,7 +213,7 @@ class _Reader:
     def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
         tensor = self.program.ops[ref[0]].call.outs[ref[1]]
         kind = entry["kind"]
-        tensor = Tensor(tensor.shape, tensor.grad and kind == "loss", tensor.hint)
+        tensor = Tensor(tensor.shape, tensor.grad and kind == "loss", tensor.hint, tensor.floating)
         batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
         self.program.ops[name] = Op(name, "", node, kind, Call(kind, (tensor,), {}, ()), (ref,), fqn=str(entry.get("target") or
                                     entry.get("name") or ""), weight=(False,), batch=(batch,), where="the model's outputs")

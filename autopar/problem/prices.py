@@ -2,7 +2,7 @@
 
     operator   forward + backward roofline time of its local FLOPs and bytes, times how often it runs
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
-    weight     a reshard whose gather is repeated in the backward (the gathered copy is not kept)
+    weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cluster import Device, Mesh
-from autopar.cost.comm import step_s
+from autopar.cost.comm import collective_s, step_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import parameter_bytes
 from autopar.layout import NO_GRAD, Layout, Step, fraction, steps
@@ -51,6 +51,7 @@ class Prices:
         self.mesh, self.device, self.settings = mesh, device, settings
         self.sizes = tuple(axis.size for axis in mesh.axes)
         self._steps: dict[Step, int] = {}
+        self._order: list[Step] = []
         self._paths: dict[tuple[Layout, Layout], tuple[int, ...]] = {}
         self._gathers: dict[tuple[Layout, Layout], bool] = {}
         self._prices: dict[tuple[int, float], float] = {}
@@ -103,49 +104,60 @@ class Prices:
         return max(1, int(numel / n)), n, max(1, int(op.flops * share / 2 / max(numel, 1)))
 
     def _algorithms(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Seconds of the collectives inside the runtime algorithms that the options need."""
         seconds = 0.0
         for axis, option in enumerate(options):
             if option.run:
-                seconds += ALGORITHMS[option.run].seconds(op, options, axis, self.mesh, self.settings.training)
+                algorithm = ALGORITHMS[option.run]
+                training = self.settings.training and any(t.grad for t in op.call.outs)
+                moved = algorithm.row_bytes(op.call.ins, options, self.sizes)
+                seconds += sum(collective_s(kind, moved, self.mesh.axes[axis]) for kind in algorithm.kinds(training=training))
         return seconds
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, *, weight: bool = False) -> np.ndarray:
+    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
+                again: Sequence[bool] = ()) -> np.ndarray:
         """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes`.
 
-        A weight's gather runs again in the backward, because the gathered copy is not kept.
+        `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
+        the backward needs).
         """
-        forward = self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=weight)
+        sources, targets = [r[0] for r in rows], [c[0] for c in columns]
+        seconds, gathers = self._changes(sources, targets, size_bytes)
         graded = np.array([[NO_GRAD not in r[1] and NO_GRAD not in c[1] for c in columns] for r in rows])
         if not graded.any():
-            return self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=False)
-        free = tuple("R" for _ in self.sizes)
-        backward = self._changes([c[1] if NO_GRAD not in c[1] else free for c in columns],
-                                 [r[1] if NO_GRAD not in r[1] else free for r in rows], size_bytes, again=False).T
-        if weight and not graded.all():
-            forward = np.where(graded, forward, self._changes([r[0] for r in rows], [c[0] for c in columns], size_bytes, again=False))
-        return forward + np.where(graded, backward, 0.0)
+            return seconds
+        still = tuple("R" for _ in self.sizes)
+        backward, _ = self._changes([still if NO_GRAD in c[1] else c[1] for c in columns],
+                                    [still if NO_GRAD in r[1] else r[1] for r in rows], size_bytes)
+        twice = gathers & graded & np.array([*again] or [False] * len(columns))
+        return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward.T, 0.0)
 
-    def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float, *, again: bool) -> np.ndarray:
-        """Seconds from each source layout to each target layout; distinct layouts are priced once."""
+    def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds from each source to each target layout, and whether a gather is among the steps; distinct ones once."""
         src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        prices = [[self._path_s(s, d, size_bytes, again) for d in dst] for s in src]
+        prices = np.array([[self._path_s(s, d, size_bytes) for d in dst] for s in src])
+        gathers = np.array([[self._gathers[s, d] for d in dst] for s in src])
         at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
-        return np.array(prices)[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])]
+        where = np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])
+        return prices[where], gathers[where]
 
-    def _path_s(self, src: Layout, dst: Layout, size_bytes: float, again: bool) -> float:
+    def _path_s(self, src: Layout, dst: Layout, size_bytes: float) -> float:
         key = (src, dst)
         if key not in self._paths:
             path = steps(src, dst, self.sizes)
-            self._paths[key] = tuple(self._steps.setdefault(step, len(self._steps)) for step in path)
-            gathers = any(step.kind == "all_gather" for step in path)
-            self._gathers[key] = gathers
+            for step in path:
+                if step not in self._steps:
+                    self._steps[step] = len(self._order)
+                    self._order.append(step)
+            self._paths[key] = tuple(self._steps[step] for step in path)
+            self._gathers[key] = any(step.kind == "all_gather" for step in path)
         seconds = 0.0
         for index in self._paths[key]:
             price = self._prices.get((index, size_bytes))
             if price is None:
-                price = self._prices[index, size_bytes] = step_s(list(self._steps)[index], size_bytes, self.mesh)
+                price = self._prices[index, size_bytes] = step_s(self._order[index], size_bytes, self.mesh)
             seconds += price
-        return 2 * seconds if again and self._gathers[key] else seconds
+        return seconds
 
     def rest_bytes(self, op: Op, layout: Layout) -> float:
         """Bytes per device of one parameter with its gradient and optimizer state, all its instances."""

@@ -5,6 +5,7 @@
     (h d)                        a dim made of several factors, major first: h splits contiguously, d section by section
     {q|k|v}                      a dim made of pieces side by side: all pieces split together, section by section
     1                            a dim that is never split (size 1, broadcast)
+    (nothing)                    after the arrow: a scalar
     ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the factor
     f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
 
@@ -24,14 +25,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
 from autopar.errors import RuleError
 from autopar.layout import NO_GRAD, Entry, shard
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 Shape = tuple[Size, ...]
 
 _WORD = re.compile(r"\.\.\.|\([^)]*\)|\{[^}]*\}|[^\s]+")
@@ -100,11 +101,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape (ints or sympy expressions), whether it carries a gradient, and the hint sizes used for divisibility."""
+    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, and whether it
+    holds floating point numbers."""
 
     shape: Shape
     grad: bool = True
     hint: tuple[int, ...] = ()
+    floating: bool = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -128,7 +131,7 @@ def parse(text: str) -> Spec:
     marks: dict[str, str] = {}
     left, right = (side.strip() for side in text.split("->"))
     ins = tuple(_operand(part, marks, text) for part in left.split(",")) if left else ()
-    outs = tuple(_operand(part, marks, text) for part in right.split(",")) if right else ()
+    outs = tuple(_operand(part, marks, text) for part in right.split(","))  # an empty one is a scalar
     whole = tuple(f for f, mark in marks.items() if mark == "!")
     runs = tuple((f, mark[1:]) for f, mark in marks.items() if mark[:1] == "@")
     return Spec(ins, outs, whole, runs)
@@ -253,8 +256,8 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
             sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
     """Everything that `call` can do on an axis of `ways` ranks, by rule `text`; replicated first.
 
-    `linear` is "" , "all" (linear in all operands together: add, view) or "each" (linear in each one alone: mul,
-    matmul). `reduce` names the partial result of summed-over factors. `sections` lists sections in absolute sizes
+    `linear` is "" , "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul) or
+    "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists sections in absolute sizes
     that dims of other operators are known to have (fused projections): a plain factor whose size is their sum may be
     cut section by section.
     """
@@ -317,7 +320,7 @@ def _linear(call: Call, linear: str) -> list[Option]:
         return [_uniform(call, "P", "P", "R")]
     out = []
     outs = tuple(_use(t, "P", "R") for t in call.outs)
-    for i, operand in enumerate(call.ins):
+    for i, operand in enumerate(call.ins[:1] if linear == "first" else call.ins):
         if operand.grad or not any(t.grad for t in call.outs):
             ins = tuple(_use(t, "P", "R") if j == i else _use(t, "R", "P") for j, t in enumerate(call.ins))
             out.append(Option(f"P{i}", ins, outs))

@@ -13,13 +13,15 @@ class Rule:
     """How one operator may be split.
 
     `spec` is a rule string, or a function that writes it for one call. `linear` is "", "all" (linear in all operands
-    together: add, view, sum) or "each" (linear in each operand alone: mul, matmul). `reduce` names the partial result
-    that a split of a summed-over factor leaves: "P" (a sum), "Pmax", "Pmin".
+    together: add, view, sum), "each" (linear in each operand alone: mul, matmul) or "first" (linear in the first: div),
+    or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
+    leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers.
     """
 
     spec: str | Callable[[Call], str]
-    linear: str = ""
+    linear: str | Callable[[Call], str] = ""
     reduce: str = "P"
+    random: bool = False
 
     def text(self, call: Call) -> str:
         """The rule string for one call."""
@@ -27,4 +29,5 @@ class Rule:
 
     def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
         """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
-        return options(self.text(call), call, ways, linear=self.linear, reduce=self.reduce, sections=sections)
+        linear = self.linear if isinstance(self.linear, str) else self.linear(call)
+        return options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections)

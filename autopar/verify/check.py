@@ -17,7 +17,7 @@ from autopar.codegen.module import Names, emit
 from autopar.plan import Plan
 from autopar.problem.graph import Program, read
 from autopar.runtime import count, launch
-from autopar.verify.collectives import differences, priced, ran, synced_bytes
+from autopar.verify.collectives import describe, differences, priced, ran
 from autopar.verify.compare import difference
 from autopar.verify.probe import first_difference
 from autopar.verify.reference import OPTIMIZER, train_step
@@ -67,8 +67,7 @@ def _light(case: Case) -> dict[str, Any]:
 
 def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str, str, float]], list[Any]]:
     """One rank: a training step (or a forward), every result gathered and compared with the reference."""
-    module = Bundle(case["plan"], source, case["constants"]).build()
-    module.load_full(case["weights"])
+    module = Bundle(case["plan"], source, case["constants"]).build(case["weights"])
     local = module.shard_batch(**case["batch"])
     module.STRUCTURE = None  # outputs by name, whatever the user's own structure is
     training = case["plan"].mode == "train"
@@ -95,10 +94,8 @@ def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str,
 
 def _collectives(case: Case, seen: list[Any]) -> list[tuple[str, str, float]]:
     program, found = _edges(case)
-    counts, synced = ran(seen)
-    wanted = synced_bytes(program, case.plan, found)
-    return [("collectives run = priced", "collectives", float(differences(priced(program, case.plan, found), counts))),
-            ("bytes of summed gradients run = priced", "collectives", float(sum(abs(wanted[a] - synced[a]) for a in {**wanted, **synced})))]
+    got, wanted = ran(seen), priced(program, case.plan, found)
+    return [(f"collectives: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)))]
 
 
 def _edges(case: Case) -> tuple[Program, Edges]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autopar.codegen.edges import Edges, Reshard
-from autopar.cost.comm import group_bytes
 from autopar.layout import Step
 from autopar.plan import Plan
 from autopar.problem.graph import Program
@@ -18,13 +17,12 @@ Key = tuple[str, int]  # (kind, mesh axis)
 
 
 def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
-    """How many collectives of each kind a step runs on each axis, by the plan. Bucketed gradient sums are left out: how many
-    buckets there are is the runtime's affair, their bytes are compared by `synced_bytes`."""
+    """How many collectives of each kind a step runs on each axis, by the plan. Gradients that are summed in buckets count
+    one by one, as they are priced."""
     found: Counter[Key] = Counter()
     for reshard in edges.reshards:
-        if reshard.role != "sync":
-            for step in _steps(reshard, plan.mesh):
-                found[step.kind, step.axis] += reshard.count
+        for step in _steps(reshard, plan.mesh):
+            found[step.kind, step.axis] += reshard.count
     for name, node in plan.nodes.items():
         for axis, run in enumerate(node.runs):
             if run:
@@ -37,32 +35,21 @@ def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
 
 def _steps(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:
     forward = [s for s in reshard.forward(sizes) if s.kind in MOVING]
-    again = reshard.weight and reshard.gradient and any(s.kind == "all_gather" for s in forward)
-    return [*forward, *(forward if again else ()), *(s for s in reshard.backward(sizes) if s.kind in MOVING)]
+    again = forward if reshard.regathers(sizes) else []
+    return [*forward, *again, *(s for s in reshard.backward(sizes) if s.kind in MOVING)]
 
 
-def synced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[int]:
-    """Bytes of gradients that are summed in buckets, by axis."""
-    found: Counter[int] = Counter()
-    for reshard in edges.reshards:
-        if reshard.role == "sync":
-            for step in reshard.backward(plan.mesh):
-                found[step.axis] += round(group_bytes(step, program.bytes_of(reshard.ref), plan.mesh)) * reshard.count
-    return found
-
-
-def ran(seen: Iterable[Counted], bucket: str = "gradients") -> tuple[Counter[Key], Counter[int]]:
-    """The same two counts for what really ran."""
-    counts: Counter[Key] = Counter()
-    synced: Counter[int] = Counter()
-    for item in seen:
-        if item.name.startswith(bucket):
-            synced[item.axis] += item.bytes
-        elif item.kind in MOVING:
-            counts[item.kind, item.axis] += 1
-    return counts, synced
+def ran(seen: Iterable[Counted]) -> Counter[Key]:
+    """The same counts for what really ran."""
+    return Counter((item.kind, item.axis) for item in seen if item.kind in MOVING)
 
 
 def differences(wanted: Counter[Key], got: Counter[Key]) -> int:
     """How many collectives are missing or too many."""
     return sum(abs(wanted[key] - got[key]) for key in {**wanted, **got})
+
+
+def describe(wanted: Counter[Key], got: Counter[Key]) -> str:
+    """The differences for a message: `all_gather on axis 0: 12 priced, 10 run`."""
+    return "; ".join(f"{kind} on axis {axis}: {wanted[kind, axis]} priced, {got[kind, axis]} run"
+                     for kind, axis in {**wanted, **got} if wanted[kind, axis] != got[kind, axis])

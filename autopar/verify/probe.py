@@ -43,8 +43,7 @@ class _Probes:
 
 def first_difference(source: str, case: dict[str, Any], path: str, tolerance: float) -> str:
     """One rank: run with probes and name the first node whose value differs, or the last whose gradient does."""
-    module = Bundle(case["plan"], source, case["constants"]).build()
-    module.load_full(case["weights"])
+    module = Bundle(case["plan"], source, case["constants"]).build(case["weights"])
     probes = _Probes(module.MESH)
     ShardedModule.probe = Block.probe = lambda *args: probes(*args)  # type: ignore[attr-defined]  # of this process only
     module.STRUCTURE = None

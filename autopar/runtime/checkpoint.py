@@ -79,14 +79,14 @@ def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, s
         for name, h in table.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
-                state[prefix + name] = _at_rest(value, h, mesh)
+                state[prefix + name] = at_rest(value, h, mesh)
 
     module.register_state_dict_post_hook(saved)
     module.register_load_state_dict_pre_hook(loading)
 
 
 @torch.no_grad()
-def _at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
+def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     """What is loaded, a whole tensor or a DTensor in original order, as the parameter lies."""
     if not isinstance(h.tensor, DTensor):
         return value

@@ -134,6 +134,7 @@ def _collect(ends: Sequence[Connection], children: Sequence[Any], timeout_s: flo
 
 
 def _receive(end: Connection, child: Any) -> _Report:
+    """What a rank says; one that died silently is taken for the first cause, errors of others follow from it."""
     try:
         report: _Report = end.recv()
         return report
@@ -141,7 +142,7 @@ def _receive(end: Connection, child: Any) -> _Report:
         child.join(GRACE_S)
         code = child.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return _Report(False, time.time(), b"", f"the process was {how} without a Python error")
+        return _Report(False, 0.0, b"", f"the process was {how} without a Python error")
 
 
 def _raise_first(reports: dict[int, _Report], nprocs: int, timeout_s: float) -> None:

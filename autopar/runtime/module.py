@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import wrap_like
+from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import batch, checkpoint, regather, rng
+from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
@@ -200,11 +200,19 @@ class ShardedModule(nn.Module):
         """Whole parameters and buffers under original names, on the CPU of every rank; a collective operation."""
         return checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
 
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""
+        return optimizer_state.optimizer_state_dict(self, optimizer, self._held, self.MESH)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """The inverse of `optimizer_state_dict`."""
+        optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH)
+
     @torch.no_grad()
     def full_grads(self) -> dict[str, Tensor | None]:
         """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
         trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
-        return {n: None if h.tensor.grad is None else checkpoint.whole(checkpoint.local_of(h.tensor.grad), h, self.MESH)
+        return {n: None if h.tensor.grad is None else checkpoint.whole(local_of(h.tensor.grad), h, self.MESH)
                 for n, h in trained.items()}
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:

@@ -1,0 +1,44 @@
+"""Optimizer state by original parameter names and in original order, so that it can be saved, and loaded under another plan.
+
+Moments lie as their parameter does. Where that is in sections (params.py) a checkpoint of the optimizer as it stands would hold
+reordered rows, which another plan would read in the wrong order without noticing: save and load through these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_of
+from autopar.runtime.checkpoint import at_rest, unsection
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.params import Held
+
+State = dict[str, Any]
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
+    """As torch's get_optimizer_state_dict (which gives a fresh optimizer its zero state), in original order."""
+    return _mapped(get_optimizer_state_dict(model, optimizer), held, lambda value, h: unsection(local_of(value), h, mesh))
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
+                              mesh: Mesh) -> None:
+    """The inverse of `optimizer_state_dict`."""
+    set_optimizer_state_dict(model, optimizer, _mapped(state, held, lambda value, h: at_rest(value, h, mesh)))
+
+
+@torch.no_grad()
+def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
+    found = {}
+    for name, values in state["state"].items():
+        h = held.get(name)
+        found[name] = values if h is None or not h.info.sectioned else {
+            key: change(value, h) if isinstance(value, DTensor) and tuple(value.shape) == h.info.shape else value
+            for key, value in values.items()}
+    return {**state, "state": found}

@@ -1,0 +1,97 @@
+"""Ranks are stopped, errors are shown, nothing outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RunError
+from autopar.runtime.launch import launch
+
+
+def _rank_and_threads(offset):
+    return dist.get_rank() + offset, torch.get_num_threads(), os.getpid()
+
+
+def test_results_come_in_rank_order_and_ranks_end():
+    results = launch(_rank_and_threads, 3, 10)
+    assert [r[:2] for r in results] == [(10, 1), (11, 1), (12, 1)]
+    assert not any(_alive(pid) for _, _, pid in results)
+
+
+def _fails_late_on_0_early_on_2():
+    if dist.get_rank() == 2:
+        raise ValueError("the cause")
+    dist.barrier()
+
+
+def test_the_first_error_is_shown_with_its_traceback_and_all_stop():
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"(?s)rank 2 of 3 failed.*_fails_late_on_0_early_on_2.*ValueError: the cause"):
+        launch(_fails_late_on_0_early_on_2, 3)
+    assert time.monotonic() - start < 20
+
+
+def _hangs():
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_stopped():
+    with pytest.raises(RunError, match=r"ranks \[1\] of 2 were not done after 2 s"):
+        launch(_hangs, 2, timeout_s=2)
+
+
+def _killed():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_rank_that_dies_without_a_python_error_is_named():
+    with pytest.raises(RunError, match=r"rank 1 of 2 failed[^\n]*\nthe process was killed by SIGKILL"):
+        launch(_killed, 2)
+
+
+def test_no_rank_is_an_error():
+    with pytest.raises(RunError, match="cannot launch 0 ranks"):
+        launch(_hangs, 0)
+
+
+_PARENT = """
+import os, sys, time
+from autopar.runtime.launch import launch
+def body():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+launch(body, 2)
+"""
+
+
+def test_ranks_end_when_their_parent_is_killed():
+    parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", _PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(map(_alive, pids))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

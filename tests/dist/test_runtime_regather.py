@@ -1,0 +1,106 @@
+"""Weights gathered again in the backward: freed in between, once per weight, through views, and never silently stale."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autopar.errors import RunError
+from autopar.runtime import Mesh, count, gather
+from autopar.runtime.cuts import own
+from autopar.runtime.regather import regathering
+from tests.helpers.ranks import on_ranks
+
+SHAPE = (6, 5)
+
+
+def _whole():
+    torch.manual_seed(0)
+    return torch.randn(SHAPE, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+
+
+def _forward(x, w):
+    y = F.linear(x, w)  # saves w, or a transposed view of it
+    return (y @ w + (x @ w[1:4].t()).sum()).tanh().square().sum()
+
+
+def _gathered(shard, x, mesh):
+    w = gather(shard, "S0 -> R", grad="P -> S0", shape=SHAPE, mesh=mesh, name="w")
+    alive = weakref.ref(w.untyped_storage())
+    with count() as seen:
+        loss = _forward(x, w)
+    assert not seen
+    return loss, alive, w.untyped_storage().nbytes()
+
+
+def _exact():
+    mesh = Mesh((2,), ("x",), "cpu")
+    weight, x = _whole()
+    whole = weight.clone().requires_grad_()
+    _forward(x, whole).backward()
+    wanted_x, x.grad = x.grad, None
+    shard = own(weight, ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_()
+    with regathering():
+        loss, alive, _ = _gathered(shard, x, mesh)
+    assert alive() is None, "the gathered weight must not live from forward to backward"
+    for _ in range(2):  # a backward that keeps the graph can run again
+        x.grad = shard.grad = None
+        with count() as seen:
+            loss.backward(retain_graph=True)
+        torch.testing.assert_close(x.grad, wanted_x, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(shard.grad, own(whole.grad, ("S0",), mesh.sizes, mesh.coord) * 2, rtol=1e-13, atol=1e-13)
+    return [str(c) for c in seen]
+
+
+def test_gradients_are_exact_and_the_weight_is_freed_in_between():
+    for seen in on_ranks(2, _exact):
+        assert "all_gather axis 0 240 B w" in seen and seen.count("reduce_scatter axis 0 240 B w") == 1
+
+
+def _once():
+    mesh = Mesh((2,), ("x",), "cpu")
+    weight, x = _whole()
+    shard = own(weight, ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_()
+    with regathering(), count() as first:
+        loss, _, _ = _gathered(shard, x, mesh)
+    with count() as second:
+        loss.backward()
+    return [c.kind for c in first], [c.kind for c in second]
+
+
+def test_one_gather_forward_and_one_backward():
+    assert on_ranks(2, _once) == [(["all_gather"], ["all_gather", "reduce_scatter"])] * 2
+
+
+def _outside():
+    mesh = Mesh((2,), ("x",), "cpu")
+    weight, x = _whole()
+    shard = own(weight, ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_()
+    loss, alive, _ = _gathered(shard, x, mesh)
+    assert alive() is not None
+    with count() as seen:
+        loss.backward()
+    assert [c.kind for c in seen] == ["reduce_scatter"]
+
+
+def test_outside_regathering_the_weight_is_kept():
+    on_ranks(2, _outside)
+
+
+def _stale():
+    mesh = Mesh((2,), ("x",), "cpu")
+    weight, x = _whole()
+    shard = own(weight, ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_()
+    with regathering():
+        loss, _, _ = _gathered(shard, x, mesh)
+    with torch.no_grad():
+        shard.mul_(2)
+    with pytest.raises(RunError, match="weight w was modified between forward and backward"):
+        loss.backward()
+
+
+def test_a_changed_shard_is_an_error():
+    on_ranks(2, _stale)

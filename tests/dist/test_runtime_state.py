@@ -1,0 +1,186 @@
+"""State in and out: checkpoints that load under another layout, whole tensors, batches, mutated buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.nn import functional as F
+
+from autopar.errors import RunError
+from autopar.runtime import Mesh, Param, ShardedModule, count, reshard
+from autopar.runtime.gradsync import GradSync
+from tests.helpers.emitted import Plain, batch, sharded
+from tests.helpers.ranks import on_ranks
+
+
+def _plain():
+    torch.manual_seed(0)
+    return Plain().double()
+
+
+def _optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def _trained(steps):
+    plain = _plain()
+    optimizer = _optimizer(plain)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        plain(*batch())["loss"].backward()
+        optimizer.step()
+    return plain
+
+
+def _step(model, optimizer):
+    optimizer.zero_grad()
+    model.train_step(*model.shard_batch(*batch()))
+    optimizer.step()
+
+
+def _compare(model, plain, tolerance):
+    for name, value in model.full_state_dict().items():
+        if not name.endswith("qkv.bias"):  # its keys' part has gradient 0, which AdamW scales up from rounding
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _saved(folder):
+    model = sharded((2, 2))().double().load_full(_plain().state_dict())
+    optimizer = _optimizer(model)
+    _step(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}, checkpoint_id=folder)
+
+
+def _loaded(sizes, folder):
+    model = sharded(sizes)().double()
+    for p in model.parameters():
+        p.detach().zero_()
+    optimizer = _optimizer(model)
+    state = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # the unused parameter has no optimizer state yet
+    dcp.load(state, checkpoint_id=folder, planner=planner)
+    model.load_state_dict(state["model"])
+    model.load_optimizer_state_dict(optimizer, state["optimizer"])
+    _compare(model, _trained(1), 1e-9)
+    _step(model, optimizer)
+    _compare(model, _trained(2), 1e-9)
+
+
+def test_checkpoint_of_model_and_optimizer_continues_under_another_mesh(tmp_path):
+    folder = str(tmp_path / "saved")
+    on_ranks(4, _saved, folder)
+    on_ranks(4, _loaded, (1, 4), folder)
+    on_ranks(2, _loaded, (2, 1), folder)
+
+
+def _whole_tensors():
+    plain, model = _plain(), sharded((2, 2))().double()
+    assert not model.load_state_dict(plain.state_dict()).missing_keys
+    got = model.full_state_dict()
+    assert all(torch.equal(got[name], value) for name, value in plain.state_dict().items())
+    broken = dict(plain.state_dict(), unused=torch.ones(4), extra=torch.ones(1))
+    del broken["layers.1.up.weight"]
+    with pytest.raises(RunError, match=r"missing: layers.1.up.weight; unknown: extra; wrong shape: unused: got \(4,\), wanted \(3,\)"):
+        model.load_full(broken)
+
+
+def test_whole_tensors_load_and_bad_ones_are_named():
+    on_ranks(4, _whole_tensors)
+
+
+def _batches():
+    model = sharded((2, 2))().load_full(_plain().state_dict())
+    ids, labels = batch(5)
+    with pytest.raises(RunError, match=r"'ids': dim 0 of size 5 does not divide by the 2 ranks .*use 4 or 6"):
+        model.shard_batch(ids, labels)
+    with pytest.raises(RunError, match="missing inputs labels"):
+        model(ids)
+    with pytest.raises(RunError, match="'mask' is not an input"):
+        model(ids, labels, mask=1)
+    rows = 2 + model.MESH.coord[0]
+    with pytest.raises(RunError, match="do not fit together"):
+        model(ids[:rows], labels[:rows])
+
+
+def test_bad_batches_are_errors_on_every_rank():
+    on_ranks(4, _batches)
+
+
+def _buckets(limit):
+    class Two(ShardedModule):
+        MESH = Mesh((2, 2), ("x", "y"), "cpu")
+        INPUTS = {"x": "S0,R"}  # noqa: RUF012
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS = {f"w{i}": Param((4, 4), "float64", "R,R", sync=(0,) if i % 2 else (0, 1)) for i in range(6)}  # noqa: RUF012
+
+        def forward(self, x):
+            for i in range(5):  # w5 is not used
+                x = F.linear(x, self.w[f"w{i}"]) * (1.0 if i % 2 else 0.5)
+            return (reshard(x.square().sum(), "P,R -> R,R", grad="R,R -> R,R", shape=(), mesh=self.MESH),)
+
+    torch.manual_seed(0)
+    state = {f"w{i}": torch.randn(4, 4, dtype=torch.float64) for i in range(6)}
+    x = torch.randn(4, 4, dtype=torch.float64)
+    model = Two().load_full(state)
+    model._sync = GradSync(list(model._held.values()), model.MESH, bucket_bytes=limit)
+    for held in model._held.values():
+        held.renew()
+        model._sync.attach(held)
+    whole = {k: v.clone().requires_grad_() for k, v in state.items()}
+    for _ in range(2):
+        y = x
+        for i in range(5):
+            y = F.linear(y, whole[f"w{i}"]) * (1.0 if i % 2 else 0.5)
+        y.square().sum().backward()
+        with count() as seen:
+            model.train_step(*model.shard_batch(x))
+    grads = model.full_grads()
+    for i in range(5):  # sync over axis 1 as well sums the two equal replicas
+        torch.testing.assert_close(grads[f"w{i}"], whole[f"w{i}"].grad * (1 if i % 2 else 2), rtol=1e-12, atol=1e-12)
+    assert grads["w5"] is None
+    synced = sorted((c.name, c.axis, c.bytes) for c in seen if c.name)
+    assert synced == sorted((f"w{i}", axis, 128) for i in range(5) for axis in ((0,) if i % 2 else (0, 1)))
+
+
+@pytest.mark.parametrize("limit", [1, 200, 10**9])
+def test_gradients_are_exact_for_every_size_of_bucket(limit):
+    on_ranks(4, _buckets, limit)
+
+
+def _mutating():
+    class Norm(ShardedModule):
+        MESH = Mesh((2,), ("x",), "cpu")
+        INPUTS = {"x": "S0"}  # noqa: RUF012
+        OUTPUTS = (("output", "y"), ("mutation", "mean"))
+        STRUCTURE = ("y", 0, None)
+        BUFFERS = {"mean": Param((3,), "float64", "R")}  # noqa: RUF012
+
+        def forward(self, x):
+            total = reshard(x.sum(0), "P -> R", grad=None, shape=(3,), mesh=self.MESH)
+            y = (x * self.b["mean"]).sum(0)
+            return self.spread(y, "P", (3,)), 0.5 * self.b["mean"] + total
+
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model, mean = Norm().load_full({"mean": torch.ones(3, dtype=torch.float64)}), torch.ones(3, dtype=torch.float64)
+    for _ in range(3):
+        part = model.shard_batch(x)[0].requires_grad_()
+        tag, y, nothing = model(part)
+        assert tag == "y" and nothing is None
+        torch.testing.assert_close(y.detach(), (x * mean).sum(0))
+        torch.testing.assert_close(model.full((tag, y, nothing))[1], y.detach())
+        y.sum().backward()
+        torch.testing.assert_close(part.grad, mean.expand(2, 3))
+        mean = 0.5 * mean + x.sum(0)
+        torch.testing.assert_close(model.state_dict()["mean"], mean)
+
+
+def test_mutated_buffers_and_the_structure_of_outputs():
+    on_ranks(2, _mutating)
+
+
+def test_another_number_of_ranks_is_an_error():
+    with pytest.raises(RunError, match="got 2, wanted 4"):
+        on_ranks(2, sharded((2, 2)))
+    with pytest.raises(RunError, match="is not initialised"):
+        sharded((2, 2))()

@@ -1,7 +1,7 @@
 """Splits that need more than the plain operator on shards: what the runtime runs inside them, for prices and counts.
 
     embedding       rows of other ranks are masked to zero: nothing is sent
-    cross_entropy   three all-reduces of one number per row: maximum, sum of exponentials, the label's logit
+    cross_entropy   two all-reduces of one number per row: the maximum and the sum of exponentials
     causal_rows     queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
 """
 
@@ -40,6 +40,6 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "causal_rows": Algorithm(),
-    "cross_entropy": Algorithm(forward=("all_reduce",) * 3),
+    "cross_entropy": Algorithm(forward=("all_reduce",) * 2),
     "embedding": Algorithm(),
 }

@@ -1,0 +1,51 @@
+"""Binding inputs, and telling whether the ranks' parts are parts of one batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import RunError
+from autopar.layout import local_shape
+from autopar.runtime.batch import _fit, bind, cut_batch
+from autopar.runtime.mesh import Mesh
+
+INPUTS = {"ids": "S0", "labels": "S0"}
+
+
+def test_arguments_are_bound_by_position_and_name():
+    assert bind(INPUTS, [1], {"labels": 2}) == bind(INPUTS, [], {"labels": 2, "ids": 1}) == [1, 2]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), [
+    ([1, 2, 3], {}, "got 3 inputs, wanted at most 2: ids, labels"),
+    ([1], {"ids": 2}, "'ids' is given twice"),
+    ([1], {"mask": 2}, "'mask' is not an input that was planned; the plan's inputs are ids, labels"),
+    ([1], {}, "missing inputs labels"),
+])
+def test_wrong_arguments_are_named(args, kwargs, message):
+    with pytest.raises(RunError, match=message):
+        bind(INPUTS, args, kwargs)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
+def test_parts_of_one_tensor_fit_and_others_do_not(sizes, shape, data):
+    layout = tuple(data.draw(st.sampled_from(["R", *(f"S{d}" for d in range(len(shape)))])) for _ in sizes)
+    coords = list(itertools.product(*map(range, sizes)))
+    shapes = {c: local_shape(shape, layout, sizes, c) for c in coords}
+    assert _fit(shapes, layout, sizes)
+    if len(coords) > 1:
+        last = coords[-1]
+        assert not _fit({**shapes, last: None}, layout, sizes)
+        assert not _fit({**shapes, last: (*shapes[last], 1)}, layout, sizes)
+        assert not _fit({**shapes, last: (shapes[last][0] + sum(shape) + 9, *shapes[last][1:])}, layout, sizes)
+
+
+def test_a_mesh_of_one_takes_the_whole_batch():
+    x = torch.arange(3)
+    assert torch.equal(cut_batch({"x": "S0"}, [x], Mesh((1,), ("x",), "cpu"))[0], x)
+    assert cut_batch({"flag": "R"}, [True], Mesh((1,), ("x",), "cpu")) == [True]

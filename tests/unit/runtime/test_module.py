@@ -1,0 +1,129 @@
+"""What of a sharded module needs no ranks: a mesh of one, names, outputs, random numbers, counters."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from autopar.errors import LayoutError, RunError
+from autopar.runtime import Mesh, Outputs, Param, ShardedModule, count, main
+from autopar.runtime.count import record
+from autopar.runtime.outputs import by_name, leaves, pack
+from autopar.runtime.reshard import arrow
+from autopar.runtime.rng import Rng
+from tests.helpers.emitted import Plain, batch, sharded
+
+
+def _plain():
+    torch.manual_seed(0)
+    return Plain().double()
+
+
+def test_a_mesh_of_one_runs_without_ranks():
+    plain, model = _plain(), sharded((1, 1))().double().load_full(_plain().state_dict())
+    whole = plain(*batch())
+    whole["loss"].backward()
+    loss = model.train_step(*model.shard_batch(*batch()))
+    torch.testing.assert_close(loss, whole["loss"].detach())
+    for name, p in plain.named_parameters():
+        if p.grad is None:
+            assert model.get_parameter(name).grad is None
+        else:
+            torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+
+
+class Odd(ShardedModule):
+    """Names that are attributes of ours, and a backward that fails."""
+
+    MESH = Mesh((1,), ("x",), "cpu")
+    INPUTS = {"x": "R"}  # noqa: RUF012
+    OUTPUTS = (("output", "y"),)
+    PARAMS = {"w": Param((2,), "float32", "R"), "runs.forward": Param((2,), "float32", "R")}  # noqa: RUF012
+
+    def forward(self, x):
+        return (self.spread(x * self.w["w"] * self.w["runs.forward"], "R", (2,)),)
+
+
+def test_names_of_the_model_may_be_attributes_of_ours():
+    model = Odd().load_full({"w": torch.tensor([1.0, 2.0]), "runs.forward": torch.tensor([3.0, 4.0])})
+    assert list(dict(model.named_parameters())) == ["w", "runs.forward"] == list(model.state_dict())
+    assert model(torch.ones(2)).y.tolist() == [3, 8]
+    with pytest.raises(RunError, match="returns no loss"):
+        model.train_step(torch.ones(2))
+
+
+def test_a_failed_backward_leaves_nothing_behind():
+    model = Odd().load_full({"w": torch.ones(2), "runs.forward": torch.ones(2)})
+    x = torch.ones(2, requires_grad=True)
+
+    def fail(grad):
+        raise ValueError("on purpose")
+
+    def step(hook):
+        y = model(x * 1).y
+        handle = x.register_hook(fail) if hook else None
+        try:
+            y.sum().backward()
+        finally:
+            if handle:
+                handle.remove()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        step(hook=True)
+    model.zero_grad()
+    step(hook=False)
+    assert dict(model.named_parameters())["w"].grad.tolist() == [1, 1]
+
+
+def test_outputs_follow_the_structure_of_the_model():
+    built = pack({"loss": 1, "rest": [0, {"deep": 2}], "none": None, "flag": True}, "abc".__getitem__)
+    assert built == {"loss": "b", "rest": ["a", {"deep": "c"}], "none": None, "flag": True}
+    assert isinstance(built, Outputs) and built.rest[1].deep == "c"
+    assert leaves(built) == ["b", "a", "c", None, True]
+    assert by_name(("loss", "")) == {"loss": 0, "output1": 1}
+    with pytest.raises(AttributeError, match="no output 'logits'; outputs are loss"):
+        _ = Outputs(loss=1).logits
+
+
+def test_random_draws_agree_on_replicas_only():
+    def draw(rng, layout=("S0", "R"), coord=(0, 0), key="k"):
+        return float(torch.rand((), generator=rng.generator(key, layout, coord, torch.device("cpu"))))
+
+    assert draw(Rng(1)) == draw(Rng(1)) == draw(Rng(1), coord=(0, 1)) == draw(Rng(1), layout=("S3", "P"))
+    assert len({draw(Rng(1)), draw(Rng(2)), draw(Rng(1, step=1)), draw(Rng(1), key="l"), draw(Rng(1), coord=(1, 0))}) == 5
+    rng = Rng(1)
+    first = draw(rng), draw(rng)
+    rng.advance()
+    assert len({*first, draw(rng)}) == 3
+
+
+def test_counters_nest_and_stop():
+    with count() as outer:
+        record("slice", 0, 8)
+        with count() as inner:
+            record("all_gather", 1, 16, "w")
+    record("mask", 0, 1)
+    assert list(map(str, outer)) == ["slice axis 0 8 B", "all_gather axis 1 16 B w"] and inner == outer[1:]
+
+
+def test_meshes_are_shared_and_checked():
+    mesh = Mesh((1, 1), ("a", "b"), "cpu")
+    assert Mesh([1, 1], ["a", "b"]) is mesh and pickle.loads(pickle.dumps(mesh)) is mesh
+    assert mesh.coord == (0, 0) and mesh.local(7, (0, 1)) == 7
+    with pytest.raises(RunError, match="one name per axis"):
+        Mesh((2,), ("a", "b"))
+    with pytest.raises(LayoutError, match="no change of layout"):
+        arrow("S0,R")
+
+
+def test_main_trains_and_prints(tmp_path, capsys):
+    torch.save(dict(zip(("ids", "labels"), batch(), strict=True)), tmp_path / "batch.pt")
+    arguments = ["--batch", str(tmp_path / "batch.pt"), "--lr", "0.01"]
+    once, often = main(sharded((1, 1)), arguments), main(sharded((1, 1)), [*arguments, "--steps", "5"])
+    assert often < once
+    assert capsys.readouterr().out.count("step") == 6
+    torch.save([1], tmp_path / "batch.pt")
+    with pytest.raises(RunError, match="holds a list, wanted a dict with the inputs ids, labels"):
+        main(sharded((1, 1)), arguments)

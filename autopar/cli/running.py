@@ -66,7 +66,7 @@ def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
 def train(job: Job) -> list[Step]:
     """One rank: all steps. Raises RunError when the ranks or the batch do not fit the plan."""
     plan = job.bundle.plan
-    module = job.bundle.build().load_full(job.weights)
+    module = job.bundle.build(job.weights)
     batch = module.shard_batch(*job.args, **job.kwargs)
     optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=job.lr) if plan.mode == "train" else None
     done = []

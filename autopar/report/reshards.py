@@ -57,7 +57,7 @@ def _row(reshard: Reshard, context: Context, prices: Prices) -> Row:
     producer = context.program.ops[reshard.ref[0]]
     src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
     size = context.program.bytes_of(reshard.ref)
-    once = float(prices.table_s([src], [dst], size, weight=reshard.weight)[0, 0])
+    once = float(prices.table_s([src], [dst], size, [reshard.regathers(context.sizes)])[0, 0])
     readers = [context.program.ops[name] for name in reshard.readers]
     return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count,
                once * reshard.count, context.reason(reshard), tuple(label(op) for op in readers),

@@ -39,7 +39,7 @@ def overview(plan: Plan) -> Group:
 
 
 def _summary(plan: Plan) -> Table:
-    table = grid(f"{plan.model} on {plan.cluster.get('name', 'cluster')}, {plan.mode}", show_header=False)
+    table = grid(f"{plan.model} on {Cluster.from_dict(dict(plan.cluster)).label}, {plan.mode}", show_header=False)
     for key, value in _facts(plan).items():
         table.add_row(key, Text(value))
     for note in plan.notes:
@@ -87,14 +87,14 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def _weights(rows: Sequence[Weight], plan: Plan, title: str) -> Table:
-    table = grid(f"weights of {title}", "weight", "shape", "at rest", *(f"on {axis}" for axis in plan.axes), "per device")
+    table = grid(f"weights {title}", "weight", "shape", "at rest", *(f"on {axis}" for axis in plan.axes), "per device")
     for row in rows:
         table.add_row(row.name, times(row.shape), row.layout, *row.uses, gibibytes(row.local_bytes))
     return table
 
 
 def _reshards(rows: Sequence[Row], title: str) -> Table:
-    table = grid(f"communication of {title}", "tensor", "for", "collectives, bytes and price of one run", "runs", "per step")
+    table = grid(f"communication {title}", "tensor", "for", "collectives, bytes and price of one run", "runs", "per step")
     ordered = sorted(rows, key=lambda row: (-row.step_s, row.tensor))
     for row in ordered[:RESHARDS_SHOWN]:
         readers = ROLES[row.role] or ", ".join(row.readers[:2]) + (", ..." if len(row.readers) > 2 else "")

@@ -6,6 +6,7 @@
     gathered    cut at rest, whole in use (ZeRO-3)
     moved       cut at rest and in use, along different dims
     sliced      whole at rest, cut in use
+    masked      one rank uses it, the others use zeros: the operator's result is a sum over the ranks
     replicated  whole at rest and in use
 """
 
@@ -56,12 +57,12 @@ def weights(program: Program, plan: Plan) -> list[Weight]:
 
 
 def titles(program: Program) -> dict[str, str]:
-    """Scope -> what to call it: `""` is the model, a run of blocks is `transformer.h.0 ... 11`."""
-    found = {"": "outside of blocks"}
+    """Scope -> how to say where: `outside of the blocks`, or `of transformer.h.0 ... 11` for a run of them."""
+    found = {"": "outside of the blocks" if program.runs else "of the model"}
     for run in program.runs.values():
         paths = _paths(program, run.scope)
         last = paths[-1].rsplit(".", 1)[-1] if paths else ""
-        found[run.scope] = f"{paths[0]} ... {last}" if len(paths) > 1 else paths[0] if paths else run.scope
+        found[run.scope] = f"of {paths[0]} ... {last}" if len(paths) > 1 else f"of {paths[0] if paths else run.scope}"
     return found
 
 
@@ -89,7 +90,7 @@ def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
         return _cut(reader, axis, plan) if is_shard(lies) else "replicated"
     if is_shard(lies):
         return "moved" if is_shard(asked) else "gathered"
-    return "sliced"
+    return "masked" if asked.startswith("P") else "sliced"
 
 
 def _cut(reader: Op, axis: int, plan: Plan) -> str:

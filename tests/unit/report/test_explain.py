@@ -1,0 +1,66 @@
+"""Explanations: the plan's own choice has the plan's price, and each alternative the price of the Problem."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.report import explain as why
+from tests.helpers.planned import planned
+
+
+@pytest.mark.parametrize("recipe", [None, "ddp", "zero3", "tp", "hsdp"])
+def test_the_plan_is_a_solution_of_the_free_problem(recipe: str | None) -> None:
+    made = planned(recipe)
+    choice = why.choice_of(made.model, made.plan)
+    assert made.model.problem.evaluate(choice).time_s == pytest.approx(made.plan.predicted.step_s, rel=1e-9)
+
+
+def test_alternatives_are_priced_by_the_problem() -> None:
+    made = planned("ddp")
+    choice = why.choice_of(made.model, made.plan)
+    index = why.find(made.model, "up.weight")
+    rows = why.explain(made.model, choice, "up.weight")
+    prices = [made.model.problem.price((*choice[:index], c, *choice[index + 1:])).time_s for c in range(len(rows))]
+    assert sorted(prices) == [row.step_s for row in rows]
+    (chosen,) = [row for row in rows if row.chosen]
+    assert chosen.step_s == pytest.approx(made.plan.predicted.step_s) and chosen.result.startswith("R")
+
+
+def test_in_an_optimal_plan_nothing_alone_is_better() -> None:
+    made = planned()
+    choice = why.choice_of(made.model, made.plan)
+    assert made.plan.predicted.gap < 1e-6
+    limit = made.model.problem.memory_limit_bytes
+    for index in range(len(made.model.clusters)):
+        fitting = [row for row in why.alternatives(made.model, choice, index) if row.memory_bytes <= limit]
+        assert min(row.step_s for row in fitting) >= made.plan.predicted.step_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["layers.2.up.weight", "up.weight", "linear_default", "head.weight"])
+def test_nodes_are_found_by_all_their_names(name: str) -> None:
+    made = planned("ddp")
+    held = made.model.clusters[why.find(made.model, name)].members
+    assert any(name in (op.fqn, op.name.rsplit("/", 1)[-1], *op.node.meta.get("fqns", ())) for op in held)
+
+
+def test_an_unknown_node_is_refused_with_near_ones() -> None:
+    with pytest.raises(PlanError, match=r"no node 'layers.9.up.weight'; nodes are .*up\.weight"):
+        why.find(planned("ddp").model, "layers.9.up.weight")
+
+
+def test_a_plan_of_other_rules_is_refused() -> None:
+    made = planned("ddp")
+    name = next(n for n, node in made.plan.nodes.items() if node.ins and node.outs)
+    other = dataclasses.replace(made.plan, nodes={**made.plan.nodes, name: dataclasses.replace(made.plan.nodes[name], factors=("?",))})
+    with pytest.raises(PlanError, match="not among its options now"):
+        why.choice_of(made.model, other)
+
+
+def test_the_most_expensive_come_first() -> None:
+    made = planned("tp")
+    found = why.parts(made.model, why.choice_of(made.model, made.plan), 4)
+    assert [part.own_s for part in found] == sorted((part.own_s for part in found), reverse=True)
+    assert len(found) == 4 and all(part.label for part in found)

@@ -1,0 +1,36 @@
+"""The communication that is listed is the communication that was priced."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.recipes import RECIPES
+from autopar.report.reshards import reshards
+from tests.helpers.planned import planned
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_the_rows_add_up_to_the_price_of_the_plan(recipe: str | None) -> None:
+    made = planned(recipe)
+    total = sum(row.step_s for row in reshards(made.program, made.plan))
+    assert total == pytest.approx(made.plan.predicted.exposed_s, rel=1e-9)  # a CPU hides nothing
+
+
+def test_data_parallel_is_one_sum_per_weight() -> None:
+    made = planned("ddp")
+    rows = [row for row in reshards(made.program, made.plan) if row.role == "sync"]
+    assert len(rows) == 8 and all("all-reduce" in row.reason for row in rows)
+    assert sorted({row.count for row in rows}) == [1, 4]
+
+
+def test_tensor_parallel_sums_once_forward_and_once_backward_per_block() -> None:
+    made = planned("tp", batch=16)
+    rows = [row for row in reshards(made.program, made.plan) if row.scope and row.step_s > 0]
+    assert sorted(row.tensor for row in rows) == ["layer_norm", "linear_default_1"]
+    assert all(row.count == 4 and "all-reduce on rank" in row.reason for row in rows)
+    assert "backward" in next(row.reason for row in rows if row.tensor == "layer_norm")
+
+
+def test_a_single_program_sends_nothing() -> None:
+    made = planned("single")
+    assert sum(row.step_s for row in reshards(made.program, made.plan)) == 0

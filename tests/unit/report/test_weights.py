@@ -1,0 +1,52 @@
+"""How weights lie and are used, for strategies whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopar.report.weights import titles, weights
+from tests.helpers.planned import planned
+
+BLOCK = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+
+
+def words(recipe: str, mesh: tuple[int, ...] | None = None) -> dict[str, tuple[str, ...]]:
+    made = planned(recipe, mesh)
+    return {weight.name: weight.uses for weight in weights(made.program, made.plan)}
+
+
+def test_all_weights_are_listed_once() -> None:
+    made = planned("ddp")
+    assert [w.name for w in weights(made.program, made.plan) if w.scope] == list(BLOCK)
+    assert {w.name for w in weights(made.program, made.plan) if not w.scope} == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(("recipe", "word"), [("ddp", "replicated"), ("zero3", "gathered")])
+def test_data_parallel(recipe: str, word: str) -> None:
+    assert set(words(recipe).values()) == {(word,)}
+
+
+def test_tensor_parallel_is_column_then_row() -> None:
+    found = words("tp")
+    assert found["up.weight"] == found["up.bias"] == ("column",)
+    assert found["down.weight"] == ("row",)
+    assert found["norm.weight"] == ("replicated",)
+
+
+def test_two_axes() -> None:
+    found = words("hsdp")
+    assert found["up.weight"] == ("replicated", "gathered")
+
+
+@pytest.mark.parametrize(("recipe", "ways"), [("ddp", 1), ("zero3", 4)])
+def test_bytes_per_device(recipe: str, ways: int) -> None:
+    made = planned(recipe)
+    for weight in weights(made.program, made.plan):
+        assert weight.count == (4 if weight.scope else 1)
+        assert weight.local_bytes == math.prod(weight.shape) * 4 * weight.count / ways
+
+
+def test_titles_name_the_instances() -> None:
+    assert list(titles(planned("ddp").program).values()) == ["outside of the blocks", "of layers.0 ... 3"]

@@ -34,3 +34,14 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]
+
+
+def export_errors() -> tuple[type[Exception], ...]:
+    """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors included.
+
+    The common base of dynamo's errors and the symbolic-shape errors have no public names.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+
+    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError)

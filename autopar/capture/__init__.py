@@ -1,0 +1,7 @@
+"""From a model to the captured graph: torch.export on a meta shadow, then the passes. See docs/internals.md."""
+
+from autopar.capture.capture import capture
+from autopar.capture.captured import Captured
+from autopar.capture.lift import lift
+
+__all__ = ["Captured", "capture", "lift"]

@@ -1,0 +1,208 @@
+"""`capture`: shadow, shorten, export, normalise, annotate, fold."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+import passes
+from autopar.capture import alike, dims
+from autopar.capture.captured import Captured
+from autopar.capture.chain import is_chain
+from autopar.capture.export import export, to_graph
+from autopar.capture.shadow import WithLoss, shadow
+from autopar.errors import CaptureError
+from autopar.frontend import max_positions
+from passes import facts
+
+
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
+            loss_fn: Callable[..., torch.Tensor] | None = None, mode: str = "train", dynamic_shapes: Any = None,
+            fold: bool = True, progress: Callable[[str], None] | None = None) -> Captured:
+    """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not touched.
+
+    With `loss_fn` the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
+    `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False` captures every block.
+    Raises CaptureError where the model cannot be exported, or has no loss in train mode.
+    """
+    clock = _Clock(progress)
+    inputs, named = _to_meta(args), _to_meta(dict(kwargs or {}))
+    flat, tree = pytree.tree_flatten((inputs, named))
+    asked = dims.explicit(flat, dynamic_shapes, tree) if dynamic_shapes is not None else dims.find(flat, max_positions(model))
+    runs = alike.find(model) if fold else []
+    notes: list[str] = []
+    with clock("shadow"):
+        twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
+        notes += [f"blocks are captured one by one: {why}"] if why else []
+    with clock("export"):
+        program, known, found = export(twin, tuple(inputs), dict(named), asked)
+    notes += found
+    with clock("passes"):
+        try:
+            gm = _graph(model, program, known, runs, mode)
+        except ValueError as error:
+            if not runs or "capture the model without shortening" not in str(error):
+                raise
+            return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
+    _check_loss(gm, mode, model)
+    leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
+    constants, missing = _constants(model, gm)
+    notes += [f"{', '.join(missing)} have no values: the model is on meta"] if missing else []
+    structure = pytree.tree_unflatten(list(range(program.call_spec.out_spec.num_leaves)), program.call_spec.out_spec)
+    return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), constants,
+                    graph_hash(gm), tuple(notes), clock.seconds)
+
+
+def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
+            asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
+    """The module to export: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
+    why = ""
+    keep = {path: [n for run in runs if run.path == path for n in run.kept] for path in dict.fromkeys(r.path for r in runs)}
+    twin = shadow(model, keep)
+    twin.train(mode == "train")
+    if runs:
+        args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
+        inner = args[:len(args) - _targets(loss_fn)]
+        try:
+            why = is_chain(model, twin, runs, tuple(inner), kwargs)
+        except (RuntimeError, NotImplementedError) as error:  # outer code that looks at values cannot run on meta
+            why = str(error).splitlines()[0]
+    if why:
+        runs, twin = [], shadow(model)
+        twin.train(mode == "train")
+    return (WithLoss(twin, loss_fn, _targets(loss_fn)) if loss_fn is not None else twin), runs, why
+
+
+def _targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
+    """How many positional inputs the loss function takes beside the outputs."""
+    if loss_fn is None:
+        return 0
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(loss_fn).parameters.values() if p.kind in kinds and p.default is p.empty]
+    return max(0, len(parameters) - 1)
+
+
+def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str) -> fx.GraphModule:
+    """The exported program as the contract's graph, all passes run."""
+    first = _first_names(model)
+    trained = {name: p.requires_grad and mode == "train" for name, p in model.named_parameters()}
+    gm = to_graph(program, known, lambda name: first.get(name, name), trained)
+    kinds = gm.meta["outputs"]
+    if mode == "train" and kinds:
+        _mark_loss(gm)
+    if runs:
+        gm.meta["repeat_counts"] = _repeat_counts(runs)
+    return passes.run(gm, (*passes.NORMALIZE, *passes.ANNOTATE))
+
+
+def _repeat_counts(runs: list[alike.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
+    """(start in the shortened container, period, groups in the graph, groups meant) per container."""
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+    used: dict[str, int] = {}
+    for run in runs:
+        start = used.get(run.path, 0)
+        found.setdefault(run.path, []).append((start, run.period, run.groups_kept, run.count))
+        used[run.path] = start + len(run.kept)
+    return found
+
+
+def _mark_loss(gm: fx.GraphModule) -> None:
+    """The output called loss, or else the only scalar float, is the loss."""
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    entries = gm.meta["outputs"]
+    scalars = [i for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and facts.is_tensor(n) and facts.is_float(n)
+               and facts.numel(n) == 1]
+    named = [i for i in scalars if entries[i]["name"].rsplit(".", 1)[-1] == "loss"]
+    chosen = named or (scalars if len(scalars) == 1 else [i for i in scalars if i == 0])
+    if chosen:
+        entries[chosen[0]] = {"name": "loss", "kind": "loss", "target": ""}
+
+
+def _check_loss(gm: fx.GraphModule, mode: str, model: nn.Module) -> None:
+    if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
+        raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
+                           f"{[entry['name'] for entry in gm.meta['outputs']]}: pass labels among the inputs, or loss_fn=, or mode='inference'")
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in source:
+            found[name] = first.setdefault(id(tensor), name)
+    return found
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    return {name: first for name, first in _first_names(model).items() if name != first}
+
+
+def _constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Values of what no state dict holds, and the names of those without one (the model is on meta)."""
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
+    missing: list[str] = []
+    for node in gm.graph.nodes:
+        role, name = node.meta.get("role"), node.meta.get("fqn")
+        if role not in ("buffer", "constant") or name in persistent:
+            continue
+        value = buffers.get(name, gm.meta["constants"].get(name))
+        if value is None or value.is_meta:
+            missing.append(str(name))
+        else:
+            found[str(name)] = value.detach().cpu().clone()
+    return found, missing
+
+
+def _plain(structure: Any) -> Any:
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say."""
+    if isinstance(structure, Mapping):
+        return {str(k): _plain(v) for k, v in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        return tuple(_plain(v) for v in structure)
+    return structure
+
+
+def graph_hash(gm: fx.GraphModule) -> str:
+    """Hash of what the graph computes: ops, sizes, arguments and parameter names, not source lines."""
+    text = [passes.run.__name__]
+    for module in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
+        for node in module.graph.nodes:
+            held = [(tuple(map(str, t.shape)), str(t.dtype)) for t in facts.tensors(node)] if "val" in node.meta else []
+            target = getattr(node.target, "__name__", str(node.target))
+            text.append(f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} {node.meta.get('repeat')}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _to_meta(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, tree)
+
+
+class _Clock:
+    """Seconds per phase; tells `progress` the phase's name when it begins."""
+
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress, self.seconds, self.name, self.start = progress, {}, "", 0.0
+
+    seconds: dict[str, float]
+
+    def __call__(self, name: str) -> _Clock:
+        self.name = name
+        if self.progress is not None:
+            self.progress(name)
+        return self
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds[self.name] = time.perf_counter() - self.start

@@ -1,0 +1,133 @@
+"""torch.export on the shadow, and what it says turned into the contract: roles, names, symbols, outputs."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export import export as torch_export
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autopar._torch import export_errors
+from autopar.capture.dims import Dims
+from autopar.errors import CaptureError
+
+ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
+         InputKind.USER_INPUT: "input"}
+INNER = "inner."  # the prefix that WithLoss puts before original names
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[ExportedProgram, Dims, list[str]]:
+    """Export with as many symbolic dims as the model allows: a dim that the model fixes becomes static, with a note.
+
+    Raises CaptureError with the model's source line when it cannot be exported at all.
+    """
+    notes: list[str] = []
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    failure: BaseException | None = None
+    for tried in _weaker(dims):
+        inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
+        shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
+        try:
+            program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(shapes, inputs, named), strict=False)
+        except export_errors() as error:
+            failure = failure or error
+            continue
+        fixed = [name for name in dims.hints if name not in tried.hints]
+        if fixed:
+            notes.append(f"{', '.join(fixed)} {'is' if len(fixed) == 1 else 'are'} static: {_line(failure)}")
+        return program, tried, notes
+    assert failure is not None
+    raise CaptureError(f"{type(model).__name__} cannot be exported: {_line(failure)}\n{_source(failure, model)}"
+                       "; rewrite that line without control flow on tensor values, or see torch.export's documentation") from failure
+
+
+def _spell(shapes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`dynamic_shapes` as torch.export wants them: a tuple for args, a dict for kwargs."""
+    if shapes is None:
+        return None
+    positional, named = shapes
+    return dict(named) if not args else tuple(positional) if not kwargs else (tuple(positional), dict(named))
+
+
+def _weaker(dims: Dims) -> list[Dims]:
+    """The dims as asked, then with fewer symbolic ones."""
+    found = [dims]
+    for name in reversed(list(dims.hints)):
+        if len(dims.hints) > 1:
+            found.append(dims.without(name))
+    if dims.hints:
+        nothing = dims
+        for name in dims.hints:
+            nothing = nothing.without(name)
+        found.append(nothing)
+    return found
+
+
+def _line(error: BaseException | None) -> str:
+    text = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return text[0][:300] if text else type(error).__name__
+
+
+def _source(error: BaseException, model: nn.Module) -> str:
+    """The last frame outside torch: the user's own line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "/autopar/" not in f.filename]
+    if frames:
+        return f"at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
+    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
+    return f"at {found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
+
+
+def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:
+    """The exported graph with the contract's roles, symbols and outputs. Tied parameters become one placeholder."""
+    gm = fx.GraphModule(program.graph_module, program.graph)
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    symbols: dict[str, Any] = {}
+    seen: dict[str, fx.Node] = {}
+    number = 0
+    for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
+        spec = specs[node.name]
+        node.meta["role"] = ROLES[spec.kind]
+        if node.meta["role"] == "input":
+            node.meta["input"] = node.name
+            for dim, name in dims.of.get(number, {}).items():
+                symbols.setdefault(name, node.meta["val"].shape[dim].node.expr)
+            number += 1
+            continue
+        name = canonical(spec.target.removeprefix(INNER))
+        node.meta["fqn"] = name
+        node.meta["requires_grad"] = requires_grad.get(name, False)
+        if name in seen:
+            node.replace_all_uses_with(seen[name])
+            gm.graph.erase_node(node)
+        else:
+            seen[name] = node
+    gm.meta["symbols"] = symbols
+    gm.meta["constants"] = dict(program.constants)
+    gm.meta["outputs"] = _outputs(program)
+    gm.recompile()
+    return gm
+
+
+def _outputs(program: ExportedProgram) -> list[dict[str, str]]:
+    """One entry per flat output; names follow the user's pytree."""
+    names = _names(program.call_spec.out_spec)
+    entries: list[dict[str, str]] = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind == OutputKind.USER_OUTPUT:
+            entries.append({"name": names[len(entries)], "kind": "output", "target": ""})
+        else:
+            raise CaptureError(f"the exported graph has an output of kind {spec.kind.name}, which autopar does not know")
+    return entries
+
+
+def _names(spec: Any) -> list[str]:
+    """`loss`, `logits`, `states.0` for the leaves of a pytree."""
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    found = pytree.tree_flatten_with_path(tree)[0]
+    return [re.sub(r"^\.|['\]]", "", pytree.keystr(path).replace("['", ".").replace("[", ".")) or "output" for path, _ in found]

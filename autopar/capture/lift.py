@@ -1,0 +1,45 @@
+"""All floating computation of a captured graph in one dtype.
+
+Casts to float32 are baked into captured graphs (logits, norms), and their rounding would hide errors of 1e-8. A check in
+float64 therefore lifts every float dtype: of placeholders, of casts, of factories.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import facts
+
+
+def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
+    """A copy of `gm` that computes in `dtype` wherever it computed in a floating point dtype."""
+    lifted = copy.deepcopy(gm)
+    lifted.meta.update(gm.meta)
+    for module in lifted.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                _lift_node(node, dtype)
+            module.recompile()
+    return lifted
+
+
+def _lift_node(node: fx.Node, dtype: torch.dtype) -> None:
+    node.args = fx.node.map_aggregate(node.args, lambda item: _lift(item, dtype))
+    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda item: _lift(item, dtype))
+    if "val" in node.meta and facts.tensors(node):
+        held = node.meta["val"]
+        node.meta["val"] = tuple(_value(v, dtype) for v in held) if isinstance(held, (tuple, list)) else _value(held, dtype)
+
+
+def _lift(item: Any, dtype: torch.dtype) -> Any:
+    return dtype if isinstance(item, torch.dtype) and item.is_floating_point else item
+
+
+def _value(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+        return value.to(dtype)
+    return value

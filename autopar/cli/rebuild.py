@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,22 +48,46 @@ class Source:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A plan with the graph that it fits."""
+    """A plan with its model (on the meta device unless weights were asked for) and the graph that it fits."""
 
     plan: Plan
     source: Source
+    loaded: frontend.Loaded
     captured: Captured
 
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return dict(self.loaded.model.state_dict())
 
-def rebuild(where: Path, progress: Callable[[str], None] | None = None) -> Rebuilt:
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The global batch by input name."""
+        return by_name(self.loaded, self.captured.input_names)
+
+
+def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weights: bool = False) -> Rebuilt:
     """Read a plan and capture its model again. Raises PlanError when the graph is not the one that was planned."""
     plan = Plan.load(where)
     source = Source.of(plan, where)
-    loaded = source.load(plan)
-    captured = capture(loaded.model, loaded.args, loaded.kwargs, loss_fn=None, mode=plan.mode, dynamic_shapes=None, progress=progress)
+    loaded = source.load(plan, device="cpu" if weights else "meta")
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=plan.mode, progress=progress)
     if captured.graph_hash != plan.graph_hash:
         raise PlanError(f"plan {where} is for another graph than {source.model} gives now ({difference(plan, captured)}): plan the model again")
-    return Rebuilt(plan, source, captured)
+    if not weights and _lacks_values(captured):
+        return rebuild(where, progress, weights=True)  # buffers that are computed when the model is made, as rope tables
+    return Rebuilt(plan, source, loaded, captured)
+
+
+def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
+    """The inputs of a model by the names that its graph has for them."""
+    given = {**dict(zip(names, loaded.args, strict=False)), **loaded.kwargs}
+    return {name: given[name] for name in names}
+
+
+def _lacks_values(captured: Captured) -> bool:
+    held = [node.meta["fqn"] for node in captured.gm.graph.nodes if node.meta.get("role") == "constant"]
+    return any("have no values" in note for note in captured.notes) or any(name not in captured.constants for name in held)
 
 
 def difference(plan: Plan, captured: Captured) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autopar.bundle import Bundle
 from autopar.cli.console import progress, write_json
 from autopar.cli.emitting import bundle
-from autopar.cli.rebuild import Rebuilt, rebuild
+from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.report.text import seconds
 from autopar.runtime import launch
@@ -27,13 +27,12 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank does: build the module from `bundle`, fill it with `weights`, take its part of the global batch
-    `args`, `kwargs`, and run `steps` steps. `quiet` ranks print nothing."""
+    """What every rank does: build the module from `bundle`, fill it with `weights`, take its part of the global
+    `batch`, and run `steps` steps. `quiet` ranks print nothing."""
 
     bundle: Bundle
     weights: Mapping[str, torch.Tensor]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    batch: Mapping[str, Any]
     steps: int
     lr: float
     quiet: bool = False
@@ -50,9 +49,9 @@ class Step:
 def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
     """Run the plan; on as many local ranks as it has unless torchrun has made them."""
     with progress(f"preparing {where}") as tell:
-        rebuilt = rebuild(where, tell)
+        rebuilt = rebuild(where, tell, weights=True)
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
-        job = _job(rebuilt, steps, lr, quiet=json == "-")
+        job = Job(bundle(rebuilt), rebuilt.weights, rebuilt.batch, steps, lr, quiet=json == "-")
     if "WORLD_SIZE" in os.environ:
         with _group(kind(rebuilt.plan)):
             done, first = train(job), dist.get_rank() == 0
@@ -67,7 +66,7 @@ def train(job: Job) -> list[Step]:
     """One rank: all steps. Raises RunError when the ranks or the batch do not fit the plan."""
     plan = job.bundle.plan
     module = job.bundle.build(job.weights)
-    batch = module.shard_batch(*job.args, **job.kwargs)
+    batch = module.shard_batch(**job.batch)
     optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=job.lr) if plan.mode == "train" else None
     done = []
     for number in range(job.steps):
@@ -102,11 +101,6 @@ def on_cpu(plan: Plan) -> Plan:
 def kind(plan: Plan) -> str:
     """`cpu` or `cuda`."""
     return str(plan.cluster["device"]["kind"])
-
-
-def _job(rebuilt: Rebuilt, steps: int, lr: float, *, quiet: bool) -> Job:
-    loaded = rebuilt.source.load(rebuilt.plan, device="cpu")
-    return Job(bundle(rebuilt), loaded.model.state_dict(), loaded.args, loaded.kwargs, steps, lr, quiet)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,43 @@
+"""`autopar verify`: the emitted module on local ranks against the model's graph on one device."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+
+import torch
+
+from autopar.api import names_of
+from autopar.capture import lift
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.rebuild import Rebuilt, by_name, rebuild
+from autopar.cli.running import on_cpu
+from autopar.errors import PlanError
+from autopar.report.checks import checked
+from autopar.verify import Case, verify
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+
+
+def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int | None, seq: int | None, json: str | None) -> int:
+    """Verify, print, and give the exit code: 0 when every value is within the tolerance, 1 otherwise."""
+    if dtype not in TOLERANCES:
+        raise PlanError(f"dtype {dtype!r}: wanted one of {', '.join(TOLERANCES)}")
+    with progress(f"verifying {where}") as tell:
+        rebuilt = rebuild(where, tell, weights=True)
+        tell(f"{rebuilt.plan.ranks} ranks against one device")
+        report = verify(case_of(rebuilt, getattr(torch, dtype), batch, seq), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+    if not write_json(json, json_text.loads(report.to_json())):
+        show(checked(report))
+    return 0 if report.ok else 1
+
+
+def case_of(rebuilt: Rebuilt, dtype: torch.dtype = torch.float64, batch: int | None = None, seq: int | None = None) -> Case:
+    """What to verify: the plan on CPU ranks, with weights and a batch in `dtype`, at another batch or sequence than planned where
+    they are given."""
+    captured = rebuilt.captured
+    loaded = rebuilt.source.load(rebuilt.plan, device="cpu", dtype=dtype, batch=batch, seq=seq)
+    constants = {name: value.to(dtype) if value.is_floating_point() else value for name, value in captured.constants.items()}
+    gm = lift(captured.gm, dtype) if dtype != torch.float32 else captured.gm
+    return Case(gm, on_cpu(rebuilt.plan), names_of(captured), dict(loaded.model.state_dict()), constants,
+                by_name(loaded, captured.input_names))

@@ -5,6 +5,8 @@ All are exact for every dtype: booleans, which the backends reduce each in its o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,10 +42,21 @@ def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """The sum over ranks of part [i] of `[n, m, ...]`, on rank i of the axis: `[m, ...]`."""
     if x.dtype == torch.bool:
         return reduce_scatter(x.to(torch.int32), axis, mesh) > 0
+    return start_reduce_scatter(x, axis, mesh)()
+
+
+def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Callable[[], Tensor]:
+    """`reduce_scatter` in the background; the result comes from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     out = x.new_empty(x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=mesh.group(axis))
-    return out
+    work = dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=mesh.group(axis), async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out
+
+    return finish
 
 
 def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> list[Tensor]:

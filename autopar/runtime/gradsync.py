@@ -3,13 +3,15 @@
 Autograd accumulates into local leaves. Parameters that rest whole on an axis where their gradient is partial are summed over
 it in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is there, while the backward goes on, and all are
 finished when the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
-accumulation over several backwards is exact. A parameter that a backward did not reach keeps its `grad` (None at first),
+accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
+scattered in the background, a bounded number of bytes at a time. A parameter that a backward did not reach keeps its `grad` (None at first),
 as on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +21,22 @@ from torch import Tensor
 
 from autopar._torch import at_end_of_backward, local_of, wrap_like
 from autopar.errors import RunError
-from autopar.layout import Step, steps
+from autopar.layout import Layout, Step, steps
 from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.moves import relayout_later
 from autopar.runtime.params import Held
 
 BUCKET_BYTES = 25_000_000  # as torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A gradient on its way to its shard, of `nbytes` before."""
+
+    held: Held
+    finish: Callable[[], Tensor]
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -45,11 +57,17 @@ class GradSync:
         self.mesh = mesh
         self.buckets = _buckets(held, mesh, bucket_bytes)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
+        self.held_of = {id(h.leaf): h for h in held}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
+        self.late: deque[Late] = deque()
+        self.scattered: dict[str, Tensor] = {}
+        self.pending: dict[str, Held] = {}
+        self.limit_bytes = 2 * bucket_bytes
 
     def attach(self, held: Held) -> None:
         """Watch the leaf of `held`; call again whenever it was renewed."""
+        self.held_of[id(held.leaf)] = held
         if held.leaf.requires_grad:
             held.leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(held))
 
@@ -57,13 +75,39 @@ class GradSync:
         """Forget a backward that ended in an error."""
         for held in self.reached.values():
             held.leaf.grad = None
-        self.reached, self.started = {}, []
+        self.reached, self.started, self.scattered = {}, [], {}
+        self.pending = {}
+        self.late.clear()
         for bucket in self.buckets:
             bucket.ready, bucket.flat, bucket.work = [], None, None
 
-    def _arrived(self, held: Held) -> None:
-        if not self.reached:
+    def sink(self, shard: Tensor) -> Callable[[Tensor, Layout, str], None] | None:
+        """Who scatters the gradient of a gathered `shard`; None for what is no parameter, or is summed in buckets as well."""
+        held = self.held_of.get(id(shard))
+        if held is None or held.leaf is not shard or held.name in self.bucket_of:
+            return None
+        return lambda grad, layout, name: self._scatter(held, grad, layout, name)
+
+    def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str) -> None:
+        self._queue()
+        self.pending[held.name] = held
+        finish = relayout_later(grad, layout, held.info.entries, held.info.shape, self.mesh, name)
+        self.late.append(Late(held, finish, grad.numel() * grad.element_size()))
+        while sum(late.nbytes for late in self.late) > self.limit_bytes:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        late = self.late.popleft()
+        grad = late.finish()
+        before = self.scattered.get(late.held.name)
+        self.scattered[late.held.name] = grad if before is None else before + grad
+
+    def _queue(self) -> None:
+        if not self.reached and not self.pending:
             at_end_of_backward(self._finish)
+
+    def _arrived(self, held: Held) -> None:
+        self._queue()
         if held.name in self.reached:
             raise RunError(f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
                            "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)")
@@ -93,8 +137,10 @@ class GradSync:
                 self._start(bucket)
         for bucket in self.started:
             self._complete(bucket)
-        for held in self.reached.values():
-            _deposit(held)
+        while self.late:
+            self._finish_oldest()
+        for held in (self.reached | self.pending).values():
+            _deposit(held, [g for g in (held.leaf.grad, self.scattered.get(held.name)) if g is not None])
         self.reset()
 
     def _complete(self, bucket: Bucket) -> None:
@@ -135,10 +181,10 @@ def _grad(held: Held) -> Tensor:
     return grad
 
 
-def _deposit(held: Held) -> None:
-    grad, param = _grad(held), held.tensor
-    held.leaf.grad = None
-    if param.grad is None:
-        param.grad = wrap_like(grad, param)
-    else:
-        local_of(param.grad).add_(grad)
+def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
+    param = held.tensor
+    for grad in grads:
+        if param.grad is None:
+            param.grad = wrap_like(grad, param)
+        else:
+            local_of(param.grad).add_(grad)

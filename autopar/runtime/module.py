@@ -127,7 +127,7 @@ class ShardedModule(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
             if torch.is_grad_enabled():
-                stack.enter_context(regather.regathering())
+                stack.enter_context(regather.regathering(self._sync))
             values = list(super().__call__(*inputs))
         if self.OUTPUTS and len(values) != len(self.OUTPUTS):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
@@ -138,8 +138,7 @@ class ShardedModule(nn.Module):
 
     def _renew(self) -> None:
         """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
-        if self._sync.reached:
-            self._sync.reset()
+        self._sync.reset()
         for held in self._held.values():
             if held.stale():
                 held.renew()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.layout import Layout, Step, dim_of, local_shape, steps
-from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, start_reduce_scatter
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import check_shape, cut, join, pad, take
 from autopar.runtime.mesh import Mesh
@@ -27,11 +27,33 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
     """
     check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
     for step in steps(src, dst, mesh.sizes):
-        if counting():
-            record(step.kind, step.axis, step_bytes(step, shape, x.element_size(), mesh), name)
-        if mesh.sizes[step.axis] > 1:
-            x = _RUN[step.kind](x, step, shape, mesh)
+        x = _do(x, step, shape, mesh, name)
     return x
+
+
+def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "") -> Callable[[], Tensor]:
+    """`relayout` whose last step, where that is a reduce-scatter, runs in the background; call the result to get the tensor."""
+    check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
+    todo = steps(src, dst, mesh.sizes)
+    late = bool(todo) and todo[-1].kind == "reduce_scatter" and mesh.sizes[todo[-1].axis] > 1
+    for step in todo[:-1] if late else todo:
+        x = _do(x, step, shape, mesh, name)
+    if not late:
+        return lambda: x
+    _note(x, todo[-1], shape, mesh, name)
+    parts, dim, length = _parts(x, todo[-1], shape, mesh)
+    finish = start_reduce_scatter(parts, todo[-1].axis, mesh)
+    return lambda: finish().narrow(dim, 0, length)
+
+
+def _do(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> Tensor:
+    _note(x, step, shape, mesh, name)
+    return _RUN[step.kind](x, step, shape, mesh) if mesh.sizes[step.axis] > 1 else x
+
+
+def _note(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> None:
+    if counting():
+        record(step.kind, step.axis, step_bytes(step, shape, x.element_size(), mesh), name)
 
 
 def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
@@ -54,13 +76,19 @@ def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
 
 
 def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+    parts, dim, length = _parts(x, step, shape, mesh)
+    return reduce_scatter(parts, step.axis, mesh).narrow(dim, 0, length)
+
+
+def _parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tensor, int, int]:
+    """What each rank of the axis is to get, `[n, ...]` padded to equal lengths; the dim that is cut, and the own length."""
     dim = dim_of(step.after[step.axis])
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
+    own_length = how.lengths[mesh.coord[step.axis]]
     if how.even and dim == 0:
-        return reduce_scatter(x.unflatten(0, (mesh.sizes[step.axis], -1)), step.axis, mesh)
-    length = max(how.lengths)
-    parts = torch.stack([pad(take(x, dim, ranges), dim, length) for ranges in how.ranges])
-    return reduce_scatter(parts, step.axis, mesh).narrow(dim, 0, how.lengths[mesh.coord[step.axis]])
+        return x.unflatten(0, (mesh.sizes[step.axis], -1)), dim, own_length
+    longest = max(how.lengths)
+    return torch.stack([pad(take(x, dim, ranges), dim, longest) for ranges in how.ranges]), dim, own_length
 
 
 def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:

@@ -1,17 +1,18 @@
-"""Weights that are gathered for the forward and gathered again for the backward (ZeRO-3).
+"""Weights that are gathered for the forward and gathered again for the backward (ZeRO-3), their gradients scattered behind it.
 
 `gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it
 keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The
-copy is dropped after its last use. Outside compiled code only: a compiled block keeps what its partitioner decides.
+copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters
+it while the backward goes on. Outside compiled code only: a compiled block keeps what its partitioner decides.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,17 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.reshard import arrow, reshard
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
-_inside = [0]
+_sinks: list[Sinks] = []  # of the regathering() contexts that are open, innermost last
+
+
+Sink = Callable[[Tensor, Layout, str], None]  # takes a whole gradient, its layout, and a name for the count
+
+
+class Sinks(Protocol):
+    """Who takes the gradients of which shards."""
+
+    def sink(self, shard: Tensor) -> Sink | None:
+        """Who takes the gradient of `shard`; None where autograd is to accumulate it."""
 
 
 class Handle:
@@ -62,26 +73,48 @@ class Saved:
 
 def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
     """As `reshard`; inside `regathering()` the result is not kept for the backward but gathered again."""
-    out = reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
-    if torch.compiler.is_compiling():
-        return out
-    if _inside[0] and out.requires_grad and out.numel():
-        address = out.untyped_storage().data_ptr()
-        if address != x.untyped_storage().data_ptr():
-            _registry[address] = Handle(x, *arrow(change), tuple(shape), mesh, name)
-            weakref.finalize(out, _registry.pop, address, None)
+    if torch.compiler.is_compiling() or not _sinks or grad is None or not x.requires_grad:
+        return reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
+    sink = _sinks[-1].sink(x)
+    if sink is None:
+        out = reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
+    else:
+        out = _Gather.apply(x, *arrow(change), arrow(grad)[0], tuple(shape), mesh, name, sink)
+    address = out.untyped_storage().data_ptr()
+    if out.numel() and address != x.untyped_storage().data_ptr():
+        _registry[address] = Handle(x, *arrow(change), tuple(shape), mesh, name)
+        weakref.finalize(out, _registry.pop, address, None)
     return out
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, consumed: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
+                sink: Sink) -> Tensor:
+        ctx.consumed, ctx.name, ctx.sink = consumed, name, sink
+        out = relayout(x, src, dst, shape, mesh, name)
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.sink(grads[0], ctx.consumed, ctx.name)
+        return (None,) * 8
+
+
+class _NoSinks:
+    def sink(self, shard: Tensor) -> Sink | None:
+        return None
+
+
 @contextmanager
-def regathering() -> Iterator[None]:
-    """Where weights from `gather` are not saved for the backward."""
-    _inside[0] += 1
+def regathering(sinks: Sinks | None = None) -> Iterator[None]:
+    """Where weights from `gather` are not saved for the backward, and `sinks` take their gradients."""
+    _sinks.append(sinks or _NoSinks())
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _inside[0] -= 1
+        _sinks.pop()
 
 
 def _pack(tensor: Tensor) -> Tensor | Saved:

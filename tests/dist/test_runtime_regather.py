@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.errors import RunError
-from autopar.runtime import Mesh, count, gather
+from autopar.runtime import Mesh, Param, ShardedModule, count, gather, reshard
 from autopar.runtime.cuts import own
 from autopar.runtime.regather import regathering
 from tests.helpers.ranks import on_ranks
@@ -104,3 +104,45 @@ def _stale():
 
 def test_a_changed_shard_is_an_error():
     on_ranks(2, _stale)
+
+
+def _module(limit):
+    class Twice(ShardedModule):
+        """One weight gathered twice, one sharded on one axis and summed over the other (HSDP), one uneven."""
+
+        MESH = Mesh((2, 2), ("x", "y"), "cpu")
+        INPUTS = {"x": "S0,S0"}  # noqa: RUF012
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS = {"a": Param((4, 4), "float64", "S0,S1"), "b": Param((4, 4), "float64", "R,S0", sync=(0,)),  # noqa: RUF012
+                  "c": Param((3, 4), "float64", "S0,S0")}
+
+        def forward(self, x):
+            whole = {"grad": "P,P -> S0,S1", "shape": (4, 4), "mesh": self.MESH, "name": "a"}
+            x = F.linear(x, gather(self.w["a"], "S0,S1 -> R,R", **whole)).tanh()
+            x = F.linear(x, gather(self.w["b"], "R,S0 -> R,R", grad="P,P -> P,S0", shape=(4, 4), mesh=self.MESH, name="b"))
+            x = F.linear(x, gather(self.w["a"], "S0,S1 -> R,R", **whole)).tanh()
+            x = F.linear(x, gather(self.w["c"], "S0,S0 -> R,R", grad="P,P -> S0,S0", shape=(3, 4), mesh=self.MESH, name="c"))
+            return (reshard(x.square().sum(), "P,P -> R,R", grad="R,R -> R,R", shape=(), mesh=self.MESH),)
+
+    torch.manual_seed(0)
+    state = {name: torch.randn(info.shape, dtype=torch.float64) for name, info in Twice.PARAMS.items()}
+    x = torch.randn(8, 4, dtype=torch.float64)
+    whole = {name: value.clone().requires_grad_() for name, value in state.items()}
+    model = Twice().load_full(state)
+    model._sync.limit_bytes = limit
+    for _ in range(2):  # gradients accumulate
+        y = F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]), whole["a"]).tanh()
+        F.linear(y, whole["c"]).square().sum().backward()
+        with count() as seen:
+            model.train_step(*model.shard_batch(x))
+    for name, grad in model.full_grads().items():
+        torch.testing.assert_close(grad, whole[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    steps = {name: sorted(c.kind for c in seen if c.name == name) for name in "abc"}
+    assert steps["a"] == ["all_gather"] * 6 + ["reduce_scatter"] * 4  # the first use needs no weight in the backward: x has no gradient
+    assert steps["b"] == ["all_gather"] * 2 + ["all_reduce", "reduce_scatter"]
+    assert steps["c"] == ["all_gather"] * 4 + ["reduce_scatter"] * 2
+
+
+@pytest.mark.parametrize("limit", [1, 200, 10**9])
+def test_gradients_scattered_in_the_background_are_exact(limit):
+    on_ranks(4, _module, limit)

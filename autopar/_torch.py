@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -45,3 +46,14 @@ def export_errors() -> tuple[type[Exception], ...]:
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
     return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError)
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in it.
+
+    The class is public in effect (docs name it) but lives in a private module.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode

@@ -83,5 +83,12 @@ def _attributes(root: nn.Module) -> dict[str, Any]:
                 table[f"{path}.{name}:tensor"] = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         for name, value in vars(module).items():
             if name not in _INNER and not isinstance(value, (dict, torch.Tensor)):
-                table[f"{path}.{name}"] = value if isinstance(value, (int, float, str, bool, tuple, type(None))) else id(value)
+                table[f"{path}.{name}"] = _comparable(value)
     return table
+
+
+def _comparable(value: Any) -> Any:
+    """A plain value as it is; anything else by identity, so that only a shared object counts as alike."""
+    if isinstance(value, (set, frozenset, list)):
+        return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else [_comparable(v) for v in value]
+    return value if isinstance(value, (int, float, str, bool, tuple, torch.dtype, type(None))) else id(value)

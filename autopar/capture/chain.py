@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar._torch import fake_mode
 from autopar.capture.alike import AlikeRun
 from autopar.capture.shadow import shadow
 
@@ -38,7 +39,9 @@ class _Stub(nn.Module):
 
 def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """"" when all `runs` of `model` are chains, otherwise why not. `short` is the shortened shadow; inputs are on meta."""
-    results = _first_results(short, runs, args, kwargs)
+    with fake_mode():
+        args, kwargs = pytree.tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
+        results = _first_results(short, runs, args, kwargs)
     whole = shadow(model, {run.path: () for run in runs})
     calls: dict[str, list[tuple[int, list[Any], list[Any]]]] = {}
     for path in dict.fromkeys(run.path for run in runs):
@@ -51,7 +54,7 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
         for number, child in enumerate(children):
             run, kind = covered[number]
             container.append(_Stub(number, results[path, run.start + kind], calls.setdefault(path, []), child))
-    with torch.no_grad():
+    with torch.no_grad(), fake_mode():
         whole(*args, **kwargs)
     for run in runs:
         if why := _broken(run, calls[run.path]):

@@ -30,7 +30,7 @@ class Names:
     """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, values of constants."""
 
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    structure: Any
     aliases: Mapping[str, str]
 
 
@@ -159,6 +159,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         f"{INDENT}MESH = MESH",
         f"{INDENT}INPUTS = {{{', '.join(f'{n!r}: {show(layouts[op.node.name])!r}' for n, op in zip(names.inputs, inputs, strict=True))}}}",
         f"{INDENT}OUTPUTS = {tuple((op.role, op.fqn) for op in results)}",
+        *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
         *_parameters(context, ""),
         f"{INDENT}RUNS = {{{', '.join(f'{scope!r}: {value}' for scope, value in runs.items())}}}", "",

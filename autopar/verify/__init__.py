@@ -8,7 +8,7 @@ Where something differs, a second run with probes names the first node whose val
 last one in forward order whose gradient does: the first that the backward got wrong.
 """
 
-from autopar.verify.check import Case, verify
+from autopar.verify.check import Case, case_of, verify
 from autopar.verify.report import Report, Row
 
-__all__ = ["Case", "Report", "Row", "verify"]
+__all__ = ["Case", "Report", "Row", "case_of", "verify"]

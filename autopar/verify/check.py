@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.bundle import Bundle
+from autopar.capture import Captured, lift
 from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import Names, emit
 from autopar.plan import Plan
@@ -41,6 +42,17 @@ class Case:
     @property
     def training(self) -> bool:
         return self.plan.mode == "train"
+
+
+def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor],
+            dtype: torch.dtype = torch.float64) -> Case:
+    """The case of a captured model: graph, weights and floating inputs lifted to `dtype`. `weights` are whole tensors by
+    original name (`model.state_dict()`), `batch` the global inputs by name."""
+    def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
+
+    names = Names(captured.input_names, captured.structure, captured.aliases)
+    return Case(lift(captured.gm, dtype), plan, names, to(weights), to(captured.constants), to(batch))
 
 
 def verify(case: Case, *, tolerance: float = 1e-9) -> Report:

@@ -27,16 +27,16 @@ class Asked:
 
     model: str
     cluster: str
-    batch: int
-    seq: int
-    recipe: str | None
-    mesh: str | None
-    search: str
-    precision: str
-    mode: str
-    optimizer: str
-    time_limit_s: float
-    seed: int
+    batch: int = 8
+    seq: int = 128
+    recipe: str | None = None
+    mesh: str | None = None
+    search: str = "ilp"
+    precision: str = "float32"
+    mode: str = "train"
+    optimizer: str = "adamw"
+    time_limit_s: float = 30.0
+    seed: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...] | None:

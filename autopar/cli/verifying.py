@@ -6,16 +6,17 @@ import json as json_text
 from pathlib import Path
 
 import torch
+from torch import fx
 
-from autopar.api import names_of
-from autopar.capture import lift
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.cli.running import on_cpu
 from autopar.errors import PlanError
 from autopar.report.checks import checked
-from autopar.verify import Case, verify
+from autopar.verify import Case, case_of, verify
 
+aten = torch.ops.aten
+DROPOUTS = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}  # operator -> position of the probability
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -26,18 +27,28 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
     with progress(f"verifying {where}") as tell:
         rebuilt = rebuild(where, tell, weights=True)
         tell(f"{rebuilt.plan.ranks} ranks against one device")
-        report = verify(case_of(rebuilt, getattr(torch, dtype), batch, seq), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+        report = verify(case(rebuilt, getattr(torch, dtype), batch, seq), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
     if not write_json(json, json_text.loads(report.to_json())):
         show(checked(report))
     return 0 if report.ok else 1
 
 
-def case_of(rebuilt: Rebuilt, dtype: torch.dtype = torch.float64, batch: int | None = None, seq: int | None = None) -> Case:
-    """What to verify: the plan on CPU ranks, with weights and a batch in `dtype`, at another batch or sequence than planned where
-    they are given."""
-    captured = rebuilt.captured
-    loaded = rebuilt.source.load(rebuilt.plan, device="cpu", dtype=dtype, batch=batch, seq=seq)
-    constants = {name: value.to(dtype) if value.is_floating_point() else value for name, value in captured.constants.items()}
-    gm = lift(captured.gm, dtype) if dtype != torch.float32 else captured.gm
-    return Case(gm, on_cpu(rebuilt.plan), names_of(captured), dict(loaded.model.state_dict()), constants,
-                by_name(loaded, captured.input_names))
+def case(rebuilt: Rebuilt, dtype: torch.dtype = torch.float64, batch: int | None = None, seq: int | None = None) -> Case:
+    """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, at another batch or sequence than
+    planned where they are given."""
+    loaded = rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
+    made = case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), by_name(loaded, rebuilt.captured.input_names), dtype)
+    keep_all(made.gm)
+    return made
+
+
+def keep_all(gm: fx.GraphModule) -> None:
+    """Set every dropout of a captured graph to drop nothing: what is dropped at random cannot be compared."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target in DROPOUTS:
+                    at = DROPOUTS[node.target]
+                    node.args = (*node.args[:at], 0.0, *node.args[at + 1:]) if len(node.args) > at else node.args
+                    node.kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in node.kwargs.items()}
+            module.recompile()

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from autopar.runtime.mesh import Mesh
 
+# torch 2.13 renamed the two and warns at every call of the old names; 2.11 has the old ones only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 OPS = {"P": dist.ReduceOp.SUM, "Pmax": dist.ReduceOp.MAX, "Pmin": dist.ReduceOp.MIN}
 
 
@@ -34,7 +37,7 @@ def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """`[m, ...]` on each of n ranks -> `[n, m, ...]`; m must be the same on all."""
     x = x.contiguous()
     out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x, group=mesh.group(axis))
+    _all_gather(out, x, group=mesh.group(axis))
     return out.view(mesh.sizes[axis], *x.shape)
 
 
@@ -49,7 +52,7 @@ def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Callable[[], Tenso
     """`reduce_scatter` in the background; the result comes from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     out = x.new_empty(x.shape[1:])
-    work = dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=mesh.group(axis), async_op=True)
+    work = _reduce_scatter(out, x.flatten(0, 1), group=mesh.group(axis), async_op=True)
 
     def finish() -> Tensor:
         if work is not None:

@@ -9,11 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.rules import contractions, pointwise, reductions, views
+from autopar.rules import contractions, factories, indexing, losses, pointwise, reductions, views, vision
+from autopar.rules.arguments import replicated
 from autopar.rules.language import Call, Option, parse
 from autopar.rules.rule import Rule
 
-RULES: dict[Any, Rule] = {**pointwise.RULES, **views.RULES, **reductions.RULES, **contractions.RULES}
+RULES: dict[Any, Rule] = {**contractions.RULES, **factories.RULES, **indexing.RULES, **losses.RULES, **pointwise.RULES,
+                          **reductions.RULES, **views.RULES, **vision.RULES}
+
+WHOLE = Rule(replicated)
+"""What an operator without a row gets."""
 
 
 def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | None:
@@ -24,7 +29,7 @@ def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | Non
 def options_for(call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = (),
                 rules: Mapping[Any, Rule] | None = None) -> list[Option]:
     """Everything that `call` can do on one axis of `ways` ranks; replicated where there is no rule."""
-    rule = rule_for(call.target, rules) or reductions.WHOLE
+    rule = rule_for(call.target, rules) or WHOLE
     return rule.options(call, ways, sections=sections)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
+from autopar.rules.arguments import Spec, given, rule
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 from passes import ops
@@ -19,47 +21,125 @@ def matmul(call: Call) -> str:
     if one == 1 or other == 1:
         left = "k" if one == 1 else "... m k"
         right = "k" if other == 1 else "... k n"
-        out = " ".join(w for w in ("..." if max(one, other) > 1 else "", "m" if one > 1 else "", "n" if other > 1 else "") if w)
-        return f"{left}, {right} -> {out}"
+        out = ("..." if max(one, other) > 1 else "", "m" if one > 1 else "", "n" if other > 1 else "")
+        return rule([left, right], [" ".join(w for w in out if w)])
     if other == 2:
         return "... k, k n -> ... n"
     return "... m k, ... k n -> ... m n"
 
 
+def with_bias(plain: str, whole: str, bias: str) -> Spec:
+    """`plain` for two operands; with a third, the bias, `whole`: the summed-over factor must not be split, or every rank
+    would add the bias."""
+    def spec(call: Call) -> str:
+        if len(call.ins) == 2:
+            return plain
+        left, right = whole.split(" -> ")
+        return f"{left}, {bias} -> {right}"
+    return spec
+
+
+def unless_bias(call: Call) -> str:
+    """Linear in each operand alone, unless a bias is added."""
+    return "each" if len(call.ins) == 2 else ""
+
+
+def added(product: str, out: str) -> Spec:
+    """`addmm` and its kin: the added operand comes first and broadcasts against the output."""
+    def spec(call: Call) -> str:
+        shape, names = call.ins[0].shape, out.split()
+        names = names[len(names) - len(shape):]
+        return f"{' '.join('1' if n == 1 else w for w, n in zip(names, shape, strict=True))}, {product} -> {out}"
+    return spec
+
+
 def einsum(call: Call) -> str:
-    """The equation itself; an ellipsis stays whole."""
-    left, right = call.args[0].replace(" ", "").split("->")
-    ins = ", ".join(" ".join(word) for word in left.split(","))
-    return f"{ins} -> {' '.join(right)}"
+    """The equation itself. A letter that occurs twice in an operand stays whole; a dim of size 1 against a larger one is
+    broadcast."""
+    left, arrow, right = call.args[0].replace(" ", "").partition("->")
+    ins = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
+    letters = [w for word in ins for w in word]
+    if not arrow:
+        right = "".join(["..."] * ("..." in letters) + sorted(w for w in dict.fromkeys(letters) if w != "..." and letters.count(w) == 1))
+    twice = {w for word in ins for w in word if word.count(w) > 1}
+    stretched = _stretched(call, ins)
+    sides = [" ".join("1" if (i, w) in stretched else f"{w}!" if w in twice else w for w in word) for i, word in enumerate(ins)]
+    return rule(sides, [" ".join(re.findall(r"\.\.\.|[A-Za-z]", right))])
+
+
+def _stretched(call: Call, ins: list[list[str]]) -> dict[tuple[int, str], None]:
+    """The (operand, letter) pairs of size 1 where another operand is larger."""
+    found: dict[tuple[int, str], None] = {}
+    sizes: dict[str, set[Any]] = {}
+    for index, (word, tensor) in enumerate(zip(ins, call.ins, strict=True)):
+        before = word.index("...") if "..." in word else len(word)
+        for place, letter in enumerate(word):
+            if letter != "...":
+                size = tensor.shape[place if place < before else place - len(word)]
+                sizes.setdefault(letter, set()).add(size)
+                if size == 1:
+                    found[index, letter] = None
+    return {pair: None for pair in found if len(sizes[pair[1]]) > 1}
 
 
 def convolution(call: Call) -> str:
-    """Samples and output channels split; input channels leave a partial sum; height and width stay whole. Grouped: groups
-    are not split."""
-    spatial = len(call.ins[0].shape) - 2
-    groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups", 1)
-    sizes = " ".join(f"h{i}!" for i in range(spatial))
-    kernel = " ".join(f"k{i}!" for i in range(spatial))
-    out = " ".join(f"o{i}!" for i in range(spatial))
-    mark = "" if groups == 1 else "!"
-    inner = "i" if groups == 1 else "j!"
-    return f"b i{mark} {sizes}, o{mark} {inner} {kernel} -> b o{mark} {out}"
+    """Samples and output channels split; input channels leave a partial sum unless there is a bias; positions stay whole.
+    Groups are not split: their number is an argument."""
+    return _convolution(call, "o{o} {i} {k}")
+
+
+def transposed_convolution(call: Call) -> str:
+    """As `convolution`; the weight has input channels first."""
+    return _convolution(call, "{i} o{o} {k}")
+
+
+def _convolution(call: Call, weight: str) -> str:
+    arguments = given(call)
+    spatial = len(call.ins[1].shape) - 2
+    grouped = arguments["groups"] != 1
+    inner = "i" if not grouped and len(call.ins) == 2 else "i!"
+    outer = "!" if grouped else ""
+    kernel = " ".join(f"k{d}!" for d in range(spatial))
+    batch = "b " if len(call.ins[0].shape) == spatial + 2 else ""
+    other = "j!" if grouped and weight.startswith("o") else inner
+    if grouped and not weight.startswith("o"):
+        outer, out = "o2!", "o!"
+        filters = f"{inner} {outer} {kernel}"
+    else:
+        out = f"o{outer}"
+        filters = weight.format(o=outer, i=other, k=kernel)
+    sizes, new = (" ".join(f"{w}{d}!" for d in range(spatial)) for w in "hp")
+    return rule([f"{batch}{inner} {sizes}", filters, *([out] if len(call.ins) > 2 else [])], [f"{batch}{out} {new}"])
 
 
 def attention(call: Call) -> str:
     """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
     nothing depends on the position. Grouped query heads (enable_gqa) are split by key heads only."""
-    query, key = call.ins[0].shape, call.ins[1].shape
-    causal = (call.args[5] if len(call.args) > 5 else call.kwargs.get("is_causal", False)) is True
-    rows = "q@causal_rows" if causal else "q"
-    grouped = query[1] != key[1]
-    heads, pairs = ("(h r)", "h") if grouped else ("h", "h")
-    mask = ""
+    arguments = given(call)
+    rank = len(call.ins[0].shape)
+    rows = "q@causal_rows" if arguments["is_causal"] else "q"
+    lead = ["b", "h"][4 - rank:] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
+    grouped = arguments["enable_gqa"] and call.ins[0].shape[-3] != call.ins[1].shape[-3]
+    heads = "(h r!)" if grouped else "h"
+    names = [*(heads if w == "h" else w for w in lead), rows, "d!"]
+    pairs = [[*lead, "k!", "d!"], [*lead, "k!", "v"]]
+    out = [*names[:-1], "v"]
+    ins = [names, *pairs]
     if len(call.ins) > 3:
-        words = ["b", heads, rows, "k!"][4 - len(call.ins[3].shape):]
-        sizes = [query[0], query[1], query[2], key[2]][4 - len(call.ins[3].shape):]
-        mask = ", " + " ".join("1" if n == 1 and s != 1 else w for w, n, s in zip(words, call.ins[3].shape, sizes, strict=True))
-    return f"b {heads} {rows} d!, b {pairs} k! d!, b {pairs} k! v{mask} -> b {heads} {rows} v"
+        ins.append([*names[:-1], "k!"][rank - len(call.ins[3].shape):])
+    full = _full_sizes(call, rank)
+    texts = [" ".join("1" if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1 else
+                      "1" if n == 1 and index == 3 and full[-1] != 1 else w
+                      for i, (w, n) in enumerate(zip(word, t.shape, strict=True)))
+             for index, (word, t) in enumerate(zip(ins, call.ins, strict=True))]
+    return rule(texts, [" ".join(out)])
+
+
+def _full_sizes(call: Call, rank: int) -> list[Any]:
+    """Sizes that the lead dims, rows and keys broadcast to."""
+    query, key = call.ins[0].shape, call.ins[1].shape
+    lead = [q if q != 1 else k for q, k in zip(query[:-2], key[:-2], strict=True)]
+    return [*lead, query[-2] if rank else 1, key[-2]]
 
 
 def embedding(call: Call) -> str:
@@ -68,18 +148,24 @@ def embedding(call: Call) -> str:
 
 
 RULES: dict[Any, Rule] = {
+    aten.addmm.default: Rule(added("m k!, k! n", "m n")),
+    aten.addmv.default: Rule(added("m k!, k!", "m")),
+    aten.baddbmm.default: Rule(added("b m k!, b k! n", "b m n")),
     aten.bmm.default: Rule("b m k, b k n -> b m n", linear="each"),
-    aten.conv1d.default: Rule(convolution, linear="each"),
-    aten.conv2d.default: Rule(convolution, linear="each"),
-    aten.conv3d.default: Rule(convolution, linear="each"),
+    aten.cdist.default: Rule("... p k!, ... r k! -> ... p r"),
+    **{op: Rule(convolution, linear=unless_bias) for op in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+                                                            aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)},
+    **{op: Rule(transposed_convolution, linear=unless_bias) for op in (
+        aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)},
+    aten.dot.default: Rule("k, k -> ", linear="each"),
     aten.einsum.default: Rule(einsum, linear="each"),
     aten.embedding.default: Rule(embedding),
-    aten.linear.default: Rule("... i, o i -> ... o", linear="each"),
+    aten.linear.default: Rule(with_bias("... i, o i -> ... o", "... i!, o i! -> ... o", "o"), linear=unless_bias),
     aten.matmul.default: Rule(matmul, linear="each"),
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
+    aten.outer.default: Rule("m, n -> m n", linear="each"),
     aten.scaled_dot_product_attention.default: Rule(attention),
-    ops.count_valid: Rule("... -> "),
-    ops.cross_entropy_each: Rule("... v!, ... -> ..."),
-    ops.cross_entropy_sum: Rule("... v@cross_entropy, ... -> "),
+    ops.count_each: Rule("n -> c!"),
+    ops.grouped_matmul: Rule("n! k, g! k m, g! -> n! m", linear="0|1"),
 }

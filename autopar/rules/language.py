@@ -5,7 +5,7 @@
     (h d)                        a dim made of several factors, major first: h splits contiguously, d section by section
     {q|k|v}                      a dim made of pieces side by side: all pieces split together, section by section
     1                            a dim that is never split (size 1, broadcast)
-    (nothing)                    after the arrow: a scalar
+    (nothing)                    a scalar; before the arrow also: no operands
     ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the factor
     f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -130,8 +130,8 @@ def parse(text: str) -> Spec:
         raise RuleError(f"rule {text!r} must have exactly one '->'")
     marks: dict[str, str] = {}
     left, right = (side.strip() for side in text.split("->"))
-    ins = tuple(_operand(part, marks, text) for part in left.split(",")) if left else ()
-    outs = tuple(_operand(part, marks, text) for part in right.split(","))  # an empty one is a scalar
+    ins = tuple(_operand(part, marks, text) for part in left.split(","))  # an empty one is a scalar
+    outs = tuple(_operand(part, marks, text) for part in right.split(","))
     whole = tuple(f for f, mark in marks.items() if mark == "!")
     runs = tuple((f, mark[1:]) for f, mark in marks.items() if mark[:1] == "@")
     return Spec(ins, outs, whole, runs)
@@ -256,12 +256,14 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
             sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
     """Everything that `call` can do on an axis of `ways` ranks, by rule `text`; replicated first.
 
-    `linear` is "" , "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul) or
-    "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists sections in absolute sizes
-    that dims of other operators are known to have (fused projections): a plain factor whose size is their sum may be
-    cut section by section.
+    `linear` is "", "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul) or
+    "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists
+    sections in absolute sizes that dims of other operators are known to have (fused projections): a plain factor whose
+    size is their sum may be cut section by section.
     """
     spec = parse(text)
+    if not call.ins and spec.ins == ((),):
+        spec = replace(spec, ins=())  # nothing before the arrow: no operands
     shaped = Shaped(spec, call, text)
     out = [_uniform(call, "", "R", "R")]
     if any(t.grad for t in call.outs):
@@ -274,7 +276,12 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
 
 
 def _uniform(call: Call, name: str, value: Entry, grad: Entry) -> Option:
-    return Option(name, tuple(_use(t, value, grad) for t in call.ins), tuple(_use(t, value, grad) for t in call.outs))
+    return Option(name, _seen(call, [_use(t, value, grad) for t in call.ins]), tuple(_use(t, value, grad) for t in call.outs))
+
+
+def _seen(call: Call, uses: Sequence[Use]) -> tuple[Use, ...]:
+    """Uses of operands: an operator whose outputs have no gradient sends none back."""
+    return tuple(uses) if any(t.grad for t in call.outs) else tuple(Use(u.value, NO_GRAD) for u in uses)
 
 
 def _use(tensor: Tensor, value: Entry, grad: Entry) -> Use:
@@ -292,7 +299,7 @@ def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
         variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
     found = []
     for cut in variants:
-        ins = tuple(_place_use(shaped, group, dims, t, cut, False, reduce) for dims, t in zip(shaped.ins, call.ins, strict=True))
+        ins = _seen(call, [_place_use(shaped, group, dims, t, cut, False, reduce) for dims, t in zip(shaped.ins, call.ins, strict=True)])
         outs = tuple(_place_use(shaped, group, dims, t, cut, True, reduce) for dims, t in zip(shaped.outs, call.outs, strict=True))
         if reduce != "P" and any(u.value == reduce and t.grad for u, t in zip(outs, call.outs, strict=True)):
             continue  # the gradient of a maximum goes to one rank only: no layout describes it
@@ -320,8 +327,16 @@ def _linear(call: Call, linear: str) -> list[Option]:
         return [_uniform(call, "P", "P", "R")]
     out = []
     outs = tuple(_use(t, "P", "R") for t in call.outs)
-    for i, operand in enumerate(call.ins[:1] if linear == "first" else call.ins):
-        if operand.grad or not any(t.grad for t in call.outs):
-            ins = tuple(_use(t, "P", "R") if j == i else _use(t, "R", "P") for j, t in enumerate(call.ins))
-            out.append(Option(f"P{i}", ins, outs))
+    for group in _groups(call, linear):
+        if any(call.ins[i].grad for i in group) or not any(t.grad for t in call.outs):
+            ins = tuple(_use(t, "P", "R") if j in group else _use(t, "R", "P") for j, t in enumerate(call.ins))
+            out.append(Option("P" + "+".join(map(str, group)), ins, outs))
     return out
+
+
+def _groups(call: Call, linear: str) -> list[tuple[int, ...]]:
+    if linear == "each":
+        return [(i,) for i in range(len(call.ins))]
+    if linear == "first":
+        return [(0,)]
+    return [tuple(int(i) for i in group.split("+")) for group in linear.split("|")]

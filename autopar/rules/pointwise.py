@@ -6,10 +6,12 @@ alone (mul), or in the first only (div). An operator that adds a Python number i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from autopar.rules.arguments import overloads, rule
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
 
@@ -18,27 +20,26 @@ aten = torch.ops.aten
 
 def broadcast(call: Call) -> str:
     """All operands broadcast against each other."""
-    return f"{', '.join('...' for _ in call.ins)} -> {', '.join('...' for _ in call.outs)}"
+    return rule(["..." for _ in call.ins], ["..." for _ in call.outs])
 
 
-PLAIN = ["abs", "acos", "asin", "atan", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "cos", "cosh", "elu", "erf", "erfc", "exp", "exp2", "expm1", "floor", "frac", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "mish", "nan_to_num", "pow", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh", "trunc", "atan2", "maximum", "minimum", "fmod", "remainder", "floor_divide", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "where", "xlogy", "square", "threshold", "lerp", "addcmul", "addcdiv", "rsub", "masked_fill", "logaddexp", "full_like", "zeros_like", "ones_like", "empty_like", "fill", "special_expit", "special_entr", "copysign", "hypot"]
+UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad digamma elu erf
+    erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf
+    leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt
+    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0 special_log1p sqrt square tan tanh
+    tanhshrink threshold trunc""".split()
 
-RANDOM = ["dropout", "bernoulli", "rand_like", "randn_like", "native_dropout"]
+BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div eq
+    floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt
+    float_power gcd isclose lcm ldexp masked_fill maximum minimum mul ne nextafter polar pow remainder
+    rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__""".split()
+
+LIKE = ["full_like", "ones_like", "zeros_like"]
+"""They read the sizes of their operand only."""
 
 
-def _overloads(names: list[str]) -> list[Any]:
-    found = []
-    for name in names:
-        packet = getattr(aten, name, None)
-        for overload in packet.overloads() if packet is not None else ():
-            if not overload.endswith("out"):
-                found.append(getattr(packet, overload))
-    return found
-
-
-def _adds(call: Call) -> str:
-    """A sum of tensors lets partial sums through, a tensor plus a number does not."""
-    return "all" if len(call.ins) > 1 else ""
+RANDOM = [*overloads("bernoulli", "rand_like", "randint_like", "randn_like"), aten.native_dropout.default]
+"""They draw a number per element."""
 
 
 def _casts(call: Call) -> str:
@@ -46,27 +47,60 @@ def _casts(call: Call) -> str:
     return "all" if all(t.floating for t in (*call.ins, *call.outs)) else ""
 
 
-def _scales(call: Call) -> str:
+def _sums(call: Call) -> str:
+    """A sum of tensors lets partial sums through, a tensor plus a number does not."""
+    return "all" if len(call.ins) > 1 and all(t.floating for t in call.ins) else ""
+
+
+def _products(call: Call) -> str:
     """Linear in each operand alone; times a number, linear in the one there is."""
+    if not call.outs[0].floating:
+        return ""
     return "each" if len(call.ins) > 1 else "all"
 
 
-def _divides(call: Call) -> str:
+def _quotients(call: Call) -> str:
     """Linear in the numerator."""
-    return "first" if len(call.args) < 3 and not call.kwargs and isinstance(call.args[0], Tensor) else ""
+    return "first" if call.ins and isinstance(call.args[0], Tensor) else ""
+
+
+def _keeps_zero(position: int, operand: str) -> Callable[[Call], str]:
+    """Linear in one operand where the number that stands in for other elements is 0 (masked_fill, where)."""
+    return lambda call: operand if call.args[position] == 0 else ""
+
+
+def _plain(name: str) -> dict[Any, Rule]:
+    """A row for every overload whose arguments are tensors and numbers of the same elements."""
+    return {op: Rule(broadcast) for op in overloads(name)}
 
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(broadcast) for op in _overloads(PLAIN)},
-    **{op: Rule(broadcast, random=True) for op in _overloads(RANDOM)},
-    aten.add.Tensor: Rule(broadcast, linear=_adds),
+    **{op: row for name in (*UNARY, *BINARY, *LIKE) for op, row in _plain(name).items()},
+    aten._to_copy.default: Rule(broadcast, linear=_casts),
+    aten.add.Tensor: Rule(broadcast, linear=_sums),
     aten.alias.default: Rule(broadcast, linear="all"),
     aten.clone.default: Rule(broadcast, linear="all"),
     aten.contiguous.default: Rule(broadcast, linear="all"),
     aten.detach.default: Rule(broadcast, linear="all"),
-    aten.div.Tensor: Rule(broadcast, linear=_divides),
-    aten.mul.Tensor: Rule(broadcast, linear=_scales),
+    aten.div.Scalar: Rule(broadcast, linear="all"),
+    aten.div.Tensor: Rule(broadcast, linear=_quotients),
+    aten.dropout.default: Rule(broadcast, random=True),
+    aten.lift_fresh_copy.default: Rule(broadcast, linear="all"),
+    aten.lerp.Scalar: Rule(broadcast, linear="all"),
+    aten.lerp.Tensor: Rule(broadcast, linear="0+1"),
+    aten.masked_fill.Scalar: Rule(broadcast, linear=_keeps_zero(2, "0")),
+    aten.masked_fill.Tensor: Rule(broadcast, linear="0+2"),
+    aten.max.other: Rule(broadcast),
+    aten.min.other: Rule(broadcast),
+    aten.mul.Scalar: Rule(broadcast, linear=_products),
+    aten.mul.Tensor: Rule(broadcast, linear=_products),
     aten.neg.default: Rule(broadcast, linear="all"),
-    aten.sub.Tensor: Rule(broadcast, linear=_adds),
+    aten.rsub.Tensor: Rule(broadcast, linear=_sums),
+    aten.sub.Tensor: Rule(broadcast, linear=_sums),
     aten.to.dtype: Rule(broadcast, linear=_casts),
+    aten.to.dtype_layout: Rule(broadcast, linear=_casts),
+    aten.where.ScalarOther: Rule(broadcast, linear=_keeps_zero(2, "1")),
+    aten.where.ScalarSelf: Rule(broadcast, linear=_keeps_zero(1, "1")),
+    aten.where.self: Rule(broadcast, linear="1+2"),
+    **{op: Rule(broadcast, random=True) for op in RANDOM},
 }

@@ -1,144 +1,108 @@
-"""Reductions and operators that need a dim whole: sums, maxima, softmax, norms, cumsum, sorting, indexing, factories."""
+"""Reductions and operators that need a dim whole: sums, maxima, softmax, norms, cumulative sums, sorting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from autopar.rules.arguments import Spec, dims, given, line, named, rank_of, rule, words
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
-from autopar.rules.views import names
 
 aten = torch.ops.aten
 
 
-def _dims(call: Call, position: int, rank: int, default: Any = None) -> set[int]:
-    dims = call.args[position] if len(call.args) > position else default
-    if dims is None or dims == []:
-        return set(range(rank))
-    return {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
-
-
-def reduced(position: int = 1, keep: int = 2, mark: str = "") -> Callable[[Call], str]:
-    """Dims `args[position]` are reduced away, or stay as size 1 where `args[keep]`; `mark` "!" forbids splitting them."""
+def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
+    """The dims that argument `name` lists (all without it) go, or stay as size 1; `mark` "!" forbids splitting them."""
     def spec(call: Call) -> str:
-        rank = len(call.ins[0].shape)
-        gone = _dims(call, position, rank)
-        kept = call.args[keep] if len(call.args) > keep else call.kwargs.get("keepdim", False)
-        left = [w + (mark if i in gone else "") for i, w in enumerate(names(rank))]
-        right = ["1" if i in gone else w for i, w in enumerate(names(rank)) if kept or i not in gone]
-        return f"{' '.join(left)} -> {', '.join(' '.join(right) for _ in call.outs)}"
+        rank, arguments = rank_of(call), given(call)
+        gone = dims(arguments.get(name), rank)
+        right = [w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)]
+        return rule([line(rank, {d: f"d{d}{mark}" for d in gone})], [" ".join(right) for _ in call.outs])
     return spec
 
 
-def everything(mark: str = "") -> Callable[[Call], str]:
-    """All dims are reduced away."""
-    return lambda call: f"{' '.join(w + mark for w in names(len(call.ins[0].shape)))} -> "
-
-
-def whole_dim(position: int = 1, default: Any = -1) -> Callable[[Call], str]:
-    """One dim must be whole, in all operands and outputs, whose shapes are alike; all others can be cut (softmax, cumsum, sort)."""
+def whole_dim(name: str = "dim") -> Spec:
+    """One dim is whole in operand and outputs, whose other dims are alike; those can be cut (softmax, cumsum, sort, glu)."""
     def spec(call: Call) -> str:
-        rank = len(call.ins[0].shape)
-        whole = _dims(call, position, rank, default)
-        words = " ".join(w + ("!" if i in whole else "") for i, w in enumerate(names(rank)))
-        outs = [" ".join((w + "!" if t.shape[i] == call.ins[0].shape[i] else f"{w}2!") if i in whole else w
-                         for i, w in enumerate(names(rank))) for t in call.outs]
-        return f"{', '.join(words for _ in call.ins)} -> {', '.join(outs)}"
+        rank = rank_of(call)
+        whole = dims(given(call).get(name), rank)
+        return rule([line(rank, {d: f"y{d}!" for d in whole}) for _ in call.ins], [line(rank, {d: f"z{d}!" for d in whole}) for _ in call.outs])
     return spec
 
 
 def layer_norm(call: Call) -> str:
-    """The normalised dims are whole; weights lie along them."""
-    count = len(call.args[1])
+    """The normalised dims are whole; weights lie along them; statistics, where they are given out, have size 1 there."""
+    count = len(given(call)["normalized_shape"])
     last = " ".join(f"n{i}!" for i in range(count))
-    return f"... {last}{f', {last}' * (len(call.ins) - 1)} -> ... {last}"
+    ones = " ".join("1" for _ in range(count))
+    return rule([f"... {last}", *(last for _ in call.ins[1:])], [f"... {last}", *(f"... {ones}" for _ in call.outs[1:])])
 
 
 def group_norm(call: Call) -> str:
     """Only samples split: statistics go over channels and positions."""
-    rank = len(call.ins[0].shape)
-    words = " ".join(f"{w}!" for w in names(rank)[1:])
-    return f"a {words}{', b!' * (len(call.ins) - 1)} -> a {words}"
+    rank = rank_of(call)
+    left = " ".join(["a", "c!", *(f"d{i}!" for i in range(2, rank))])
+    return rule([left, *("c!" for _ in call.ins[1:])], [left])
+
+
+def instance_norm(call: Call) -> str:
+    """Samples and channels split when statistics are the sample's own."""
+    rank = rank_of(call)
+    own = given(call)["use_input_stats"] and given(call)["running_mean"] is None
+    left = " ".join(["a" if own else "a!", "c", *(f"d{i}!" for i in range(2, rank))])
+    return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 
 def batch_norm(call: Call) -> str:
-    """With running statistics: pointwise, each channel by its own."""
-    rest = " ".join(names(len(call.ins[0].shape))[2:])
-    return f"a b {rest}{', b' * (len(call.ins) - 1)} -> a b {rest}"
+    """With running statistics: pointwise, each channel by its own. With those of the batch only channels split."""
+    mark = "!" if given(call)["training"] else ""
+    left = " ".join("c" if i == 1 else f"d{i}{mark}" for i in range(rank_of(call)))
+    return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 
-def pooling(spatial: int) -> Callable[[Call], str]:
-    """Samples and channels split; positions do not."""
+def pair_along(name: str) -> Spec:
+    """Two operands that broadcast against each other, reduced along one whole dim (cosine similarity)."""
     def spec(call: Call) -> str:
-        lead = names(len(call.ins[0].shape) - spatial)
-        ins = " ".join([*lead, *(f"h{i}!" for i in range(spatial))])
-        outs = " ".join([*lead, *(f"o{i}!" for i in range(spatial))])
-        return f"{ins} -> {', '.join(outs for _ in call.outs)}"
+        rank = max(len(t.shape) for t in call.ins)
+        gone = given(call)[name] % rank
+        ins = [[("1" if n == 1 and i != gone else w) for i, (w, n) in
+                enumerate(zip(words(rank, {gone: "y!"})[rank - len(t.shape):], t.shape, strict=True), rank - len(t.shape))] for t in call.ins]
+        return rule([" ".join(w) for w in ins], [line(rank).replace(f"d{gone}", "").strip()])
     return spec
 
 
-def replicated(call: Call) -> str:
-    """Nothing can be cut: each rank computes the whole."""
-    def part(number: int, rank: int) -> str:
-        return " ".join(f"x{number}n{i}!" for i in range(rank))
-    ins = [part(i, len(t.shape)) for i, t in enumerate(call.ins)]
-    outs = [part(len(ins) + i, len(t.shape)) for i, t in enumerate(call.outs)]
-    return f"{', '.join(ins)} -> {', '.join(outs)}"
+WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int special_log_softmax.int
+    argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
+    sort.default sort.stable topk.default fft_fft.default fft_ifft.default fft_rfft.default
+    fft_irfft.default""".split()
+"""Operators that need their `dim` whole and do not let a partial sum through."""
 
-
-def gather(call: Call) -> str:
-    """The indexed dim is whole; others are cut where both sides have the same size."""
-    rank = len(call.ins[0].shape)
-    dim = call.args[1] % rank
-    same = [one == other for one, other in zip(call.ins[0].shape, call.ins[1].shape, strict=True)]
-    left = [w if same[i] and i != dim else f"{w}!" for i, w in enumerate(names(rank))]
-    right = [w if same[i] and i != dim else f"{w}2!" for i, w in enumerate(names(rank))]
-    return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(right)}"
-
-
-def index_select(call: Call) -> str:
-    rank = len(call.ins[0].shape)
-    dim = call.args[1] % rank
-    left = [f"{w}!" if i == dim else w for i, w in enumerate(names(rank))]
-    right = ["z" if i == dim else w for i, w in enumerate(names(rank))]
-    return f"{' '.join(left)}, z -> {' '.join(right)}"
-
-
-WHOLE = Rule(replicated)
+REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.default argmin.default logsumexp.default
+    max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim var.correction
+    var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default norm.ScalarOpt_dim
+    aminmax.default all.default any.default max.default min.default median.default prod.default std.default var.default
+    norm.Scalar special_logsumexp.default frobenius_norm.dim""".split()
+"""Reductions that must see all of what they reduce."""
 
 RULES: dict[Any, Rule] = {
-    aten._softmax.default: Rule(whole_dim()),
-    aten.amax.default: Rule(reduced(mark="!")),
-    aten.amin.default: Rule(reduced(mark="!")),
-    aten.any.default: Rule(everything("!")),
-    aten.all.default: Rule(everything("!")),
-    aten.argmax.default: Rule(reduced(mark="!")),
-    aten.avg_pool2d.default: Rule(pooling(2), linear="all"),
+    **{op: Rule(whole_dim()) for op in named(WHOLE_DIM)},
+    **{op: Rule(reduced("!")) for op in named(REDUCED)},
     aten.batch_norm.default: Rule(batch_norm),
-    aten.cumprod.default: Rule(whole_dim()),
+    aten.cosine_similarity.default: Rule(pair_along("dim")),
+    aten.count_nonzero.default: Rule(reduced()),
+    aten.count_nonzero.dim_IntList: Rule(reduced()),
     aten.cumsum.default: Rule(whole_dim(), linear="all"),
-    aten.gather.default: Rule(gather),
     aten.group_norm.default: Rule(group_norm),
-    aten.index_select.default: Rule(index_select),
+    aten.instance_norm.default: Rule(instance_norm),
     aten.layer_norm.default: Rule(layer_norm),
-    aten.log_softmax.int: Rule(whole_dim()),
-    aten.logsumexp.default: Rule(reduced(mark="!")),
-    aten.max_pool1d.default: Rule(pooling(1)),
-    aten.max_pool2d.default: Rule(pooling(2)),
-    aten.mean.default: Rule(everything("!"), linear="all"),
-    aten.mean.dim: Rule(reduced(mark="!"), linear="all"),
-    aten.one_hot.default: Rule("... -> ... n!"),
-    aten.prod.dim_int: Rule(reduced(mark="!")),
+    aten.mean.default: Rule(reduced("!"), linear="all"),
+    aten.mean.dim: Rule(reduced("!"), linear="all"),
+    aten.nansum.default: Rule(reduced()),
+    aten.native_layer_norm.default: Rule(layer_norm),
     aten.rms_norm.default: Rule(layer_norm),
-    aten.softmax.int: Rule(whole_dim()),
-    aten.sort.default: Rule(whole_dim()),
-    aten.sum.default: Rule(everything(), linear="all"),
+    aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
-    aten.topk.default: Rule(whole_dim(2)),
-    aten.tril.default: Rule("... r! c! -> ... r! c!", linear="all"),
-    aten.triu.default: Rule("... r! c! -> ... r! c!", linear="all"),
-    aten.var.correction: Rule(reduced(mark="!")),
+    aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
 }

@@ -13,8 +13,8 @@ class Rule:
     """How one operator may be split.
 
     `spec` is a rule string, or a function that writes it for one call. `linear` is "", "all" (linear in all operands
-    together: add, view, sum), "each" (linear in each operand alone: mul, matmul) or "first" (linear in the first: div),
-    or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
+    together: add, view, sum), "each" (linear in each operand alone: mul, matmul), "first" (linear in the first: div),
+    operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
     leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers.
     """
 

@@ -1,0 +1,20 @@
+"""Operators that make tensors from sizes: every rank makes the whole one, readers cut it. Their operands only lend a dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.rules.arguments import named, replicated
+from autopar.rules.rule import Rule
+
+MADE = """arange.default arange.start arange.start_step empty.memory_format eye.default eye.m full.default linspace.default
+    logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default scalar_tensor.default
+    tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default""".split()
+
+DRAWN = "rand.default randint.default randint.low randn.default randperm.default normal.Tensor_float".split()
+"""As MADE, with random numbers."""
+
+RULES: dict[Any, Rule] = {
+    **{op: Rule(replicated) for op in named(MADE)},
+    **{op: Rule(replicated, random=True) for op in named(DRAWN)},
+}

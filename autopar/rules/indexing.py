@@ -1,0 +1,165 @@
+"""Reading and writing at positions: gather, scatter, index, masks as indices, searching, one-hot.
+
+The indexed dim is always whole; dims that only come along can be cut, and so can the positions themselves where they are
+only read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.rules.arguments import given, line, rank_of, replicated, rule, words
+from autopar.rules.language import Call, Tensor
+from autopar.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def gather(call: Call) -> str:
+    """The indexed dim is whole; others are cut where both sides have the same size."""
+    return _elementwise(call, given(call)["dim"], ins=(0, 1), out=1, read=True)
+
+
+def scatter(call: Call) -> str:
+    """As `gather`, written: the positions too must be whole."""
+    return _elementwise(call, given(call)["dim"], ins=tuple(range(len(call.ins))), out=0, read=False)
+
+
+def _elementwise(call: Call, dim: int, *, ins: tuple[int, ...], out: int, read: bool) -> str:
+    rank = rank_of(call)
+    if not rank:
+        return replicated(call)
+    shapes = [call.ins[i].shape for i in ins if len(call.ins[i].shape) == rank]
+    free = [i for i in range(rank) if i != dim % rank and all(s[i] == shapes[0][i] for s in shapes)]
+    sides = []
+    for number in ins:
+        other = {i: (f"z{i}" if read and number == out and i == dim % rank else f"x{number}n{i}!") for i in range(rank) if i not in free}
+        sides.append(line(rank, other) if len(call.ins[number].shape) == rank else "")
+    return rule(sides, [sides[out]])
+
+
+def take_along_dim(call: Call) -> str:
+    """`gather`, but without a dim everything is flattened and stays whole."""
+    return gather(call) if given(call)["dim"] is not None and len(call.ins[0].shape) == len(call.ins[1].shape) else replicated(call)
+
+
+def index_select(call: Call) -> str:
+    """Rows by number: the numbers can be cut."""
+    rank = rank_of(call)
+    if len(call.ins[1].shape) != 1:
+        return replicated(call)
+    dim = given(call)["dim"] % rank
+    return rule([line(rank, {dim: "y!"}), "z"], [line(rank, {dim: "z"})])
+
+
+def index_write(call: Call) -> str:
+    """index_add, index_copy, index_fill: the written dim and the numbers are whole."""
+    rank = rank_of(call)
+    dim = given(call)["dim"] % rank
+    rest = [line(rank, {dim: "z!"}) if len(t.shape) == rank else "" for t in call.ins[2:]]
+    return rule([line(rank, {dim: "y!"}), "z!" if call.ins[1].shape else "", *rest], [line(rank, {dim: "y!"})])
+
+
+def index(call: Call) -> str:
+    """Several index tensors at once: they broadcast to one block of dims, which stands where the first of them is, or in
+    front where they are not neighbours. Indexed dims are whole, the block and all other dims can be cut."""
+    places = [i for i, item in enumerate(given(call)["indices"]) if isinstance(item, Tensor)]
+    rank = rank_of(call)
+    block = max(len(t.shape) for t in call.ins[1:])
+    if len(call.outs[0].shape) != rank - len(places) + block:
+        return replicated(call)  # masks: sizes depend on values
+    left = words(rank, {i: f"y{i}!" for i in places})
+    return rule([" ".join(left), *(_block(t, block, "") for t in call.ins[1:])], [" ".join(_placed(left, places, block, ""))])
+
+
+def index_put(call: Call) -> str:
+    """As `index`, written: the block of positions is whole too."""
+    indices = given(call)["indices"]
+    places = [i for i, item in enumerate(indices) if isinstance(item, Tensor)]
+    positions, values = call.ins[1:-1], call.ins[-1]
+    rank, block = rank_of(call), max(len(t.shape) for t in positions)
+    left = words(rank, {i: f"y{i}!" for i in places})
+    out = _placed(left, places, block, "!")
+    if len(values.shape) > len(out) or any(not t.floating and not t.shape for t in positions):
+        return replicated(call)
+    last = out[len(out) - len(values.shape):]
+    written = " ".join("1" if n == 1 else w for w, n in zip(last, values.shape, strict=True))
+    return rule([" ".join(left), *(_block(t, block, "!") for t in positions), written], [" ".join(left)])
+
+
+def _block(tensor: Tensor, rank: int, mark: str) -> str:
+    """The words of one index tensor, aligned right within the block."""
+    extra = rank - len(tensor.shape)
+    return " ".join("1" if n == 1 else f"z{extra + i}{mark}" for i, n in enumerate(tensor.shape))
+
+
+def _placed(left: list[str], places: list[int], block: int, mark: str) -> list[str]:
+    """The dims of the result: the block instead of the indexed dims."""
+    rest = [w for i, w in enumerate(left) if i not in places]
+    neighbours = places == list(range(places[0], places[0] + len(places)))
+    at = places[0] if neighbours else 0
+    return [*rest[:at], *(f"z{i}{mark}" for i in range(block)), *rest[at:]]
+
+
+def part_write(call: Call) -> str:
+    """slice_scatter, select_scatter: another tensor written into a part of a whole dim."""
+    rank = rank_of(call)
+    dim = given(call)["dim"] % rank
+    source = words(rank, {dim: "z!"})
+    if len(call.ins[1].shape) < rank:
+        source.remove("z!")
+    return rule([line(rank, {dim: "y!"}), " ".join(source)], [line(rank, {dim: "y!"})])
+
+
+def searchsorted(call: Call) -> str:
+    """Boundaries are whole along their last dim; what is searched can be cut, with the boundaries' own rows when they have."""
+    bounds = call.ins[0].shape
+    if len(call.ins) > 2:
+        return replicated(call)
+    if len(call.ins) < 2:
+        return f"{line(len(bounds), {len(bounds) - 1: 'n!'})} -> "
+    return "n!, ... -> ..." if len(bounds) == 1 else "... n!, ... m -> ... m"
+
+
+def embedding_bag(call: Call) -> str:
+    """Sums of rows of a table: only its columns can be cut; the other results are numbers of bags."""
+    others = [line(len(t.shape), {d: f"x{i}n{d}!" for d in range(len(t.shape))}) for i, t in enumerate(call.outs[1:])]
+    ids = [line(len(t.shape), {d: f"i{i}n{d}!" for d in range(len(t.shape))}) for i, t in enumerate(call.ins[1:])]
+    return rule(["v! d", *ids], ["bags! d", *others])
+
+
+def _sum_only(call: Call) -> str:
+    return "first" if given(call)["mode"] != 2 and len(call.ins) == 3 else ""
+
+
+def _grows(call: Call) -> str:
+    """Accumulating writes are linear in target and source together, and so are overwriting ones."""
+    return f"0+{len(call.ins) - 1}" if call.ins[-1].floating else ""
+
+
+RULES: dict[Any, Rule] = {
+    aten.bincount.default: Rule(replicated),
+    aten.bucketize.Tensor: Rule("..., n! -> ..."),
+    aten.gather.default: Rule(gather, linear="first"),
+    aten.histc.default: Rule(replicated),
+    aten.index.Tensor: Rule(index, linear="first"),
+    aten.index_add.default: Rule(index_write, linear=_grows),
+    aten.index_copy.default: Rule(index_write, linear=_grows),
+    aten.index_fill.int_Scalar: Rule(index_write),
+    aten.index_put.default: Rule(index_put, linear=_grows),
+    aten.index_select.default: Rule(index_select, linear="first"),
+    aten.isin.Tensor_Tensor: Rule("..., n! -> ..."),
+    aten.masked_scatter.default: Rule(replicated),
+    aten.one_hot.default: Rule("... -> ... n!"),
+    aten.scatter.src: Rule(scatter, linear=_grows),
+    aten.scatter.value: Rule(scatter),
+    aten.scatter_add.default: Rule(scatter, linear=_grows),
+    aten.scatter_reduce.two: Rule(scatter),
+    aten.searchsorted.Tensor: Rule(searchsorted),
+    aten.select_scatter.default: Rule(part_write, linear="all"),
+    aten.slice_scatter.default: Rule(part_write, linear="all"),
+    aten.take_along_dim.default: Rule(take_along_dim, linear="first"),
+    aten.embedding_bag.padding_idx: Rule(embedding_bag),
+}

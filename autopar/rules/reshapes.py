@@ -1,0 +1,107 @@
+"""The rule of a reshape, from the sizes on both sides.
+
+The common refinement of both sides names the factors: `[b, s, 512] -> [b, s, 8, 64]` is `f0 f1 (f2 f3) -> f0 f1 f2 f3`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import sympy
+
+from autopar.rules.language import Call, Size
+
+PROBE = 1_000_003  # symbols are compared with numbers at this value: they outweigh constants
+
+
+def reshape(call: Call) -> str:
+    """Any change of sizes that keeps the order of elements.
+
+    `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the dims
+    up to the next common boundary stay whole. Dims of size 1 are never split.
+    """
+    before, after = _Side(call.ins[0].shape), _Side(call.outs[0].shape)
+    fresh = (f"f{i}" for i in itertools.count())
+    while before.open and after.open:
+        shared = _shared(before.rest, after.rest)
+        if shared is None:
+            _close(before, after, fresh)
+        else:
+            name = next(fresh)
+            before.take(name, shared)
+            after.take(name, shared)
+    return f"{before.text()} -> {after.text()}"
+
+
+class _Side:
+    """The dims of one side, consumed from the left; `rest` is what is left of the current one."""
+
+    def __init__(self, shape: Sequence[Size]) -> None:
+        self.words: list[list[str]] = [[] for _ in shape]
+        self.todo = [(i, n) for i, n in enumerate(shape) if n != 1]
+        self.done: Size = 1
+
+    @property
+    def open(self) -> bool:
+        return bool(self.todo)
+
+    @property
+    def rest(self) -> Size:
+        size = _quotient(self.todo[0][1], self.done)
+        assert size is not None
+        return size
+
+    def take(self, name: str, size: Size) -> None:
+        """Put factor `name` of `size` into the current dim."""
+        index, whole = self.todo[0]
+        self.words[index].append(name)
+        self.done = self.done * size
+        if _equal(self.done, whole):
+            self.todo.pop(0)
+            self.done = 1
+
+    def text(self) -> str:
+        return " ".join("1" if not w else w[0] if len(w) == 1 else f"({' '.join(w)})" for w in self.words)
+
+
+def _shared(one: Size, other: Size) -> Size | None:
+    """The smaller of two sizes when it divides the larger."""
+    if _quotient(one, other) is not None:
+        return other
+    return one if _quotient(other, one) is not None else None
+
+
+def _close(before: _Side, after: _Side, fresh: Iterator[str]) -> None:
+    """Make dims whole until the products of both sides agree again (or all is consumed)."""
+    total: list[Size] = [1, 1]
+    sides = (before, after)
+    while total[0] == 1 or not _equal(*total):
+        number = int(_value(total[0]) > _value(total[1]))
+        if not sides[number].open:
+            number = 1 - number
+        if not sides[number].open:
+            return
+        size = sides[number].rest
+        total[number] = total[number] * size
+        sides[number].take(f"{next(fresh)}!", size)
+
+
+def _equal(one: Size, other: Size) -> bool:
+    return bool(sympy.expand(one - other) == 0)
+
+
+def _quotient(one: Size, other: Size) -> Size | None:
+    """`one / other` when that is a whole number for all values of the symbols."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one // other if other and one % other == 0 else None
+    found = sympy.cancel(sympy.sympify(one) / other)
+    if found.is_Integer:
+        return int(found)
+    if found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()):
+        return found
+    return None
+
+
+def _value(size: Size) -> float:
+    return float(size) if isinstance(size, int) else float(size.subs(dict.fromkeys(size.free_symbols, PROBE)))

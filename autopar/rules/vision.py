@@ -1,0 +1,69 @@
+"""Operators on images and signals: pooling, resizing, shuffling of pixels, patches, sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.rules.arguments import Spec, named, rule
+from autopar.rules.language import Call
+from autopar.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def positions_whole(spatial: int) -> Spec:
+    """Samples and channels split, the last `spatial` dims do not (pooling, resizing)."""
+    def spec(call: Call) -> str:
+        left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
+        return rule([f"... {left}"], [f"... {right}" for _ in call.outs])
+    return spec
+
+
+def prelu(call: Call) -> str:
+    """One slope for all, or one per channel (dim 1)."""
+    if call.ins[1].shape and call.ins[1].shape[0] != 1:
+        rest = " ".join("c" if i == 1 else f"d{i}" for i in range(len(call.ins[0].shape)))
+        return rule([rest, "c"], [rest])
+    return rule(["...", "1" if call.ins[1].shape else ""], ["..."])
+
+
+def patches(call: Call) -> str:
+    """im2col and col2im: samples split."""
+    return rule([" ".join(["b", *(f"y{i}!" for i in range(len(call.ins[0].shape) - 1))])],
+                [" ".join(["b", *(f"z{i}!" for i in range(len(call.outs[0].shape) - 1))])])
+
+
+NONLINEAR = {
+    1: "max_pool1d.default adaptive_max_pool1d.default max_pool1d_with_indices.default lp_pool1d_.default",
+    2: "max_pool2d.default max_pool2d_with_indices.default adaptive_max_pool2d.default",
+    3: "max_pool3d.default max_pool3d_with_indices.default adaptive_max_pool3d.default",
+}
+LINEAR = {
+    1: "avg_pool1d.default adaptive_avg_pool1d.default upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
+       "replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default",
+    2: "avg_pool2d.default adaptive_avg_pool2d.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
+       "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
+       "upsample_bilinear2d.default upsample_nearest2d.default upsample_bicubic2d.default reflection_pad2d.default replication_pad2d.default",
+    3: "avg_pool3d.default adaptive_avg_pool3d.default upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
+       "replication_pad3d.default",
+}
+
+RULES: dict[Any, Rule] = {
+    **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names.split())},
+    **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names.split())},
+    aten.channel_shuffle.default: Rule("b c! ... -> b c! ..."),
+    aten.col2im.default: Rule(patches, linear="all"),
+    aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call)),
+    aten.im2col.default: Rule(patches, linear="all"),
+    aten.pixel_unshuffle.default: Rule("... c (h r!) (w q!) -> ... (c r! q!) h w", linear="all"),
+    aten.prelu.default: Rule(prelu),
+}
+
+
+def _grid_sampler(call: Call) -> str:
+    """Every output position reads anywhere: positions of the grid split, those of the image do not."""
+    n = len(call.ins[0].shape) - 2
+    image, grid = (" ".join(f"{w}{i}{m}" for i in range(n)) for w, m in (("h", "!"), ("p", "")))
+    return f"b c {image}, b {grid} two! -> b c {grid}"

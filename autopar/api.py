@@ -134,7 +134,7 @@ def load(folder: str | Path) -> Compiled:
 
 def names_of(captured: Captured) -> Names:
     """What the emitter needs beside the graph."""
-    return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases))
+    return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting)
 
 
 def _plan(captured: Captured, request: Request, source: Mapping[str, Any]) -> Plan:

@@ -80,7 +80,8 @@ def sections_of(entry: Entry) -> tuple[int, ...]:
 
 
 def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
-    """The entry that cuts `dim`, section by section where there is more than one."""
+    """The entry that cuts `dim`, section by section where there is more than one; empty sections do not count."""
+    sections = [size for size in sections if size] or [1]
     if len(sections) == 1:
         return f"S{dim}"
     unit = math.gcd(*sections)

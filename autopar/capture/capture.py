@@ -57,7 +57,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes += [f"{', '.join(missing)} have no values: the model is on meta"] if missing else []
     structure = pytree.tree_unflatten(list(range(program.call_spec.out_spec.num_leaves)), program.call_spec.out_spec)
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), constants,
-                    graph_hash(gm), tuple(notes), clock.seconds)
+                    graph_hash(gm), _fleeting(model), tuple(notes), clock.seconds)
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
@@ -161,6 +161,11 @@ def _constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Te
         else:
             found[str(name)] = value.detach().cpu().clone()
     return found, missing
+
+
+def _fleeting(model: nn.Module) -> tuple[str, ...]:
+    persistent = model.state_dict(keep_vars=True)
+    return tuple(name for name, _ in model.named_buffers() if name not in persistent)
 
 
 def _plain(structure: Any) -> Any:

@@ -22,6 +22,7 @@ class Captured:
     aliases      tied parameters: other name -> the name that the graph uses
     constants    tensors that no state dict holds (non-persistent buffers, literals), on the CPU
     graph_hash   hash of the graph's text: a plan fits the graph it was made for
+    fleeting     names of buffers that no state dict holds
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     """
@@ -34,6 +35,7 @@ class Captured:
     aliases: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
     graph_hash: str
+    fleeting: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 

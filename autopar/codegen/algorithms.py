@@ -13,6 +13,7 @@ import torch
 
 from autopar.codegen.edges import Pair
 from autopar.codegen.expressions import Written
+from autopar.errors import PlanError
 from autopar.layout import show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
@@ -30,35 +31,53 @@ def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> s
     if len(names) > 1:
         raise ValueError(f"{op.name}: algorithms {names} on one operator")
     if names:
-        return ALGORITHM_TEXTS[names[0]](op, call, axes, context)
+        return ALGORITHM_TEXTS[names[0]](op, node, call, axes, context)
     if op.target in RANDOM_TEXTS:
         return RANDOM_TEXTS[op.target](op, node, call, context)
     return None
 
 
-def _embedding(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+def _embedding(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     context.algorithms["vocab_embedding"] = None
-    return f"vocab_embedding({call.args[1]}, {call.args[0]}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
+    padding = f", {call.args[2]}" if len(call.args) > 2 else ""
+    return f"vocab_embedding({call.args[1]}, {call.args[0]}{padding}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
 
 
-def _cross_entropy(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+def _cross_entropy(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     context.algorithms["vocab_cross_entropy_sum"] = None
-    return (f"vocab_cross_entropy_sum({', '.join(call.args)}, vocab={op.call.ins[0].shape[-1]}, axes={axes}, mesh=MESH)")
+    return f"vocab_cross_entropy_sum({', '.join(call.args)}, vocab={op.call.ins[0].shape[-1]}, axes={axes}, mesh=MESH)"
 
 
-def _causal_rows(op: Op, call: Written, axes: tuple[int, ...], context: Context) -> str:
+def _causal_rows(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    if _dropout_p(call) != "0.0":
+        raise PlanError(f"{op.name} ({op.where}): attention with dropout cannot be split over query rows")
     context.algorithms["causal_rows"] = None
     named = "".join(f", {k}={v}" for k, v in call.kwargs.items() if k in ("scale", "enable_gqa"))
     return f"causal_rows({', '.join(call.args[:3])}, axes={axes}, mesh=MESH{named})"
 
 
+def _dropout_p(call: Written) -> str:
+    return call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", "0.0")
+
+
 def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     context.algorithms["dropout"] = None
     layout = show(Pair.of(node.outs[0]).value)
-    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH)'
+    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH, training={call.args[2]})'
 
 
-ALGORITHM_TEXTS: dict[str, Callable[[Op, Written, tuple[int, ...], Context], str]] = {
+def _attention(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
+    """Attention draws random numbers only where it drops weights."""
+    if float(_dropout_p(call)) == 0.0:
+        return None
+    context.algorithms["attention"] = None
+    layout = show(Pair.of(node.outs[0]).value)
+    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | call.kwargs
+    options = ", ".join(f"{k}={v}" for k, v in named.items())
+    return f'attention({", ".join(call.args[:3])}, "{layout}", key="{op.name}", mesh=MESH, {options})'
+
+
+ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Context], str]] = {
     "causal_rows": _causal_rows,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,
@@ -66,4 +85,5 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, Written, tuple[int, ...], Context], str
 
 RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {
     aten.dropout.default: _dropout,
+    aten.scaled_dot_product_attention.default: _attention,
 }

@@ -27,6 +27,7 @@ class Context:
     plan: Plan
     classes: dict[str, str]  # scope -> class name
     probes: bool = False
+    fleeting: tuple[str, ...] = ()  # buffers that no state dict holds
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
 

@@ -79,6 +79,11 @@ def _attention(call: Written) -> str:
     return f"F.scaled_dot_product_attention({', '.join([*call.args[:3], *kept])})"
 
 
+def _embedding(call: Written) -> str:
+    padding = call.raw[2] if len(call.raw) > 2 else call.kwargs.get("padding_idx", -1)
+    return f"F.embedding({call.args[1]}, {call.args[0]}{f', padding_idx={padding}' if int(padding) >= 0 else ''})"
+
+
 def _layer_norm(call: Written) -> str:
     return f"F.layer_norm({', '.join(call.args[:5])})"
 
@@ -105,7 +110,7 @@ EXPRESSIONS: dict[Any, Writer] = {
     aten.cat.default: _function("torch.cat"),
     aten.contiguous.default: _method("contiguous"),
     aten.detach.default: _method("detach"),
-    aten.embedding.default: lambda call: f"F.embedding({call.args[1]}, {call.args[0]})",
+    aten.embedding.default: lambda call: _embedding(call),
     aten.expand.default: _sized("expand"),
     aten.gelu.default: _function("F.gelu"),
     aten.layer_norm.default: _layer_norm,

@@ -27,17 +27,19 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Names:
-    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, values of constants."""
+    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, and which buffers no
+    state dict holds."""
 
     inputs: tuple[str, ...]
     structure: Any
     aliases: Mapping[str, str]
+    fleeting: tuple[str, ...] = ()
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train")
-    context = Context(program, plan, _class_names(program), probes)
+    context = Context(program, plan, _class_names(program), probes, names.fleeting)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
@@ -143,7 +145,13 @@ def _parameter(context: Context, op: Op) -> str:
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
     return (f'"{context.short_name(op)}": Param({shape}, "{dtype}", "{show(layout)}"'
-            f"{f', sync={sync}' if sync else ''}{grad})")
+            f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
+
+
+def _persistent(context: Context, op: Op) -> str:
+    """Constants and buffers that the model's state dict does not hold are not in the emitted one's either."""
+    fleeting = op.role == "constant" or (op.role == "buffer" and op.fqn in context.fleeting)
+    return ", persistent=False" if fleeting else ""
 
 
 def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:

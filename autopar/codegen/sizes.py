@@ -41,6 +41,8 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
         assert len(sections_of(layout[axes[0]])) == 1, f"sections of a dim of size {size} cut {ways} ways must be even"
         return f"MESH.local({size}, {axes})"
     quotient = sympy.cancel(size / ways)
+    if quotient.is_number:
+        return text(int(quotient))
     if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
         return text(quotient)
     body = text(size)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.rules.language import Call, Tensor
-from passes import facts
+from passes import facts, ops
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 
@@ -47,6 +47,7 @@ class Op:
     saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
     out_dtypes: tuple[torch.dtype, ...] = ()
     where: str = ""
+    head: bool = False  # its result goes straight into a loss over classes
 
     @property
     def target(self) -> Any:
@@ -97,6 +98,9 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Pro
     """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number)."""
     program = Program(hints=dict(hints))
     _Reader(gm, program, "", 1, training).read({})
+    for op in program.ops.values():
+        if op.target in LOSSES:
+            program.ops[op.operands[0][0]].head = True
     return program
 
 
@@ -139,14 +143,14 @@ class _Reader:
         if node.op == "placeholder" and role == "op":
             role = "port"
         operands = tuple(self.refs[n] for n in tensor_operands(node))
-        ops = self.program.ops
-        grads = tuple(ops[ref[0]].call.outs[ref[1]].grad for ref in operands)
+        known = self.program.ops
+        grads = tuple(known[ref[0]].call.outs[ref[1]].grad for ref in operands)
         weights = tuple(self.weight[ref] for ref in operands)
         gradient, weight = self._flow(node, role, grads, weights, ports)
         held = facts.tensors(node)
         outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
                      for i in range(len(held)))
-        lookup = [ops[ref[0]].call.outs[ref[1]] for ref in operands]
+        lookup = [known[ref[0]].call.outs[ref[1]] for ref in operands]
         arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
         call = Call(node.target, *arguments, outs)
         op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
@@ -156,7 +160,7 @@ class _Reader:
             op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
             op.saves = saved(node, gradient and self.training)
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
-        ops[name] = op
+        known[name] = op
         self.refs[node] = (name, 0)
         for i in range(len(outs)):
             self.weight[name, i] = weight
@@ -219,6 +223,7 @@ class _Reader:
                                     entry.get("name") or ""), weight=(False,), batch=(batch,), where="the model's outputs")
 
 
+LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 NO_GRADIENT = (torch.ops.aten.detach.default,)
 
 

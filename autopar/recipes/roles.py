@@ -88,7 +88,7 @@ def _samples(op: Op, option: Option, ways: int) -> bool:
 def _model(op: Op, option: Option, ways: int) -> bool:
     if op.role == "input":
         return not option.split
-    if op.scope and _dense(op, ways):
+    if not op.head and _dense(op, ways):
         return kind(op, option) == PARAMETER
     return op.role in _STILL or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)
 

@@ -195,6 +195,12 @@ class ShardedModule(nn.Module):
         checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict)
         return self
 
+    def load_constants(self, constants: Mapping[str, Tensor]) -> Self:
+        """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict."""
+        chosen = [held for name, held in self._held.items() if name in constants]
+        checkpoint.load_full(chosen, {}, constants, self.MESH, strict=False)
+        return self
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers under original names, on the CPU of every rank; a collective operation."""
         return checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)

@@ -21,7 +21,7 @@ from autopar.runtime import count, launch
 from autopar.verify.collectives import describe, differences, priced, ran
 from autopar.verify.compare import difference
 from autopar.verify.probe import first_difference
-from autopar.verify.reference import OPTIMIZER, train_step
+from autopar.verify.reference import optimizer, train_step
 from autopar.verify.report import Report, Row
 
 
@@ -51,7 +51,7 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
 
-    names = Names(captured.input_names, captured.structure, captured.aliases)
+    names = Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting)
     return Case(lift(captured.gm, dtype), plan, names, to(weights), to(captured.constants), to(batch))
 
 
@@ -81,7 +81,7 @@ def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str,
     """One rank: a training step (or a forward), every result gathered and compared with the reference."""
     module = Bundle(case["plan"], source, case["constants"]).build(case["weights"])
     local = module.shard_batch(**case["batch"])
-    module.STRUCTURE = None  # outputs by name, whatever the user's own structure is
+    type(module).STRUCTURE = None  # outputs by name, whatever the user's own structure is
     training = case["plan"].mode == "train"
     with count() as seen:
         outputs = module(*local)
@@ -90,7 +90,7 @@ def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str,
     got: dict[str, Mapping[str, Tensor | None]] = {"output": module.full(outputs), "buffer": module.full_state_dict()}
     if training:
         got["gradient"] = module.full_grads()
-        torch.optim.AdamW(module.parameters(), **OPTIMIZER).step()
+        optimizer(module.parameters()).step()
         got["parameter"] = module.full_state_dict()
     wanted = torch.load(path, weights_only=True)
     rows = []

@@ -46,7 +46,7 @@ def first_difference(source: str, case: dict[str, Any], path: str, tolerance: fl
     module = Bundle(case["plan"], source, case["constants"]).build(case["weights"])
     probes = _Probes(module.MESH)
     ShardedModule.probe = Block.probe = lambda *args: probes(*args)  # type: ignore[attr-defined]  # of this process only
-    module.STRUCTURE = None
+    type(module).STRUCTURE = None
     outputs = module(*module.shard_batch(**case["batch"]))
     if case["plan"].mode == "train":
         outputs["loss"].backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor, fx
 from passes import facts
 from passes.interpret import Interpret
 
-OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}  # AdamW; large enough that a wrong gradient shows in one step
+
+def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """AdamW with a rate large enough that a wrong gradient shows in one step."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 class Recorder(Interpret):
@@ -66,9 +69,9 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
         assert loss is not None, "a graph captured for training has a loss"
         loss.backward()
         leaves = [held[name] for name in trained]
-        found["gradient"] = {name: torch.zeros_like(held[name]) if held[name].grad is None else held[name].grad.clone()
-                             for name in trained}
-        torch.optim.AdamW(leaves, **OPTIMIZER).step()
+        grads = {name: held[name].grad for name in trained}
+        found["gradient"] = {name: torch.zeros_like(held[name]) if grad is None else grad.clone() for name, grad in grads.items()}
+        optimizer(leaves).step()
         found["parameter"] = {name: held[name].detach() for name in trained}
     if isinstance(runner, Recorder):
         found["values"] = runner.values

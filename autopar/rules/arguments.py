@@ -23,10 +23,10 @@ def given(call: Call) -> dict[str, Any]:
     return found
 
 
-def overloads(*packet_names: str) -> list[Any]:
-    """Every functional overload of these ATen operators that takes and gives tensors; names that this torch does not have are left out."""
+def overloads(names: str) -> list[Any]:
+    """Every functional overload of the ATen operators in `names` that takes and gives tensors; names that this torch does not have are left out."""
     found = []
-    for name in packet_names:
+    for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             target = getattr(packet, overload)
@@ -35,10 +35,10 @@ def overloads(*packet_names: str) -> list[Any]:
     return found
 
 
-def named(names: Sequence[str]) -> list[Any]:
-    """The ATen overloads of these names ("amax.default"), those that this torch has."""
+def named(names: str) -> list[Any]:
+    """The ATen overloads in `names` ("amax.default any.dim"), those that this torch has."""
     found = []
-    for name in names:
+    for name in names.split():
         packet, overload = name.split(".")
         target = getattr(getattr(torch.ops.aten, packet, None), overload, None)
         if target is not None:

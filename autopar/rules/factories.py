@@ -9,9 +9,9 @@ from autopar.rules.rule import Rule
 
 MADE = """arange.default arange.start arange.start_step empty.memory_format eye.default eye.m full.default linspace.default
     logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default scalar_tensor.default
-    tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default""".split()
+    tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default"""
 
-DRAWN = "rand.default randint.default randint.low randn.default randperm.default normal.Tensor_float".split()
+DRAWN = "rand.default randint.default randint.low randn.default randperm.default normal.Tensor_float"
 """As MADE, with random numbers."""
 
 RULES: dict[Any, Rule] = {

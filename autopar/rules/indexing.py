@@ -68,10 +68,11 @@ def index(call: Call) -> str:
     places = [i for i, item in enumerate(given(call)["indices"]) if isinstance(item, Tensor)]
     rank = rank_of(call)
     block = max(len(t.shape) for t in call.ins[1:])
-    if len(call.outs[0].shape) != rank - len(places) + block:
-        return replicated(call)  # masks: sizes depend on values
     left = words(rank, {i: f"y{i}!" for i in places})
-    return rule([" ".join(left), *(_block(t, block, "") for t in call.ins[1:])], [" ".join(_placed(left, places, block, ""))])
+    out = _placed(left, places, block, "")
+    if _may_be_mask(call, places) or len(call.outs[0].shape) != len(out):
+        return replicated(call)
+    return rule([" ".join(left), *(_block(t, block, "") for t in call.ins[1:])], [" ".join(out)])
 
 
 def index_put(call: Call) -> str:
@@ -82,11 +83,17 @@ def index_put(call: Call) -> str:
     rank, block = rank_of(call), max(len(t.shape) for t in positions)
     left = words(rank, {i: f"y{i}!" for i in places})
     out = _placed(left, places, block, "!")
-    if len(values.shape) > len(out) or any(not t.floating and not t.shape for t in positions):
+    if _may_be_mask(call, places) or len(values.shape) > len(out):
         return replicated(call)
     last = out[len(out) - len(values.shape):]
     written = " ".join("1" if n == 1 else w for w, n in zip(last, values.shape, strict=True))
     return rule([" ".join(left), *(_block(t, block, "!") for t in positions), written], [" ".join(left)])
+
+
+def _may_be_mask(call: Call, places: list[int]) -> bool:
+    """Whether an index has the shape of the dims that it indexes, as a mask has. A mask takes several dims at once."""
+    shape = call.ins[0].shape
+    return any(t.shape and t.shape == shape[place:place + len(t.shape)] for place, t in zip(places, call.ins[1:], strict=False))
 
 
 def _block(tensor: Tensor, rank: int, mark: str) -> str:
@@ -123,17 +130,6 @@ def searchsorted(call: Call) -> str:
     return "n!, ... -> ..." if len(bounds) == 1 else "... n!, ... m -> ... m"
 
 
-def embedding_bag(call: Call) -> str:
-    """Sums of rows of a table: only its columns can be cut; the other results are numbers of bags."""
-    others = [line(len(t.shape), {d: f"x{i}n{d}!" for d in range(len(t.shape))}) for i, t in enumerate(call.outs[1:])]
-    ids = [line(len(t.shape), {d: f"i{i}n{d}!" for d in range(len(t.shape))}) for i, t in enumerate(call.ins[1:])]
-    return rule(["v! d", *ids], ["bags! d", *others])
-
-
-def _sum_only(call: Call) -> str:
-    return "first" if given(call)["mode"] != 2 and len(call.ins) == 3 else ""
-
-
 def _grows(call: Call) -> str:
     """Accumulating writes are linear in target and source together, and so are overwriting ones."""
     return f"0+{len(call.ins) - 1}" if call.ins[-1].floating else ""
@@ -142,6 +138,7 @@ def _grows(call: Call) -> str:
 RULES: dict[Any, Rule] = {
     aten.bincount.default: Rule(replicated),
     aten.bucketize.Tensor: Rule("..., n! -> ..."),
+    aten.embedding_bag.padding_idx: Rule(replicated),
     aten.gather.default: Rule(gather, linear="first"),
     aten.histc.default: Rule(replicated),
     aten.index.Tensor: Rule(index, linear="first"),
@@ -161,5 +158,4 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: Rule(part_write, linear="all"),
     aten.slice_scatter.default: Rule(part_write, linear="all"),
     aten.take_along_dim.default: Rule(take_along_dim, linear="first"),
-    aten.embedding_bag.padding_idx: Rule(embedding_bag),
 }

@@ -218,10 +218,12 @@ class Shaped:
         return None
 
     def divides(self, factor: str, ways: int) -> bool:
-        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else if long enough."""
+        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else so that no rank
+        is left empty (convolutions, pools and norms refuse empty shards)."""
         size = self.sizes[factor]
-        even = self.symbolic[factor] or not self.plain(factor)
-        return size % ways == 0 if even else size >= ways
+        if self.symbolic[factor] or not self.plain(factor):
+            return size % ways == 0
+        return size > -(-size // ways) * (ways - 1)
 
     def plain(self, factor: str) -> bool:
         """Whether `factor` is a dim of its own wherever it occurs."""

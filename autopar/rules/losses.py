@@ -16,7 +16,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # the reduction argument of ATen losses
 
 ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss
-    soft_margin_loss""".split()
+    soft_margin_loss"""
 
 
 def elementwise(call: Call) -> str:
@@ -40,7 +40,7 @@ def classes(call: Call) -> str:
 
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(elementwise) for op in overloads(*ELEMENTWISE)},
+    **{op: Rule(elementwise) for op in overloads(ELEMENTWISE)},
     aten.cross_entropy_loss.default: Rule(classes),
     aten.nll_loss.default: Rule(classes),
     aten.nll_loss_nd.default: Rule(classes),

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.layout import PARTIAL, Entry, is_shard, local_shape, pieces
-from autopar.rules.language import Call, Option, Tensor, Use
+from autopar.rules.language import Call, Option, Tensor
 from autopar.rules.local import local_args
 from autopar.rules.rule import Rule
 
@@ -38,25 +38,26 @@ def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     grad = any(t.requires_grad for t in _tensors((args, kwargs)))
 
     def seen(item: Any) -> Any:
-        return Tensor(tuple(item.shape), item.requires_grad, (), item.is_floating_point()) if isinstance(item, torch.Tensor) else item
+        return Tensor(tuple(item.shape), item.requires_grad, (), _floats(item)) if isinstance(item, torch.Tensor) else item
 
     given = pytree.tree_map(seen, (tuple(args), dict(kwargs)))
-    results = tuple(Tensor(tuple(t.shape), grad and t.is_floating_point(), (), t.is_floating_point()) for t in outs)
+    results = tuple(Tensor(tuple(t.shape), grad and _floats(t), (), _floats(t)) for t in outs)
     return Call(target, given[0], given[1], results)
 
 
 def failures(rule: Rule, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int, *,
-             execute: Execute = plainly, together: Mapping[str, Together] | None = None) -> list[str]:
+             execute: Execute = plainly, together: Mapping[str, Together] | None = None, mask: bool = False) -> list[str]:
     """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong.
 
     Floating operands of `args` that require gradients are checked in both directions. `together` simulates the options
-    that name a runtime algorithm; an option without its simulation counts as wrong. Raises RuleError when the rule does
+    that name a runtime algorithm; an option without its simulation counts as wrong. `mask` compares shapes only, for operators
+    whose values are random or undefined. Raises RuleError when the rule does
     not fit the call.
     """
     call = call_of(target, args, kwargs)
     found = []
     for option in rule.options(call, ways):
-        problem = _Trial(call, option, (tuple(args), dict(kwargs)), ways).problem(execute, together or {})
+        problem = _Trial(call, option, (tuple(args), dict(kwargs)), ways, mask).problem(execute, together or {})
         if problem:
             found.append(f"{target} {rule.text(call)!r} option {option.factor!r} on {ways}: {problem}")
     return found
@@ -65,13 +66,15 @@ def failures(rule: Rule, target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 class _Trial:
     """One option of one call, tried on random cotangents."""
 
-    def __init__(self, call: Call, option: Option, given: Any, ways: int) -> None:
-        self.call, self.option, self.given, self.ways = call, option, given, ways
+    def __init__(self, call: Call, option: Option, given: Any, ways: int, mask: bool) -> None:
+        self.call, self.option, self.given, self.ways, self.mask = call, option, given, ways, mask
+        self.loose = False
 
     def problem(self, execute: Execute, together: Mapping[str, Together]) -> str:
         """What differs from the whole, or an empty string."""
         whole_ins = _tensors(self.given)
         whole_outs = _tensors(self.call.target(*self.given[0], **self.given[1]))
+        self.loose = any(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (*whole_ins, *whole_outs))
         shards = self._shards(whole_ins)
         shapes = [[local_shape(t.shape, (u.value,), (self.ways,), (rank,)) for t, u in zip(whole_outs, self.option.outs, strict=True)]
                   for rank in range(self.ways)]
@@ -84,9 +87,11 @@ class _Trial:
             wanted = [shape[index] for shape in shapes]
             if [tuple(p.shape) for p in parts] != wanted:
                 return f"output {index} {use}: local shapes {[tuple(p.shape) for p in parts]}, wanted {wanted}"
-            if text := compare(join(parts, use.value, whole.shape), whole, f"output {index} {use}"):
+            if self.mask:
+                continue
+            if text := compare(join(parts, use.value, whole.shape), whole, f"output {index} {use}", self.loose):
                 return text
-        return self._backward(whole_ins, whole_outs, shards, outs)
+        return "" if self.mask else self._backward(whole_ins, whole_outs, shards, outs)
 
     def _shards(self, whole: Sequence[torch.Tensor]) -> list[Any]:
         """(args, kwargs) per rank."""
@@ -120,7 +125,7 @@ class _Trial:
         for place, index in enumerate(asked):
             parts = got[place * self.ways:(place + 1) * self.ways]
             use = self.option.ins[index]
-            if text := compare(join(parts, use.grad, whole_ins[index].shape), wanted[place], f"gradient of operand {index} {use}"):
+            if text := compare(join(parts, use.grad, whole_ins[index].shape), wanted[place], f"gradient of operand {index} {use}", self.loose):
                 return text
         return ""
 
@@ -174,7 +179,7 @@ def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> t
         return whole
     if entry not in PARTIAL:
         for rank, part in enumerate(parts):
-            if text := compare(part, parts[0], f"rank {rank} differs from rank 0"):
+            if text := compare(part, parts[0], f"rank {rank} differs from rank 0", loose=part.dtype is not torch.float64):
                 return text
         return parts[0]
     stacked = torch.stack(list(parts))
@@ -183,16 +188,20 @@ def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> t
     return stacked.amax(0) if entry == "Pmax" else stacked.amin(0)
 
 
-def compare(got: torch.Tensor | str, wanted: torch.Tensor, what: str) -> str:
-    """What differs, or an empty string."""
+def compare(got: torch.Tensor | str, wanted: torch.Tensor, what: str, loose: bool = False) -> str:
+    """What differs, or an empty string; `loose` where anything was rounded to less than float64."""
     if isinstance(got, str):
         return f"{what}: {got}"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{what}: got {tuple(got.shape)} {got.dtype}, wanted {tuple(wanted.shape)} {wanted.dtype}"
-    close = 1e-9 if wanted.dtype in (torch.float64, torch.complex128) else 1e-4 if wanted.is_floating_point() else 0.0
+    close = 1e-4 if loose else 1e-9 if _floats(wanted) else 0.0
     if torch.allclose(got, wanted, rtol=close, atol=close, equal_nan=True):
         return ""
     return f"{what}: differs by up to {_gap(got.detach(), wanted.detach()):.2g}"
+
+
+def _floats(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _gap(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import overloads, rule
+from autopar.rules.arguments import named, overloads, rule
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
 
@@ -23,22 +23,23 @@ def broadcast(call: Call) -> str:
     return rule(["..." for _ in call.ins], ["..." for _ in call.outs])
 
 
-UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad digamma elu erf
-    erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf
+UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad digamma elu
+    erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf
     leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt
-    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0 special_log1p sqrt square tan tanh
-    tanhshrink threshold trunc""".split()
+    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0 special_log1p sqrt square
+    tan tanh tanhshrink threshold trunc"""
 
 BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div eq
     floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt
     float_power gcd isclose lcm ldexp masked_fill maximum minimum mul ne nextafter polar pow remainder
-    rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__""".split()
+    rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__"""
 
-LIKE = ["full_like", "ones_like", "zeros_like"]
+LIKE = "empty_like full_like ones_like zeros_like"
 """They read the sizes of their operand only."""
 
 
-RANDOM = [*overloads("bernoulli", "rand_like", "randint_like", "randn_like"), aten.native_dropout.default]
+RANDOM = named("""bernoulli.default bernoulli.p native_dropout.default rand_like.default randint_like.default randint_like.low_dtype
+    randn_like.default""")
 """They draw a number per element."""
 
 
@@ -69,13 +70,8 @@ def _keeps_zero(position: int, operand: str) -> Callable[[Call], str]:
     return lambda call: operand if call.args[position] == 0 else ""
 
 
-def _plain(name: str) -> dict[Any, Rule]:
-    """A row for every overload whose arguments are tensors and numbers of the same elements."""
-    return {op: Rule(broadcast) for op in overloads(name)}
-
-
 RULES: dict[Any, Rule] = {
-    **{op: row for name in (*UNARY, *BINARY, *LIKE) for op, row in _plain(name).items()},
+    **{op: Rule(broadcast) for op in overloads(f"{UNARY} {BINARY} {LIKE}")},
     aten._to_copy.default: Rule(broadcast, linear=_casts),
     aten.add.Tensor: Rule(broadcast, linear=_sums),
     aten.alias.default: Rule(broadcast, linear="all"),

@@ -18,6 +18,8 @@ def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
     def spec(call: Call) -> str:
         rank, arguments = rank_of(call), given(call)
         gone = dims(arguments.get(name), rank)
+        if arguments.get(name) == [] and len(call.outs[0].shape) == rank and not arguments.get(stays):
+            gone = []  # all.dims and any.dims: an empty list stands for no dims
         right = [w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)]
         return rule([line(rank, {d: f"d{d}{mark}" for d in gone})], [" ".join(right) for _ in call.outs])
     return spec
@@ -76,14 +78,14 @@ def pair_along(name: str) -> Spec:
 WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int special_log_softmax.int
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
     sort.default sort.stable topk.default fft_fft.default fft_ifft.default fft_rfft.default
-    fft_irfft.default""".split()
+    fft_irfft.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""
 
 REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.default argmin.default logsumexp.default
     max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim var.correction
     var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default norm.ScalarOpt_dim
     aminmax.default all.default any.default max.default min.default median.default prod.default std.default var.default
-    norm.Scalar special_logsumexp.default frobenius_norm.dim""".split()
+    norm.Scalar special_logsumexp.default frobenius_norm.dim"""
 """Reductions that must see all of what they reduce."""
 
 RULES: dict[Any, Rule] = {

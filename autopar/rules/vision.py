@@ -51,8 +51,8 @@ LINEAR = {
 }
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names.split())},
-    **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names.split())},
+    **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names)},
+    **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names)},
     aten.channel_shuffle.default: Rule("b c! ... -> b c! ..."),
     aten.col2im.default: Rule(patches, linear="all"),
     aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call)),

@@ -1,0 +1,147 @@
+"""Samples of contractions, reductions, losses and images."""
+
+from __future__ import annotations
+
+import torch
+
+from passes import ops
+from tests.unit.rules.samples import Samples, T, case, f, i
+
+aten = torch.ops.aten
+P = T((5, 4), "p")
+U = T((5, 4), "t")
+
+CONTRACTIONS: Samples = {
+    aten.addmm.default: [case(f(6), f(5, 4), f(4, 6)), case(f(5, 1), f(5, 4), f(4, 6), beta=2)],
+    aten.addmv.default: [case(f(5), f(5, 4), f(4))],
+    aten.baddbmm.default: [case(f(5, 1, 6), f(5, 3, 4), f(5, 4, 6)), case(f(3, 6), f(5, 3, 4), f(5, 4, 6))],
+    aten.bmm.default: [case(f(5, 3, 4), f(5, 4, 6))],
+    aten.cdist.default: [case(f(5, 3), f(4, 3)), case(f(3, 5, 3), f(3, 4, 3))],
+    aten.conv1d.default: [case(f(5, 4, 7), f(6, 4, 3)), case(f(5, 4, 7), f(6, 4, 3), f(6), [2], [1])],
+    aten.conv1d.padding: [case(f(5, 4, 7), f(6, 4, 3), None, [1], "same")],
+    aten.conv2d.default: [case(f(5, 4, 6, 6), f(8, 4, 3, 3), None, [1, 1], [1, 1]), case(f(4, 6, 6), f(8, 4, 3, 3), f(8)),
+                          case(f(5, 4, 6, 6), f(8, 2, 3, 3), f(8), [1, 1], [0, 0], [1, 1], 2)],
+    aten.conv2d.padding: [case(f(5, 4, 6, 6), f(6, 4, 3, 3), f(6), [1, 1], "same")],
+    aten.conv3d.default: [case(f(5, 4, 3, 3, 3), f(6, 4, 2, 2, 2))],
+    aten.conv3d.padding: [case(f(4, 2, 3, 3, 3), f(4, 2, 2, 2, 2), None, [1, 1, 1], "valid")],
+    aten.conv_transpose1d.default: [case(f(5, 4, 7), f(4, 6, 3)), case(f(5, 4, 7), f(4, 6, 3), f(6))],
+    aten.conv_transpose2d.input: [case(f(5, 4, 4, 4), f(4, 6, 2, 2), f(6), [2, 2]),
+                                  case(f(5, 4, 4, 4), f(4, 3, 2, 2), None, [1, 1], [0, 0], [0, 0], 2)],
+    aten.conv_transpose3d.input: [case(f(4, 2, 3, 3, 3), f(2, 4, 2, 2, 2))],
+    aten.dot.default: [case(f(7), f(7))],
+    aten.einsum.default: [case("bij,bjk->bik", [f(5, 3, 4), f(5, 4, 6)]), case("...d,hd->...h", [f(3, 5, 4), f(6, 4)]),
+                          case("ii->i", [f(5, 5)]), case("ij,jk", [f(5, 4), f(4, 3)]), case("bhqd,bhkd->bhqk", [f(4, 1, 3, 2), f(4, 5, 6, 2)]),
+                          case("i,j->ij", [f(5), f(4)]), case("bid,bjd->b", [f(5, 3, 2), f(5, 4, 2)])],
+    aten.embedding.default: [case(f(257, 3), i(257, 4, 5)), case(f(8, 5), i(8, 6))],
+    aten.linear.default: [case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1))],
+    aten.matmul.default: [case(f(5, 4), f(4, 6)), case(f(4), f(4)), case(f(4), f(3, 4, 6)), case(f(3, 5, 4), f(4)), case(f(4), f(4, 6)),
+                          case(f(3, 5, 4), f(4, 6)), case(f(5, 1, 3, 4), f(2, 4, 6)), case(f(5, 4), f(3, 4, 6)), case(f(5, 4), f(4))],
+    aten.mm.default: [case(f(5, 4), f(4, 6)), case(f(5, 5), f(5, 5))],
+    aten.mv.default: [case(f(5, 4), f(4))],
+    aten.outer.default: [case(f(5), f(4))],
+    aten.scaled_dot_product_attention.default: [
+        case(f(4, 6, 5, 3), f(4, 6, 7, 3), f(4, 6, 7, 2)), case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), is_causal=True),
+        case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), is_causal=True, enable_gqa=True),
+        case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 1, 1, 5)), case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(1, 6, 5, 5)),
+        case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), T((5, 5), "c")), case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 5)),
+        case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(6, 5, 5)), case(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), f(4, 5, 5)),
+        case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), f(4, 1, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2))],
+    ops.count_each: [case(i(6, 9), 6)],
+    ops.grouped_matmul: [case(f(7, 4), f(3, 4, 5), torch.tensor([2, 4, 6]))],
+}
+
+LOSSES: Samples = {
+    aten.binary_cross_entropy.default: [case(T((5, 4), "sig"), U, None, r) for r in (0, 1, 2)],
+    aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), U, None, None, r) for r in (0, 1, 2)],
+    aten.cross_entropy_loss.default: [case(f(5, 7), i(7, 5), None, 2), case(f(5, 7, 4), i(7, 5, 4), None, 1), case(f(5, 7, 4), i(7, 5, 4), None, 0),
+                                      case(f(5, 7), T((5, 7), "t"), None, 2)],
+    aten.huber_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
+    aten.kl_div.default: [case(f(5, 4), P, r) for r in (0, 1, 2)],
+    aten.l1_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
+    aten.mse_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)] + [case(f(5, 4), f(4), 2)],
+    aten.nll_loss.default: [case(f(5, 7), i(7, 5), None, 2), case(f(5, 7), i(7, 5))],
+    aten.nll_loss_nd.default: [case(f(5, 7, 4), i(7, 5, 4), None, 2), case(f(5, 7), i(7, 5), T((7,), "c"))],
+    aten.smooth_l1_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
+    aten.soft_margin_loss.default: [case(f(5, 4), U, r) for r in (0, 1, 2)],
+    ops.count_valid: [case(i(5, 5, 4), 3, torch.float64)],
+    ops.cross_entropy_each: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0)],
+    ops.cross_entropy_sum: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 257), i(257, 5), -100, 0.1)],
+}
+
+AXIS = [case(f(5, 4, 6), -1), case(f(5, 4), 0)]
+DIM = [case(f(5, 4, 6), 1), case(f(5, 4, 6), -1, True)]
+DIMS = [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1, 0], True), case(f(5, 4, 6), [])]
+ALL = [case(f(5, 4)), case(f())]
+
+
+def _ops(names: str, cases: list) -> Samples:
+    found = {}
+    for name in names.split():
+        packet, overload = name.split(".")
+        found[getattr(getattr(aten, packet), overload)] = cases
+    return found
+
+
+REDUCTIONS: Samples = {
+    **_ops("all.dim any.dim prod.dim_int max.dim min.dim median.dim nanmedian.dim mode.default var_mean.dim std_mean.dim", DIM),
+    **_ops("std.dim var.dim", [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1, 0], False, True)]),
+    **_ops("var_mean.dim std_mean.dim", [case(f(5, 4, 6), [1])]),
+    **_ops("amax.default amin.default all.dims any.dims", DIMS),
+    **_ops("logsumexp.default special_logsumexp.default", DIMS[:2]),
+    **_ops("mean.dim sum.dim_IntList", [*DIMS, case(f(5, 4), None), case(f(5, 4), [0], dtype=torch.float32), case(f(), [0])]),
+    **_ops("argmax.default argmin.default", [*DIM, case(f(5, 4))]),
+    **_ops("std.correction var.correction std_mean.correction var_mean.correction",
+           [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1], correction=0, keepdim=True), case(f(5, 4))]),
+    **_ops("all.default any.default max.default min.default median.default prod.default mean.default sum.default nansum.default "
+           "count_nonzero.default", ALL),
+    **_ops("std.default var.default norm.Scalar", [case(f(5, 4))]),
+    **_ops("linalg_vector_norm.default", [case(f(5, 4, 6), 2, [1], True), case(f(5, 4)), case(f(5, 4), 1, [-1])]),
+    **_ops("norm.ScalarOpt_dim", [case(f(5, 4, 6), 2, [1], True), case(f(5, 4, 6), None, [-1])]),
+    **_ops("frobenius_norm.dim", [case(f(5, 4, 6), [1])]),
+    **_ops("aminmax.default", [case(f(5, 4), dim=1), case(f(5, 4))]),
+    **_ops("count_nonzero.dim_IntList", [case(i(2, 5, 4), [1])]),
+    **_ops("kthvalue.default", [case(f(5, 4), 2), case(f(5, 4), 1, 0, True)]),
+    **_ops("softmax.int log_softmax.int cumsum.default cumprod.default cummax.default cummin.default logcumsumexp.default argsort.default", AXIS),
+    **_ops("_softmax.default _log_softmax.default", [case(f(5, 4, 6), 1, False)]),
+    **_ops("sort.default", [case(f(5, 4, 6)), case(f(5, 4), 0, True)]),
+    **_ops("sort.stable argsort.stable", [case(f(5, 4, 6), stable=True, dim=1)]),
+    **_ops("topk.default", [case(f(5, 4, 6), 2), case(f(5, 4), 3, 0)]),
+    **_ops("glu.default", [case(f(5, 4, 6)), case(f(5, 4), 1)]),
+    **_ops("fft_fft.default fft_ifft.default fft_rfft.default", [case(f(5, 4, 6)), case(f(5, 4), None, 1)]),
+    **_ops("fft_irfft.default", [case(T((5, 4), "z"))]),
+    **_ops("layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4)), case(f(5, 4), [4]), case(f(5, 4, 6), [4, 6], f(4, 6))]),
+    **_ops("native_layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4), 1e-5)]),
+    **_ops("rms_norm.default", [case(f(3, 5, 4), [4], f(4)), case(f(5, 4), [4])]),
+    **_ops("group_norm.default", [case(f(5, 4, 6), 2, f(4), f(4)), case(f(5, 4), 2)]),
+    **_ops("instance_norm.default", [case(f(5, 4, 6), f(4), f(4), None, None, True, 0.1, 1e-5, False)]),
+    **_ops("batch_norm.default", [case(f(5, 4, 3), f(4), f(4), T((4,), "c"), torch.ones(4).double(), False, 0.1, 1e-5, False),
+                                  case(f(5, 4), f(4), f(4), None, None, True, 0.1, 1e-5, False)]),
+    **_ops("cosine_similarity.default", [case(f(5, 4, 6), f(5, 4, 6), 1), case(f(5, 1, 6), f(4, 6), -1)]),
+    **_ops("trapezoid.dx", [case(f(5, 4))]),
+}
+
+IMAGE, SIGNAL, SOLID = f(5, 4, 6, 6), f(5, 4, 8), f(5, 4, 4, 4, 4)
+VISION: Samples = {
+    **_ops("max_pool1d.default avg_pool1d.default max_pool1d_with_indices.default", [case(SIGNAL, [2])]),
+    **_ops("max_pool2d.default avg_pool2d.default max_pool2d_with_indices.default", [case(IMAGE, [2, 2]), case(f(4, 6, 6), [3, 3], [1, 1], [1, 1])]),
+    **_ops("max_pool3d.default avg_pool3d.default max_pool3d_with_indices.default", [case(SOLID, [2, 2, 2])]),
+    **_ops("adaptive_avg_pool1d.default adaptive_max_pool1d.default", [case(SIGNAL, [3])]),
+    **_ops("adaptive_avg_pool2d.default adaptive_max_pool2d.default", [case(IMAGE, [2, 3])]),
+    **_ops("adaptive_avg_pool3d.default adaptive_max_pool3d.default", [case(SOLID, [2, 2, 2])]),
+    **_ops("upsample_nearest1d.vec", [case(SIGNAL, [12], None)]), **_ops("upsample_linear1d.vec", [case(SIGNAL, [12], False, None)]),
+    **_ops("upsample_nearest1d.default", [case(SIGNAL, [12])]), **_ops("upsample_linear1d.default", [case(SIGNAL, [12], False)]),
+    **_ops("upsample_nearest2d.vec", [case(IMAGE, None, [2.0, 2.0]), case(IMAGE, [9, 9], None)]),
+    **_ops("upsample_nearest2d.default", [case(IMAGE, [12, 9])]),
+    **_ops("upsample_bilinear2d.vec upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec", [case(IMAGE, [9, 12], False, None)]),
+    **_ops("upsample_bilinear2d.default upsample_bicubic2d.default", [case(IMAGE, [9, 12], True)]),
+    **_ops("upsample_nearest3d.vec", [case(SOLID, [5, 5, 5], None)]), **_ops("upsample_trilinear3d.vec", [case(SOLID, [5, 5, 5], False, None)]),
+    **_ops("reflection_pad1d.default replication_pad1d.default", [case(SIGNAL, [1, 2])]),
+    **_ops("reflection_pad2d.default replication_pad2d.default", [case(IMAGE, [1, 2, 0, 1])]),
+    **_ops("reflection_pad3d.default replication_pad3d.default", [case(SOLID, [1, 2, 0, 1, 1, 1])]),
+    aten.channel_shuffle.default: [case(IMAGE, 2)],
+    aten.col2im.default: [case(f(5, 16, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2])],
+    aten.im2col.default: [case(IMAGE, [2, 2], [1, 1], [0, 0], [2, 2])],
+    aten.grid_sampler.default: [case(IMAGE, T((5, 3, 4, 2), "u"), 0, 0, False)],
+    aten.pixel_unshuffle.default: [case(f(5, 4, 8, 6), 2)],
+    aten.prelu.default: [case(IMAGE, f(4)), case(f(5, 4), f(1))],
+}

@@ -11,6 +11,7 @@ from typing import Any
 from autopar.errors import RuleError
 from autopar.rules import contractions, factories, indexing, losses, pointwise, reductions, views, vision
 from autopar.rules.arguments import replicated
+from autopar.rules.derive import derive
 from autopar.rules.language import Call, Option, parse
 from autopar.rules.rule import Rule
 
@@ -28,14 +29,24 @@ def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | Non
 
 def options_for(call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = (),
                 rules: Mapping[Any, Rule] | None = None) -> list[Option]:
-    """Everything that `call` can do on one axis of `ways` ranks; replicated where there is no rule."""
-    rule = rule_for(call.target, rules) or WHOLE
+    """Everything that `call` can do on one axis of `ways` ranks, by the user's rule, the table's, or one that can be derived
+    and proven; replicated where there is none."""
+    rule = rule_for(call.target, rules) or derive(call) or WHOLE
     return rule.options(call, ways, sections=sections)
 
 
 def unknown(targets: Iterable[Any], rules: Mapping[Any, Rule] | None = None) -> list[Any]:
     """Targets without a row, each once, in order."""
     return [t for t in dict.fromkeys(targets) if rule_for(t, rules) is None]
+
+
+def derived(calls: Iterable[Call], rules: Mapping[Any, Rule] | None = None) -> dict[Any, str]:
+    """Targets without a row that `options_for` splits all the same, with the rule that was derived for them."""
+    found: dict[Any, str] = {}
+    for call in calls:
+        if rule_for(call.target, rules) is None and (rule := derive(call)) is not None:
+            found.setdefault(call.target, rule.text(call))
+    return found
 
 
 def as_rules(rules: Mapping[Any, Any] | None) -> dict[Any, Rule]:

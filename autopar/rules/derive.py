@@ -1,0 +1,136 @@
+"""Rules for operators that have no row: guessed from equal sizes, proven by the oracle, else nothing.
+
+A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each guess is
+tried on small random tensors, whole against shards, values and gradients, on several numbers of ranks; only what comes
+out right is kept. Only for functional ATen-style operators on floating-point tensors that draw no random numbers: they
+are run here, on the CPU, with the arguments of the call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuleError
+from autopar.rules.language import Call, Tensor
+from autopar.rules.oracle import failures
+from autopar.rules.rule import Rule
+
+SMALL = (6, 5, 7, 9, 8, 10, 11, 13)  # stand-ins for the distinct sizes of a call
+WAYS = (2, 3)
+MOST_GUESSES = 64  # per size; a call with more is not worth the time
+MOST_ELEMENTS = 1 << 14  # of one operand, where only the call's own sizes will do
+FAILS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)  # what an operator raises on arguments that it refuses
+
+Guess = tuple[int | None, ...]  # the dim that has the factor, per operand and output
+_KNOWN: dict[Any, Rule | None] = {}
+
+
+def derive(call: Call) -> Rule | None:
+    """A proven rule for a call whose operator has no row; None where nothing could be proven. The same for the same
+    target, sizes and arguments."""
+    key = repr((call.target, call.args, sorted(call.kwargs.items()), call.outs))
+    if key not in _KNOWN:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _KNOWN[key] = _derive(call) if _eligible(call) else None
+    return _KNOWN[key]
+
+
+def _eligible(call: Call) -> bool:
+    target = call.target
+    if not isinstance(target, torch._ops.OpOverload) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
+        return False
+    schema = target._schema
+    pure = not schema.is_mutable and not any(r.alias_info for r in schema.returns)
+    unfit = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    return pure and bool(call.outs) and not any(tag in target.tags for tag in unfit)
+
+
+def _derive(call: Call) -> Rule | None:
+    for sizes in _stand_ins(call):
+        small = _fill(call, sizes)
+        try:
+            outs = [t for t in pytree.tree_leaves(call.target(*small[0], **small[1])) if isinstance(t, torch.Tensor)]
+        except FAILS:
+            continue
+        if len(outs) == len(call.outs) and all(t.ndim == len(o.shape) for t, o in zip(outs, call.outs, strict=True)):
+            shapes = [tuple(t.shape) for t in [*_operands(small), *outs]]
+            return _fitting(call, _prove(call.target, small, shapes, len(call.ins)))
+    return None
+
+
+def _stand_ins(call: Call) -> Iterator[dict[int, int]]:
+    """Small sizes instead of the call's; its own where they are small enough, for operators whose arguments speak of sizes."""
+    sizes = list(dict.fromkeys(n for t in call.ins for n in t.sizes if n > 1))
+    if len(sizes) <= len(SMALL):
+        yield dict(zip(sizes, SMALL, strict=False))
+    if all(torch.Size(t.sizes).numel() <= MOST_ELEMENTS for t in call.ins):
+        yield {n: n for n in sizes}
+
+
+def _fill(call: Call, sizes: dict[int, int]) -> Any:
+    def tensor(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        return torch.rand([sizes.get(n, n) for n in item.sizes], dtype=torch.float64).add(0.1).requires_grad_()
+    return pytree.tree_map(tensor, (tuple(call.args), dict(call.kwargs)), is_leaf=lambda item: isinstance(item, Tensor))
+
+
+def _operands(given: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+
+
+def _prove(target: Any, given: Any, shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
+    """The rule of all guesses that hold, for the tensors of `given`."""
+    kept: list[Guess] = []
+    for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(WAYS)):
+        for guess in _guesses(shapes, ins, size):
+            fresh = not any(d is not None and d == other[t] for other in kept for t, d in enumerate(guess))
+            if fresh and _holds(Rule(_text(shapes, ins, [guess])), target, given):
+                kept.append(guess)
+    if not kept:
+        return None
+    text = _text(shapes, ins, kept)
+    return Rule(text, linear="all") if _holds(Rule(text, linear="all"), target, given) else Rule(text)
+
+
+def _guesses(shapes: list[tuple[int, ...]], ins: int, size: int) -> list[Guess]:
+    """Every way to choose at most one dim of `size` per tensor; those that are in most tensors first."""
+    places: list[list[int | None]] = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in shapes]
+    count = 1
+    for options in places:
+        count *= len(options)
+    if count > MOST_GUESSES:
+        return []
+    found = [g for g in itertools.product(*places) if any(d is not None for d in g[:ins])]
+    return sorted(found, key=lambda g: sum(d is None for d in g))
+
+
+def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
+    def word(tensor: int, dim: int) -> str:
+        mine = [f"f{i}" for i, guess in enumerate(guesses) if guess[tensor] == dim]
+        return mine[0] if mine else f"x{tensor}n{dim}!"
+    parts = [" ".join(word(t, d) for d in range(len(shape))) for t, shape in enumerate(shapes)]
+    return f"{', '.join(parts[:ins])} -> {', '.join(parts[ins:])}"
+
+
+def _holds(rule: Rule, target: Any, given: Any) -> bool:
+    try:
+        return not any(failures(rule, target, *given, ways) for ways in WAYS)
+    except (*FAILS, RuleError):
+        return False
+
+
+def _fitting(call: Call, rule: Rule | None) -> Rule | None:
+    """The rule if it also fits the sizes of the call itself."""
+    try:
+        if rule is not None:
+            rule.options(call, 2)
+    except RuleError:
+        return None
+    return rule

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -29,7 +30,7 @@ from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import kind
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
-from autopar.search import SEARCHES, Search
+from autopar.search import SEARCHES, Search, ilp
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Request:
     seed: int = 0
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None
+
+    def say(self, what: str) -> None:
+        """Tell `progress` what happens now."""
+        if self.progress is not None:
+            self.progress(what)
 
 
 @dataclass(eq=False)
@@ -138,9 +144,8 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
         if request.recipe and not meshes:
             raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes, got {request.mesh}")
         for sizes in meshes:
-            if request.progress:
-                request.progress(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
-            limit = max(1.0, deadline - time.monotonic()) / 4
+            request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
+            limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
             try:
                 found = planner.candidate(sizes, recipe.roles, recipe.name, SEARCHES["ilp"], limit)
             except InfeasibleError as error:
@@ -152,13 +157,16 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
+RECIPE_S = 1.0  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
+
+
 def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
     if search is None:
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
-    meshes = [request.mesh] if request.mesh is not None else request.cluster.meshes(max_axes=3)
+    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
@@ -166,16 +174,36 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
         if left <= 0:
             bounds.append(0.0)
             break
-        if request.progress:
-            request.progress(f"search on {'x'.join(map(str, sizes))}")
+        request.say(f"search on {'x'.join(map(str, sizes))}")
+        known = min((c.cost.time_s for c in (best, found) if c is not None), default=math.inf)
         try:
-            here = planner.candidate(sizes, (roles.anything,) * len(sizes), "search", search, left / (len(meshes) - index))
+            here = planner.candidate(sizes, space(sizes), "search", _with_cutoff(search, known), left / (len(meshes) - index))
         except InfeasibleError:
             continue
         bounds.append(here.solution.bound_s)
         if found is None or here.cost.time_s < found.cost.time_s * (1 - 1e-9):
             found = here
     return found, min(bounds, default=0.0)
+
+
+def spaces(cluster: Cluster) -> list[tuple[int, ...]]:
+    """The meshes that are searched: all of one and two axes; of three those whose outermost axis is the cluster's own."""
+    outermost = cluster.levels[0].size
+    return [m for m in cluster.meshes(max_axes=3) if len(m) < 3 or m[0] == outermost]
+
+
+def space(sizes: tuple[int, ...]) -> tuple[roles.Role, ...]:
+    """What each axis may do: anything, but the outermost of three, the one with the slowest links, splits samples."""
+    inner = (roles.anything,) * min(2, len(sizes))
+    return (roles.samples, *inner) if len(sizes) > 2 else inner
+
+
+def _with_cutoff(search: Search, known_s: float) -> Search:
+    """The integer program may stop once it has proven that a mesh has nothing better than what is known, or at CLOSE."""
+    return partial(ilp.search, cutoff_s=known_s, gap=CLOSE) if search is ilp.search else search
+
+
+CLOSE = 0.005  # relative: prices are less exact than this
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

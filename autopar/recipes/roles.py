@@ -41,6 +41,11 @@ def zero3(ways: int) -> Allow:
     return allow
 
 
+def samples(ways: int) -> Allow:
+    """Work splits over samples; parameters rest as they like: what the slowest axis of three is for."""
+    return lambda op, option: _samples(op, option, ways)
+
+
 def tensor(ways: int) -> Allow:
     """Tensor parallel: work splits over weights and heads; every rank sees the whole batch and sequence."""
     def allow(op: Op, option: Option) -> bool:

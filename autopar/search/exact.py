@@ -48,6 +48,8 @@ class _Run:
     bound_s: float
     deadline: float
     seed: int
+    cutoff_s: float
+    gap: float
 
     @property
     def best_s(self) -> float:
@@ -55,7 +57,7 @@ class _Run:
 
     @property
     def closed(self) -> bool:
-        return self.bound_s >= self.best_s * (1 - GAP)
+        return self.bound_s >= min(self.best_s, self.cutoff_s) * (1 - max(GAP, self.gap))
 
     @property
     def left_s(self) -> float:
@@ -84,10 +86,14 @@ class _Run:
         return tuple(int(np.searchsorted(k, c)) for k, c in zip(self.kept, self.best, strict=True))
 
 
-def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, seed: int = 0) -> Exact:
-    """The optimum of `problem`, or with time short the best found, from the feasible solution `known`."""
+def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, seed: int = 0, cutoff_s: float = np.inf,
+             gap: float = 0.0) -> Exact:
+    """The optimum of `problem`, or with time short the best found, from the feasible solution `known`.
+
+    Ends early once it has proven that nothing faster than `cutoff_s` exists, or nothing better than `gap` (relative).
+    """
     kept = [np.arange(len(node.labels)) for node in problem.nodes]
-    run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed)
+    run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed, cutoff_s, gap)
     note = _solve(run, min(2.0, _DUAL_SHARE * time_limit_s))
     return Exact(run.best, run.bound_s, note)
 
@@ -100,6 +106,8 @@ def _solve(run: _Run, dual_s: float) -> str:
     run.raise_bound(ruled.bound_s)
     run.shrink(ruled.keep)
     note = f"message passing left {_choices(run.problem)} of {_choices(run.whole)} choices"
+    if run.closed:
+        return note
     for _ in range(_LP_ROUNDS):
         size = _choices(run.problem)
         how = _relax(run)
@@ -146,7 +154,7 @@ def _by_reduced_cost(run: _Run, model: Linear, relaxed: Answer) -> list[np.ndarr
 def _branch(run: _Run) -> str:
     """The integer program over what is left, from the best solution."""
     model = build(run.problem)
-    exact = solve(model, HIGHS, integer=True, time_limit_s=run.left_s, seed=run.seed)
+    exact = solve(model, HIGHS, integer=True, time_limit_s=run.left_s, seed=run.seed, gap=max(1e-9, run.gap))
     if exact.values is not None:
         run.offer(read_choice(exact.values, model))
     run.raise_bound(run.best_s if exact.status == "infeasible" else exact.bound * model.time_unit_s)

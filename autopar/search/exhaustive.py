@@ -54,10 +54,9 @@ def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray
     for net in problem.nets:
         cost_s, held = _price_net(net, choice)
         memory += held
+        time_s += net.shown * cost_s
         if net.group >= 0:
-            late[net.group] += cost_s
-        else:
-            time_s += cost_s
+            late[net.group] += (1.0 - net.shown) * cost_s
     return time_s + np.maximum(0.0, late).sum(0), memory
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from autopar.problem.presolve import presolve
@@ -14,15 +15,19 @@ from autopar.search.descent import fits
 from autopar.search.exact import GAP, minimise
 
 
-def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
+           cutoff_s: float = math.inf, gap: float = 0.0) -> Solution:
     """The optimum, or with time short the best solution found, never worse than `start`; `bound_s` is proven either way.
+
+    `cutoff_s`: the caller has something that fast already, so a proof that nothing faster exists ends the search.
+    `gap`: a solution proven to be that close (relative) to the optimum is good enough.
 
     Deterministic for a seed unless time runs out. Raises InfeasibleError with the shortfall when nothing fits.
     """
     deadline = time.perf_counter() + time_limit_s
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
-    found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed)
+    found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
     best = restore(found.choice)
     if start is not None and fits(problem, start) and problem.price(start).time_s < problem.price(best).time_s:
         best = start

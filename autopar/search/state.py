@@ -92,7 +92,7 @@ class State:
         return sorted({int(u.column[self.choice[u.node]]) for u in net.uses if u.node != v and self.choice[u.node] >= 0})
 
     def _slots(self, net: Net) -> list[int]:
-        return [0 if net.group < 0 else _FIXED + net.group, 1, 2]
+        return [0, 1, 2] if net.group < 0 else [0, 1, 2, _FIXED + net.group]
 
     def _node_features(self, node: Node) -> np.ndarray:
         own = np.zeros((_FIXED + self.problem.groups, len(node.cost_s)))
@@ -104,7 +104,7 @@ class State:
 
 
 def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: list[int]) -> np.ndarray:
-    """Cost of a net, one column for each of `choices` of its reader `v`, when others ask for `columns`. `row` is [3, columns]."""
+    """Cost of a net, one column for each of `choices` of its reader `v`, when others ask for `columns`. `row` is [slots, columns]."""
     total = np.repeat(row[:, columns].sum(1)[:, None], len(choices), axis=1)
     seen: list[np.ndarray] = [np.full(len(choices), c) for c in columns]
     for use in net.uses:
@@ -119,9 +119,11 @@ def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: li
 
 
 def _features(net: Net) -> np.ndarray:
-    """[seconds, bytes, forbidden] of every entry of the tables."""
+    """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the tables."""
     forbidden = np.isinf(net.cost_s)
-    return np.stack([np.where(forbidden, 0.0, net.cost_s), net.memory_bytes, forbidden.astype(float)])
+    seconds = np.where(forbidden, 0.0, net.cost_s)
+    hideable = [(1.0 - net.shown) * seconds] if net.group >= 0 else []
+    return np.stack([net.shown * seconds, net.memory_bytes, forbidden.astype(float), *hideable])
 
 
 def scale_s(problem: Problem) -> float:

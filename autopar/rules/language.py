@@ -140,6 +140,8 @@ def parse(text: str) -> Spec:
 def _operand(part: str, marks: dict[str, str], text: str) -> tuple[Dim | None, ...]:
     dims: list[Dim | None] = []
     for word in _WORD.findall(part):
+        if word[0] in "({" and word[-1] != {"(": ")", "{": "}"}[word[0]]:
+            raise RuleError(f"rule {text!r}: {word!r} is not closed")
         if word == "...":
             dims.append(None)
         elif word[0] == "(":

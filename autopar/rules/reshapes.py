@@ -98,7 +98,7 @@ def _quotient(one: Size, other: Size) -> Size | None:
     found = sympy.cancel(sympy.sympify(one) / other)
     if found.is_Integer:
         return int(found)
-    if found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()):
+    if found.free_symbols and found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()):
         return found
     return None
 

@@ -1,0 +1,179 @@
+"""The rule language: what parses, what is refused, and which options follow."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import RuleError
+from autopar.layout import is_shard
+from autopar.rules import as_rules
+from autopar.rules.language import Call, Tensor, Use, options, parse
+from autopar.rules.reshapes import reshape
+from autopar.rules.rule import Rule
+
+
+def call(*shapes, outs=((),), grad=True):
+    return Call("op", tuple(Tensor(s, grad) for s in shapes), {}, tuple(Tensor(s, grad) for s in outs))
+
+
+def by_factor(text, one, ways=2, **kwargs):
+    return {o.factor: ([str(u) for u in o.ins], [str(u) for u in o.outs]) for o in options(text, one, ways, **kwargs)}
+
+
+MALFORMED = {
+    "a b": "exactly one '->'",
+    "a -> b -> c": "exactly one '->'",
+    "a$ -> a": "is not a factor",
+    "a!! -> a": "is not a factor",
+    "2 -> a": "is not a factor",
+    "(a b -> a": "is not closed",
+    "... a ... -> a": "more than one '...'",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_rules_are_refused(text):
+    with pytest.raises(RuleError, match=r".*".join(MALFORMED[text].split("..."))) as error:
+        parse(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "shapes", "said"), [
+    ("a -> a", [(4,), (4,)], "1 operands and 1 outputs"),
+    ("a b -> a", [(4,)], "written with 2 dims"),
+    ("a, a -> a", [(4,), (5,)], "factor a is 4 in one tensor and 5 in another"),
+])
+def test_rules_that_do_not_fit_are_refused(text, shapes, said):
+    with pytest.raises(RuleError, match=said):
+        options(text, call(*shapes, outs=((4,),)), 2)
+
+
+def test_user_rules():
+    assert as_rules({"op": "b d -> b d"}) == {"op": Rule("b d -> b d")}
+    with pytest.raises(RuleError, match="is int, wanted a rule string"):
+        as_rules({"op": 3})
+    with pytest.raises(RuleError, match="exactly one"):
+        as_rules({"op": "b d"})
+
+
+def test_matmul_is_the_table_of_the_design():
+    assert by_factor("m k, k n -> m n", call((4, 6), (6, 8), outs=((4, 8),)), linear="each") == {
+        "": (["R|R", "R|R"], ["R|R"]), "grad": (["R|P", "R|P"], ["R|P"]),
+        "m": (["S0|S0", "R|P"], ["S0|S0"]), "k": (["S1|S1", "S0|S0"], ["P|R"]), "n": (["R|P", "S1|S1"], ["S1|S1"]),
+        "P0": (["P|R", "R|P"], ["P|R"]), "P1": (["R|P", "P|R"], ["P|R"]),
+    }
+
+
+def test_whole_factors_and_algorithms():
+    assert list(by_factor("a! b -> a b", call((4, 4), outs=((4, 4),)))) == ["", "grad", "b"]
+    found = {o.factor: o.run for o in options("v@embedding d, a -> a d", call((8, 4), (6,), outs=((6, 4),)), 2)}
+    assert found == {"": "", "grad": "", "v": "embedding", "d": "", "a": ""}
+
+
+def test_values_without_gradient():
+    found = by_factor("a, a -> a", Call("op", (Tensor((4,)), Tensor((4,), False)), {}, (Tensor((4,)),)))
+    assert found["a"] == (["S0|S0", "S0|-"], ["S0|S0"])
+    assert "grad" not in by_factor("a -> a", call((4,), outs=((4,),), grad=False))
+
+
+def test_operator_without_gradient_sends_none_back():
+    """An operand that carries a gradient gets none from an operator whose outputs have none."""
+    found = by_factor("a -> a", Call("op", (Tensor((4,)),), {}, (Tensor((4,), False),)))
+    assert found == {"": (["R|-"], ["R|-"]), "a": (["S0|-"], ["S0|-"])}
+
+
+def test_compound_dims_split_by_section():
+    found = by_factor("(a b) -> a b", call((12,), outs=((2, 6),)))
+    assert found["a"] == (["S0|S0"], ["S0|S0"]) and found["b"] == (["S0/2|S0/2"], ["S1|S1"])
+    assert "b" not in by_factor("(a b) -> a b", call((10,), outs=((2, 5),)))  # uneven sections
+
+
+def test_pieces_side_by_side_split_together():
+    found = by_factor("{q|k|v} -> q, k, v", call((12,), outs=((8,), (2,), (2,))))
+    assert found["q|k|v"] == (["S0/4:1:1|S0/4:1:1"], ["S0|S0"] * 3)
+    assert list(by_factor("{q|k} -> q, k", call((5,), outs=((4,), (1,))))) == ["", "grad"]
+
+
+def test_sections_of_other_operators():
+    found = by_factor("a o -> a o", call((4, 12), outs=((4, 12),)), sections=[(8, 2, 2), (6, 3, 3), (5, 5)])
+    assert list(found) == ["", "grad", "a", "o", "o/8:2:2"]
+    assert found["o/8:2:2"][0] == ["S1/4:1:1|S1/4:1:1"]
+
+
+def test_broadcast_dims_are_lacked():
+    found = by_factor("..., ... -> ...", call((3, 4, 1), (4, 6), outs=((3, 4, 6),)))
+    assert found["_0"] == (["S0|S0", "R|P"], ["S0|S0"])
+    assert found["_1"] == (["S1|S1", "S0|S0"], ["S1|S1"])
+    assert found["_2"] == (["R|P", "S1|S1"], ["S2|S2"])
+
+
+def test_partial_sums_through_groups_of_operands():
+    one = call((4,), (4,), (4,), outs=((4,),))
+    assert by_factor("a, a, a -> a", one, linear="1+2")["P1+2"] == (["R|P", "P|R", "P|R"], ["P|R"])
+    assert [f for f in by_factor("a, a, a -> a", one, linear="0|2") if f[:1] == "P"] == ["P0", "P2"]
+    assert by_factor("a, a, a -> a", one, linear="all")["P"] == (["P|R"] * 3, ["P|R"])
+
+
+def test_maxima_split_without_gradient_only():
+    assert by_factor("a -> ", call((4,), grad=False), reduce="Pmax")["a"] == (["S0|-"], ["Pmax|-"])
+    assert "a" not in by_factor("a -> ", call((4,)), reduce="Pmax")
+
+
+@pytest.mark.parametrize(("size", "ways", "split"), [(257, 4, True), (5, 4, False), (3, 4, False), (5, 2, True), (9, 4, False), (4, 4, True)])
+def test_no_rank_is_left_empty(size, ways, split):
+    assert ("a" in by_factor("a -> a", call((size,), outs=((size,),)), ways)) == split
+
+
+def test_no_operands():
+    assert by_factor(" -> n!", Call("op", (4,), {}, (Tensor((4,), False),))) == {"": ([], ["R|-"])}
+
+
+@given(st.integers(2, 300), st.integers(2, 8))
+def test_uneven_cuts_hold_something_everywhere(size, ways):
+    found = [o for o in options("a -> a", call((size,), outs=((size,),)), ways) if o.split]
+    starts = [rank * -(-size // ways) for rank in range(ways)]
+    assert bool(found) == all(start < size for start in starts)
+
+
+B, S = sympy.symbols("b s", positive=True, integer=True)
+SIZES = {B: 8, S: 16}
+RESHAPES = [
+    ((B, S, 64), (B, S, 4, 16)), ((B, S, 4, 16), (B, S, 64)), ((B, S, 64), (B * S, 64)), ((B * S, 64), (B, S, 64)),
+    ((B, S, 3, 4, 16), (B, S, 192)), ((B, 1, S), (B, S)), ((B * S, 8), (B, 8 * S)), ((B, 6, 4), (B, 4, 6)), ((B, S), (S, B)),
+    ((B, 4, S, 16), (4 * B, S, 16)), ((4 * B, S), (B, 4, S)), ((B, S + 1), (B * S + B,)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESHAPES)
+def test_symbolic_sizes_give_the_options_of_numbers(before, after):
+    """Symbolic dims must be cut evenly, so the numbers here are even: then both agree."""
+    def number(shape):
+        return tuple(int(sympy.sympify(n).subs(SIZES)) for n in shape)
+    symbols = Call("op", (Tensor(before, True, number(before)),), {}, (Tensor(after, True, number(after)),))
+    numbers = call(number(before), outs=(number(after),))
+    for ways in (2, 4):
+        # numbers may have common factors that hold for them alone, so theirs may be more
+        mine, theirs = ([(o.ins, o.outs) for o in options(reshape(c), c, ways, linear="all")] for c in (symbols, numbers))
+        assert [o for o in mine if o not in theirs] == []
+        if (before, after) not in (((B, 6, 4), (B, 4, 6)), ((B, S), (S, B))):
+            assert [o for o in theirs if o not in mine] == [] or (before, after) in CHANCE
+
+
+CHANCE = [((B * S, 8), (B, 8 * S)), ((B, S + 1), (B * S + B,))]
+
+
+@given(st.permutations([2, 3, 4]), st.integers(0, 2), st.integers(0, 2))
+def test_reshapes_by_merging_keep_every_even_cut(sizes, start, length):
+    """Merging neighbouring dims: each even dim can be cut on both sides."""
+    stop = min(start + length + 1, 3)
+    merged = (*sizes[:start], sympy.prod(sizes[start:stop]), *sizes[stop:])
+    one = call(tuple(sizes), outs=(tuple(int(n) for n in merged),))
+    cut = {o.ins[0].value for o in options(reshape(one), one, 2) if o.split}
+    assert cut == {f"S{d}" for d, n in enumerate(sizes) if n % 2 == 0 or not start <= d < stop or stop - start == 1}
+
+
+def test_uses_print():
+    assert str(Use("S0", "P")) == "S0|P" and is_shard(Use("S0", "P").value)

@@ -20,6 +20,7 @@ from autopar.layout import cutters, fits
 from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.prices import Pair, Prices, pair
+from autopar.problem.saved import HOLDERS, Kept, kept
 from autopar.problem.types import Net, Node, Problem, Use
 from autopar.rules.language import Option
 from autopar.rules.language import Use as TensorUse
@@ -62,9 +63,11 @@ def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], al
     """
     choices = [_choices(c, tables, allows, prices) for c in clusters]
     scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-    nodes = tuple(_node(c, options, prices, scopes[c.scope]) for c, options in zip(clusters, choices, strict=True))
+    keeps = [kept(c, program) for c in clusters]
+    nodes = tuple(_node(c, options, keep, program, prices, scopes[c.scope])
+                  for c, options, keep in zip(clusters, choices, keeps, strict=True))
     home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
-    nets = tuple(_net(link, program, home, clusters, choices, prices, scopes) for link in _links(program, home))
+    nets = tuple(_net(link, program, home, clusters, choices, keeps, prices, scopes) for link in _links(program, home))
     return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name), clusters, choices)
 
 
@@ -91,31 +94,24 @@ def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
     return True
 
 
-def _node(cluster: Cluster, options: list[Choice], prices: Prices, group: int) -> Node:
+def _node(cluster: Cluster, options: list[Choice], keep: Kept, program: Program, prices: Prices, group: int) -> Node:
     labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
-    seconds, memory = np.zeros(len(options)), np.zeros(len(options))
-    inner = {op.name for op in cluster.members}
+    seconds, memory, update = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options))
+    place = {op.name: m for m, op in enumerate(cluster.members)}
     for i, combo in enumerate(options):
+        layouts = [[tuple(joint.options[m].outs[o].value for joint in combo) for o in range(len(op.call.outs))]
+                   for m, op in enumerate(cluster.members)]
         for member, op in enumerate(cluster.members):
-            per_axis = tuple(joint.options[member] for joint in combo)
-            seconds[i] += prices.op_s(op, per_axis)
-            memory[i] += _held(op, per_axis, inner, prices)
-    return Node(cluster.name, labels, seconds, memory, seconds * prices.overlap, group)
-
-
-def _held(op: Op, options: tuple[Option, ...], inner: set[str], prices: Prices) -> float:
-    """Bytes that stay: parameters at rest, and what autograd saves that is not counted with a net."""
-    if op.role == "param":
-        return prices.rest_bytes(op, tuple(o.outs[0].value for o in options))
-    held = 0.0
-    for index in op.saves:
-        operand = index < len(op.operands)
-        if operand and op.operands[index][0] not in inner:
-            continue  # the net of that value counts it, once for all readers
-        tensor = op.tensors[index]
-        layout = tuple((*o.ins, *o.outs)[index].value for o in options)
-        held += prices.local_bytes(float(np.prod(tensor.sizes)) * op.out_dtypes[0].itemsize, layout) * op.count
-    return held
+            seconds[i] += prices.op_s(op, tuple(joint.options[member] for joint in combo))
+            if op.role in HOLDERS:
+                memory[i] += prices.rest_bytes(op, layouts[member][0])
+                update[i] += prices.update_s(op, layouts[member][0])
+            elif op.extra_bytes:
+                memory[i] += prices.local_bytes(op.extra_bytes, layouts[member][0]) * op.count
+        for name, output in keep.own:
+            size = program.bytes_of((name, output))
+            memory[i] += prices.local_bytes(size, layouts[place[name]][output]) * program.ops[name].count
+    return Node(cluster.name, labels, seconds + update, memory, seconds * prices.overlap, group)
 
 
 def _links(program: Program, home: Mapping[str, tuple[int, int]]) -> list[_Link]:
@@ -138,32 +134,52 @@ def _links(program: Program, home: Mapping[str, tuple[int, int]]) -> list[_Link]
 
 
 def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clusters: list[Cluster],
-         choices: list[list[Choice]], prices: Prices, scopes: Mapping[str, int]) -> Net:
+         choices: list[list[Choice]], keeps: list[Kept], prices: Prices, scopes: Mapping[str, int]) -> Net:
     ref = link.ref
     producer, member = home[ref[0]]
     rows, row = _distinct([pair(tuple(j.options[member].outs[ref[1]] for j in combo)) for combo in choices[producer]])
     columns: dict[Pair, int] = {}
     uses = []
-    saved: set[int] = set()
+    again: set[int] = set()  # columns that the backward needs, as the emitter finds them
+    saved: set[int] = set()  # columns whose bytes stay until the backward
     for op, operand in link.readers:
         index, position = home[op.name]
         asked = [pair(tuple(_asked(j.options[position], operand) for j in combo)) for combo in choices[index]]
         column = np.array([columns.setdefault(p, len(columns)) for p in asked])
         uses.append(Use(index, column))
         if operand in op.saves:
+            again.update(column.tolist())
+        if (op.name, operand) in keeps[index].reads:
             saved.update(column.tolist())
     weight = clusters[producer].members[0].role == "param"
     size = program.bytes_of(ref)
-    kept = np.array([c in saved for c in range(len(columns))])
-    cost = prices.table_s(rows, list(columns), size, again=(kept & weight).tolist()) * link.count
+    twice = [weight and c in again for c in range(len(columns))]
+    cost = prices.table_s(rows, list(columns), size, again=twice) * link.count
     held = np.array([prices.local_bytes(size, dst[0]) for dst in columns])
+    # a value that its producer holds anyway costs nothing where it is kept as it lies
+    moved = np.array([[src[0] != dst[0] for dst in columns] for src in rows])
     if weight:
         # a gathered weight lives only while its block runs, so it counts once, not once per block
-        memory = held * np.array([[src[0] != dst[0] for dst in columns] for src in rows])
+        memory = held * moved
     else:
-        memory = np.broadcast_to(held * kept * link.count, cost.shape)
+        stays = np.array([c in saved for c in range(len(columns))])
+        memory = held * stays * (moved * link.count + ~moved * (0 if _holds(ref, producer, keeps, program) else _lives(link, program)))
     group = scopes[clusters[producer].scope] if weight else -1
-    return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group)
+    return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group, prices.contention if weight else 0.0)
+
+
+def _holds(ref: Ref, producer: int, keeps: list[Kept], program: Program) -> bool:
+    """Whether the producer of a value keeps it for reasons of its own."""
+    return program.ops[ref[0]].role in HOLDERS or ref in keeps[producer].own
+
+
+def _lives(link: _Link, program: Program) -> int:
+    """How many tensors a value of `link` is per step: one for all blocks of a run where it is the same for all."""
+    op = program.ops[link.ref[0]]
+    run = program.runs.get(op.scope)
+    if op.role == "port" and run is not None and run.ports.index(op.name) >= len(run.carried):
+        return op.count // run.count
+    return link.count
 
 
 def _asked(option: Option, operand: int) -> TensorUse:

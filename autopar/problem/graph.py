@@ -45,6 +45,7 @@ class Op:
     weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
     batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
     saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
+    extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
     out_dtypes: tuple[torch.dtype, ...] = ()
     where: str = ""
     head: bool = False  # its result goes straight into a loss over classes
@@ -159,6 +160,7 @@ class _Reader:
             op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
             op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
             op.saves = saved(node, gradient and self.training)
+            op.extra_bytes = self._number(node.meta.get("saved_extra_bytes", 0)) if gradient and self.training else 0.0
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)

@@ -2,6 +2,7 @@
 
     operator   forward + backward roofline time of its local FLOPs and bytes, times how often it runs
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
+    update     the optimizer's pass over what the rank holds of a parameter
     weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept)
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s, step_s
 from autopar.cost.compute import op_s
-from autopar.cost.memory import parameter_bytes
+from autopar.cost.memory import ParameterBytes, parameter_bytes
 from autopar.layout import NO_GRAD, Layout, Step, fraction, steps
 from autopar.problem.graph import Op
 from autopar.rules.algorithms import ALGORITHMS
@@ -61,6 +62,14 @@ class Prices:
     def overlap(self) -> float:
         """The share of compute under which collectives can hide: none on a CPU, whose cores do both."""
         return 0.0 if self.device.kind == "cpu" else 0.8
+
+    @cached_property
+    def contention(self) -> float:
+        """Seconds that a hidden collective adds to the compute over it, per second: its kernels take multiprocessors.
+
+        20 of an H800's 132 in DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2).
+        """
+        return 20 / 132
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""
@@ -160,12 +169,26 @@ class Prices:
         return seconds
 
     def rest_bytes(self, op: Op, layout: Layout) -> float:
-        """Bytes per device of one parameter with its gradient and optimizer state, all its instances."""
+        """Bytes per device of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
+        with its gradient and optimizer state."""
+        if op.role != "param":
+            return self.local_bytes(math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize, layout) * op.count
+        return self._held(op, layout).total
+
+    def update_s(self, op: Op, layout: Layout) -> float:
+        """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
+        state and writes all but the gradient. No launch floor: torch's fused and foreach optimizers run over all parameters."""
+        held = self._held(op, layout) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
+        if held is None:
+            return 0.0
+        moved = 2 * held.total - held.gradients
+        return moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth)
+
+    def _held(self, op: Op, layout: Layout) -> ParameterBytes:
         numel = math.prod(op.call.outs[0].sizes) * fraction(layout, self.sizes)
         dtype = str(op.out_dtypes[0]).removeprefix("torch.")
-        held = parameter_bytes(numel, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
+        return parameter_bytes(numel * op.count, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
                                training=self.settings.training and op.call.outs[0].grad)
-        return held.total * op.count
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         return size_bytes * fraction(layout, self.sizes)

@@ -2,7 +2,7 @@
 
 For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a feasible solution is at least
 
-    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t ((shown + mu_g (1 - shown)) cost + y_m memory)[distinct reshards] - y_m limit
+    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m limit
 
 which is a sum of nodes and nets. Its least is bounded from below by moving cost between nets and nodes (SRMP: Kolmogorov, "A
 new look at reweighted message passing", 2015): going over the nodes forwards and backwards, each takes the min-marginals of its
@@ -108,7 +108,7 @@ class _Dual:
         for net in self.problem.nets:
             if net.group >= 0:
                 row = net.row[self.known[net.producer]]
-                late[net.group] += (1.0 - net.shown) * sum(net.cost_s[row, d] for d in {int(u.column[self.known[u.node]]) for u in net.uses})
+                late[net.group] += sum(net.hideable_s[row, d] for d in {int(u.column[self.known[u.node]]) for u in net.uses})
         for node, c in zip(self.problem.nodes, self.known, strict=True):
             if node.group >= 0:
                 late[node.group] -= node.hide_s[c]
@@ -131,9 +131,9 @@ class _Dual:
             self.own.append(np.where(keep, np.where(keep, node.cost_s, 0.0) + byte_s * node.memory_bytes - hide, self.big_s))
         for factor in self.factors:
             net = factor.net
-            weight = net.shown + ((1.0 - net.shown) * self.late[net.group] if net.group >= 0 else 0.0)
+            weight = self.late[net.group] if net.group >= 0 else 0.0
             finite = np.isfinite(net.cost_s)
-            cost_s = weight * np.where(finite, net.cost_s, 0.0) + byte_s * net.memory_bytes
+            cost_s = np.where(finite, net.shown_s, 0.0) + weight * net.hideable_s + byte_s * net.memory_bytes
             factor.table = factor.share * np.where(finite, cost_s, self.big_s)
         self.least = np.zeros(len(self.own))
 
@@ -212,8 +212,8 @@ class _Dual:
             row = net.row[choice[net.producer]]
             for d in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
                 memory += net.memory_bytes[row, d]
-                if net.group >= 0 and np.isfinite(net.cost_s[row, d]):
-                    late[net.group] += (1.0 - net.shown) * net.cost_s[row, d]
+                if net.group >= 0:
+                    late[net.group] += net.hideable_s[row, d]
         return (memory - self.limit) / self.limit if self.limit else 0.0, late
 
     def _decode(self) -> tuple[int, ...]:

@@ -52,20 +52,22 @@ def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray
         if node.group >= 0:
             late[node.group] -= node.hide_s[c]
     for net in problem.nets:
-        cost_s, held = _price_net(net, choice)
+        shown_s, hideable_s, held = _price_net(net, choice)
         memory += held
-        time_s += net.shown * cost_s
+        time_s += shown_s
         if net.group >= 0:
-            late[net.group] += (1.0 - net.shown) * cost_s
+            late[net.group] += hideable_s
     return time_s + np.maximum(0.0, late).sum(0), memory
 
 
-def _price_net(net: Net, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _price_net(net: Net, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Seconds always exposed, seconds that can hide, and bytes, each over the combinations."""
     row = net.row[choice[net.producer]]
     columns = [use.column[choice[use.node]] for use in net.uses]
-    cost_s, memory = np.zeros(len(row)), np.zeros(len(row))
+    tables = (net.shown_s, net.hideable_s, net.memory_bytes)
+    totals = tuple(np.zeros(len(row)) for _ in tables)
     for i, column in enumerate(columns):
         new = np.all([column != earlier for earlier in columns[:i]], axis=0) if i else np.ones(len(row), bool)
-        cost_s += np.where(new, net.cost_s[row, column], 0.0)
-        memory += np.where(new, net.memory_bytes[row, column], 0.0)
-    return cost_s, memory
+        for total, table in zip(totals, tables, strict=True):
+            total += np.where(new, table[row, column], 0.0)
+    return totals

@@ -5,12 +5,12 @@
     y[t,r,d]  net t is brought from row r to column d, for one reader or for many         continuous
     e[g]      seconds of overlap group g that stick out                                   continuous
 
-    minimise  sum cost x + sum shown cost y (`shown` = 1 for nets without a group) + sum e
+    minimise  sum cost x + sum shown y + sum e (`shown`: all of a net without a group)
     (1) sum_c x[v,c] = 1                                                   `_choices`
     (2) sum_d f[u,r,d] = sum over the producer's choices c with row r of x   `_flows`
     (3) sum_r f[u,r,d] = sum over the reader's choices c with column d of x  `_flows`
     (4) y[t,r,d] >= f[u,r,d]; with one reader y is f                       `_shared`
-    (5) e[g] >= sum (1 - shown) cost y of the nets of g - sum hide x of its nodes      `_groups`
+    (5) e[g] >= sum hideable y of the nets of g - sum hide x of its nodes      `_groups`
     (6) sum memory x + sum memory y <= limit                               `_memory`
 
 Given an integral x, (2) and (3) force an integral f, so only x needs to be binary. Entries of infinite cost get no
@@ -104,14 +104,14 @@ def _nets(model: Linear, problem: Problem) -> list[tuple[int, np.ndarray, np.nda
     for net in problem.nets:
         rows, columns = np.nonzero(np.isfinite(net.cost_s))
         cost_s, memory = net.cost_s[rows, columns], net.memory_bytes[rows, columns]
-        exposed_s = net.shown * cost_s
+        exposed_s = net.shown_s[rows, columns]
         if len(net.uses) == 1:
             y = _flows(model, net, 0, rows, columns, exposed_s, memory, model.starts)
         else:
             y = _shared(model, net, rows, columns, exposed_s, memory, cost_s)
         if net.group >= 0:
             priced = np.flatnonzero((cost_s > 0) & (y >= 0))
-            hidden.append((net.group, y[priced], (1.0 - net.shown) * cost_s[priced]))
+            hidden.append((net.group, y[priced], net.hideable_s[rows, columns][priced]))
     return hidden
 
 

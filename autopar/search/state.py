@@ -121,9 +121,8 @@ def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: li
 def _features(net: Net) -> np.ndarray:
     """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the tables."""
     forbidden = np.isinf(net.cost_s)
-    seconds = np.where(forbidden, 0.0, net.cost_s)
-    hideable = [(1.0 - net.shown) * seconds] if net.group >= 0 else []
-    return np.stack([net.shown * seconds, net.memory_bytes, forbidden.astype(float), *hideable])
+    hideable = [net.hideable_s] if net.group >= 0 else []
+    return np.stack([np.where(forbidden, 0.0, net.shown_s), net.memory_bytes, forbidden.astype(float), *hideable])
 
 
 def scale_s(problem: Problem) -> float:

@@ -7,6 +7,7 @@ A layout has one entry per mesh axis:
     S<d>/<k>     dim d is k equal sections side by side (q, k, v in one weight), and each section is cut
     S<d>/<a:b:c> the same with sections of sizes a : b : c
     P            each rank holds a part of a sum; Pmax, Pmin: of a maximum, a minimum
+    O<c>         coordinate c holds the whole value, the others nothing: dim 0 is empty there (operator placement)
 
 and is written `"S0,R"`. Where several axes cut the same dim, the earlier axis is the major one.
 
@@ -35,8 +36,9 @@ NO_GRAD: Entry = "-"  # the gradient entry of a value that has no gradient
 class Step:
     """One collective (or local operation) of a reshard, on one mesh axis.
 
-    `kind` is all_gather, all_reduce, reduce_scatter, all_to_all, slice (keep the own chunk) or mask (keep the value on
-    coordinate 0 and zeros elsewhere). `before` and `after` are whole layouts.
+    `kind` is all_gather, all_reduce, reduce_scatter, all_to_all, broadcast (from the one coordinate that has the value),
+    slice (keep the own chunk; for O<c>, keep all on c and nothing elsewhere) or mask (a partial sum that is the value on one
+    coordinate, 0 or that of O<c>, and zeros elsewhere). `before` and `after` are whole layouts.
     """
 
     kind: str
@@ -64,6 +66,23 @@ def is_shard(entry: Entry) -> bool:
 
 def is_partial(entry: Entry) -> bool:
     return entry[0] == "P"
+
+
+def is_placed(entry: Entry) -> bool:
+    return entry[0] == "O"
+
+
+def placed_on(entry: Entry) -> int:
+    """The coordinate that an O entry names; raises LayoutError on other entries."""
+    _parts(entry)
+    if not is_placed(entry):
+        raise LayoutError(f"entry {entry!r} names no coordinate")
+    return int(entry[1:])
+
+
+def absent(layout: Layout, coord: Sequence[int]) -> bool:
+    """Whether the rank at `coord` holds nothing under `layout`, because the value is placed on another coordinate."""
+    return any(is_placed(e) and placed_on(e) != c for e, c in zip(layout, coord, strict=True))
 
 
 def dim_of(entry: Entry) -> int:
@@ -95,6 +114,8 @@ def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
 def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
     if entry == "R" or entry in PARTIAL:
         return None, (1,)
+    if entry[:1] == "O" and entry[1:].isdigit():
+        return None, (1,)
     head, slash, tail = entry.partition("/")
     if head[:1] == "S" and head[1:].isdigit():
         if not slash:
@@ -104,7 +125,7 @@ def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
             sections = tuple(map(int, weights)) if len(weights) > 1 else (1,) * int(weights[0])
             if len(sections) > 1:
                 return int(head[1:]), sections
-    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, S0, S2/3 or S2/4:1:1")
+    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, O1, S0, S2/3 or S2/4:1:1")
 
 
 @cache
@@ -121,7 +142,7 @@ def consistent(layout: Layout) -> bool:
 
 
 def fraction(layout: Layout, sizes: Sequence[int]) -> float:
-    """The share of the whole tensor that one rank holds."""
+    """The share of the whole tensor that one rank holds; under O<c> the one at c."""
     return 1.0 / math.prod(n for e, n in zip(layout, sizes, strict=True) if is_shard(e))
 
 
@@ -133,6 +154,8 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def pieces(size: int, layout: Layout, dim: int, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:
     """The `[start, stop)` ranges of dim `dim` that the rank at `coord` holds, one per section."""
+    if dim == 0 and absent(layout, coord):
+        return []
     axes = cutters(layout, dim)
     if not axes:
         return [(0, size)]
@@ -216,7 +239,8 @@ def _moves(here: Layout, src: Layout, dst: Layout, sizes: tuple[int, ...]) -> li
             if target != entry and (kind := _kind(here, after, axis)):
                 n = sizes[axis]
                 held = fraction(here, sizes) * (n - 1) / n
-                weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held}
+                weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held,
+                          "broadcast": held}
                 out.append((Step(kind, axis, here, after), weight.get(kind, 1e-6)))
     return out
 
@@ -236,8 +260,10 @@ def _kind(before: Layout, after: Layout, axis: int) -> str | None:
         if dst == "R":
             return "all_gather"
         return "all_to_all" if is_shard(dst) and dim_of(src) != dim_of(dst) else None
+    if is_placed(src):
+        return {"R": "broadcast", "P": "mask"}.get(dst)
     if src == "R":
-        return "slice" if is_shard(dst) else "mask" if dst == "P" else None
+        return "slice" if is_shard(dst) or is_placed(dst) else "mask" if dst == "P" else None
     if dst == "R":
         return "all_reduce"
     return "reduce_scatter" if src == "P" and is_shard(dst) else None

@@ -16,7 +16,7 @@ from autopar.problem.graph import Op, Program
 from passes import facts
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-          "slice": "slice", "mask": "mask"}
+          "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
 from autopar.errors import RunError
-from autopar.layout import Layout, dim_of, is_shard
+from autopar.layout import Layout, dim_of, is_placed, is_shard
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
@@ -56,8 +56,8 @@ def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
 
 
 def plain(layout: Layout) -> Layout:
-    """The layout without sections, which a DTensor can say."""
-    return tuple(f"S{dim_of(e)}" if is_shard(e) else e for e in layout)
+    """The layout without sections and placements, which a DTensor can say."""
+    return tuple(f"S{dim_of(e)}" if is_shard(e) else "R" if is_placed(e) else e for e in layout)
 
 
 def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:

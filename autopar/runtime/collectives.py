@@ -33,6 +33,13 @@ def all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Tensor:
     return out
 
 
+def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
+    """What coordinate `source` of `axis` has, on all its ranks; `x` says shape and dtype elsewhere and may be overwritten there."""
+    out = x.contiguous()
+    dist.broadcast(out.view(torch.uint8) if out.dtype == torch.bool else out, group=mesh.group(axis), group_src=source)
+    return out
+
+
 def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """`[m, ...]` on each of n ranks -> `[n, m, ...]`; m must be the same on all."""
     x = x.contiguous()

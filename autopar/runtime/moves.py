@@ -10,8 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from autopar.layout import Layout, Step, dim_of, local_shape, steps
-from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, start_reduce_scatter
+from autopar.layout import Layout, Step, dim_of, is_placed, local_shape, placed_on, steps
+from autopar.runtime.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    start_reduce_scatter,
+)
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import check_shape, cut, join, pad, take
 from autopar.runtime.mesh import Mesh
@@ -105,21 +112,35 @@ def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
     return join(parts, old, receive)
 
 
+def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+    source = placed_on(step.before[step.axis])
+    return broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh)
+
+
+def _blank(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+    """Zeros of the shape that this rank has after the step."""
+    return x.new_zeros(local_shape(shape, step.after, mesh.sizes, mesh.coord))
+
+
 def _slice(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+    if is_placed(step.after[step.axis]):
+        here = mesh.coord[step.axis] == placed_on(step.after[step.axis])
+        return x if here else x.new_empty(local_shape(shape, step.after, mesh.sizes, mesh.coord))
     dim = dim_of(step.after[step.axis])
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
     return take(x, dim, how.ranges[mesh.coord[step.axis]])
 
 
 def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
-    return x if mesh.coord[step.axis] == 0 else torch.zeros_like(x)
-
-
+    before = step.before[step.axis]
+    here = mesh.coord[step.axis] == (placed_on(before) if is_placed(before) else 0)
+    return x if here else _blank(x, step, shape, mesh)
 
 _RUN: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
     "all_to_all": _exchange,
+    "broadcast": _broadcast,
     "mask": _mask,
     "reduce_scatter": _scatter,
     "slice": _slice,

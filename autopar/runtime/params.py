@@ -2,7 +2,8 @@
 
 A parameter is a DTensor on the whole mesh under its original name. A layout with sections (`S0/3`) has no DTensor
 placement that is safe (strided shards lose their order when two meet, and checkpoints refuse them), so such a parameter is
-a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door.
+a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door. One that rests on a
+single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor has no name for either: the same doors move it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar._torch import local_of
 from autopar.errors import RunError
-from autopar.layout import Layout, dim_of, is_shard, local_shape, parse, sections_of
+from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, parse, sections_of
 from autopar.runtime.mesh import Mesh
 
 
@@ -50,8 +51,8 @@ class Param:
 
     @property
     def sectioned(self) -> bool:
-        """Whether the local part is several sections, so that the DTensor is reordered."""
-        return any(is_shard(e) and len(sections_of(e)) > 1 for e in self.entries)
+        """Whether the DTensor does not say where the rows lie: the local part is several sections, or on one coordinate."""
+        return any(is_placed(e) or (is_shard(e) and len(sections_of(e)) > 1) for e in self.entries)
 
     @property
     def partial_grad(self) -> Layout:
@@ -100,7 +101,7 @@ class Held:
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
     """DTensor placements of a layout at rest; sections are dropped (see the module docstring)."""
-    return tuple(Shard(dim_of(e)) if is_shard(e) else Replicate() for e in layout) or (Replicate(),)
+    return tuple(Shard(dim_of(e)) if is_shard(e) else Shard(0) if is_placed(e) else Replicate() for e in layout) or (Replicate(),)
 
 
 def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import LayoutError
-from autopar.layout import Layout, cutters, parse, sections_of
+from autopar.layout import Layout, absent, cutters, parse, sections_of
 from autopar.runtime.mesh import Mesh, mesh_number
 from autopar.runtime.moves import relayout
 
@@ -80,6 +80,8 @@ def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int,
 
 def _length(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
     """As layout.local_shape, for one dim and for symbolic sizes as well."""
+    if dim == 0 and absent(layout, mesh.coord):
+        return 0
     axes = cutters(layout, dim)
     if axes and len(sections_of(layout[axes[0]])) > 1:
         return size // math.prod(mesh.sizes[axis] for axis in axes)

@@ -12,7 +12,7 @@ from autopar.problem.graph import Program
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.runtime.count import Counted
 
-MOVING = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+MOVING = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 Key = tuple[str, int]  # (kind, mesh axis)
 
 

@@ -19,7 +19,7 @@ SHAPES = [(4, 8), (5, 3), (3, 1), (12, 6), (2, 7, 4)]
 
 
 def _layouts(axes, shape, sizes):
-    entries = ["R", "P", "S0", "S1", "S0/3", "S1/4:1:1", f"S{len(shape) - 1}"]
+    entries = ["R", "P", "O1", "S0", "S1", "S0/3", "S1/4:1:1", f"S{len(shape) - 1}"]
     for layout in itertools.product(dict.fromkeys(entries), repeat=axes):
         if consistent(layout) and all(_sections_fit(layout, dim, size, sizes) for dim, size in enumerate(shape)):
             yield layout

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import LayoutError
 from autopar.layout import (
+    absent,
     consistent,
     cutters,
     fits,
@@ -19,20 +20,21 @@ from autopar.layout import (
     local_shape,
     parse,
     pieces,
+    placed_on,
     shard,
     show,
     steps,
 )
 
 SHAPE = (8, 12, 5)
-ENTRIES = ("R", "S0", "S1", "S1/3", "S1/1:2", "P")
+ENTRIES = ("R", "S0", "S1", "S1/3", "S1/1:2", "P", "O0", "O1")
 MESHES = ((2,), (4,), (2, 2), (2, 3), (2, 2, 2))
 
 
 def take(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], coord: tuple[int, ...]) -> np.ndarray:
     """The part of `whole` at `coord`, partial entries ignored."""
     for dim in range(whole.ndim):
-        cut = pieces(whole.shape[dim], layout, dim, sizes, coord)
+        cut = pieces(whole.shape[dim], layout, dim, sizes, coord) or [(0, 0)]
         whole = np.concatenate([np.take(whole, range(lo, hi), axis=dim) for lo, hi in cut], axis=dim)
     return whole
 
@@ -41,7 +43,7 @@ def lay(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed
     """Every rank's array; along a partial axis the parts are random and sum to the value."""
     rng = np.random.default_rng(seed)
     coords = list(itertools.product(*map(range, sizes)))
-    parts = {coord: whole for coord in coords}
+    parts = dict.fromkeys(coords, whole)
     for axis, entry in enumerate(layout):
         if entry == "P":
             for coord in [c for c in coords if c[axis] == 0]:
@@ -62,6 +64,9 @@ def gather(parts: dict[tuple[int, ...], np.ndarray], layout: tuple[str, ...], si
         if any(i for i, e in zip(coord, layout, strict=True) if e == "R"):
             twin = tuple(0 if e == "R" else i for i, e in zip(coord, layout, strict=True))
             assert np.allclose(part, parts[twin]), f"replicas {coord} and {twin} differ under {show(layout)}"
+            continue
+        if absent(layout, coord):
+            assert part.shape == local_shape(shape, layout, sizes, coord) and part.size == 0
             continue
         index = [np.concatenate([np.arange(lo, hi) for lo, hi in pieces(n, layout, d, sizes, coord)]) for d, n in enumerate(shape)]
         whole[np.ix_(*index)] += part
@@ -84,7 +89,12 @@ def move(step, line, coord, sizes, shape):
     src, dst = step.before[axis], step.after[axis]
     zero = (*coord[:axis], 0, *coord[axis + 1:])
     if step.kind == "mask":
-        return line[coord] if coord[axis] == 0 else np.zeros_like(line[coord])
+        source = int(src[1:]) if src[0] == "O" else 0
+        return line[coord] if coord[axis] == source else np.zeros(local_shape(shape, step.after, sizes, coord))
+    if dst[0] == "O":
+        return line[coord] if coord[axis] == int(dst[1:]) else np.zeros(local_shape(shape, step.after, sizes, coord))
+    if step.kind == "broadcast":
+        return line[(*coord[:axis], int(src[1:]), *coord[axis + 1:])]
     others = tuple("R" if a == axis else e for a, e in enumerate(step.before))
     if src == "P":
         group = sum(line.values())
@@ -152,6 +162,11 @@ def _even(layout, sizes):
     ("R,P", "R,S0", ["reduce_scatter"]),
     ("R,R", "P,R", ["mask"]),
     ("S0,R", "S0,R", []),
+    ("R,O3", "R,R", ["broadcast"]),
+    ("O1,R", "P,R", ["mask"]),
+    ("P,R", "O1,R", ["all_reduce", "slice"]),
+    ("R,S1", "O1,S1", ["slice"]),
+    ("O0,R", "O1,R", ["broadcast", "slice"]),
 ])
 def test_known_paths(src, dst, kinds):
     assert [s.kind for s in steps(parse(src), parse(dst), (4, 8))] == kinds
@@ -163,12 +178,19 @@ def test_steps_do_not_depend_on_the_order_of_questions():
     assert steps(parse("P,S0"), parse("R,R"), (2, 4)) == before
 
 
+def test_placed_values_are_whole_on_one_coordinate_and_empty_elsewhere():
+    assert [local_shape((6, 4), ("O1", "S1"), (3, 2), (c, 0)) for c in range(3)] == [(0, 2), (6, 2), (0, 2)]
+    assert placed_on("O12") == 12
+    with pytest.raises(LayoutError, match="names no coordinate"):
+        placed_on("S1")
+
+
 @given(st.lists(st.sampled_from([*ENTRIES, "Pmax", "S2"]), min_size=0, max_size=3))
 def test_text_round_trip(entries):
     assert parse(show(tuple(entries))) == tuple(entries)
 
 
-@pytest.mark.parametrize("text", ["X", "S", "S0/1", "S0/", "S0/2:0", "S-1", "R,,R", "Q0"])
+@pytest.mark.parametrize("text", ["X", "S", "S0/1", "S0/", "S0/2:0", "S-1", "R,,R", "Q0", "O", "O-1"])
 def test_nonsense_is_refused(text):
     with pytest.raises(LayoutError):
         parse(text)

@@ -121,7 +121,7 @@ def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
 
 def _holds(rule: Rule, target: Any, given: Any) -> bool:
     try:
-        return not any(failures(rule, target, *given, ways) for ways in WAYS)
+        return not any(failures(rule, target, given[0], given[1], ways) for ways in WAYS)
     except (*FAILS, RuleError):
         return False
 

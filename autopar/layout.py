@@ -211,6 +211,9 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
     for layout in (src, dst):
         if not consistent(layout):
             raise LayoutError(f"layout {show(layout)} cuts one dim into different sections on different axes")
+    changed = [axis for axis in range(len(sizes)) if src[axis] != dst[axis]]
+    if len(changed) == 1 and sizes[changed[0]] > 1 and (kind := _kind(src, dst, changed[0])):
+        return (Step(kind, changed[0], src, dst),)  # one collective on one axis: no way round is cheaper
     queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, src, ())]
     done: dict[Layout, bool] = {}
     tie = 0
@@ -249,6 +252,7 @@ def _put(layout: Layout, axis: int, entry: Entry) -> Layout:
     return (*layout[:axis], entry, *layout[axis + 1:])
 
 
+@cache
 def _kind(before: Layout, after: Layout, axis: int) -> str | None:
     """The collective that does this one change on one axis, or None where no single one does."""
     src, dst = before[axis], after[axis]

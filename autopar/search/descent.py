@@ -9,6 +9,7 @@ import numpy as np
 from autopar.problem.types import Problem
 from autopar.search.state import Penalty, State, scale_s
 
+_SWEEPS = 4  # there and back twice: what message passing starts from need not be a local optimum
 _RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
 
 
@@ -32,10 +33,9 @@ def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float) ->
 
 
 def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
-    """Coordinate descent, forwards and backwards, until no move helps or time is up (one pass is always made)."""
+    """Coordinate descent, forwards and backwards, until no move helps, time is up or it has gone round often enough."""
     order = list(range(len(state.choice)))
-    changed = True
-    while changed:
+    for _ in range(_SWEEPS):
         changed = False
         for v in order:
             scores = state.score(state.after(v, np.arange(len(state.own[v][0]))), penalty)
@@ -45,7 +45,7 @@ def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
                 state.move(v, c)
                 changed = True
         order.reverse()
-        if time.perf_counter() > deadline:
+        if not changed or time.perf_counter() > deadline:
             return
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ from autopar.runtime import count, launch
 from autopar.verify.collectives import describe, differences, priced, ran
 from autopar.verify.compare import difference
 from autopar.verify.probe import first_difference
+from autopar.verify.randomness import keep_all
 from autopar.verify.reference import optimizer, train_step
 from autopar.verify.report import Report, Row
+from autopar.verify.volume import priced_bytes, ran_bytes
 
 
 @dataclass(frozen=True)
 class Case:
     """What is verified: the graph (all floats lifted to the dtype of the check), its plan and names, the weights by fqn,
-    buffers and constants included, and the global batch by input name. `mutate` changes the emitted text: that is how
-    tests plant errors."""
+    buffers and constants included, and the global batch by input name. `notes` says what the comparison leaves out; `mutate`
+    changes the emitted text: that is how tests plant errors."""
 
     gm: fx.GraphModule
     plan: Plan
@@ -37,6 +39,7 @@ class Case:
     weights: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
     mutate: Callable[[str], str] = str
 
     @property
@@ -47,12 +50,15 @@ class Case:
 def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor],
             dtype: torch.dtype = torch.float64) -> Case:
     """The case of a captured model: graph, weights and floating inputs lifted to `dtype`. `weights` are whole tensors by
-    original name (`model.state_dict()`), `batch` the global inputs by name."""
+    original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
+    (`verify.randomness`); its notes say so."""
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
 
     names = Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting)
-    return Case(lift(captured.gm, dtype), plan, names, to(weights), to(captured.constants), to(batch))
+    gm = lift(captured.gm, dtype)
+    notes = keep_all(gm)
+    return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
 
 
 def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
@@ -67,9 +73,9 @@ def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
         results = launch(_rank, case.plan.ranks, source, _light(case), str(path))
     rows, seen = results[0]
     rows += _collectives(case, seen) if case.training else []
-    rows = [Row(name, kind, error, tolerance if kind != "collectives" else 0.0) for name, kind, error in rows]
-    report = Report(tuple(rows), case.plan.mesh, collectives=len(seen))
-    return report if report.ok else Report(report.rows, report.mesh, _first(case, tolerance), report.collectives)
+    judged = [(name, kind, error, tolerance if kind != "collectives" else 0.0) for name, kind, error in rows]
+    report = Report(tuple(Row(*row) for row in judged), case.plan.mesh, collectives=len(seen), notes=case.notes)
+    return report if report.ok else replace(report, first=_first(case, tolerance))
 
 
 def _light(case: Case) -> dict[str, Any]:
@@ -107,7 +113,11 @@ def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str,
 def _collectives(case: Case, seen: list[Any]) -> list[tuple[str, str, float]]:
     program, found = _edges(case)
     got, wanted = ran(seen), priced(program, case.plan, found)
-    return [(f"collectives: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)))]
+    rows = [(f"collectives: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)))]
+    sent, paid = ran_bytes(seen), priced_bytes(program, case.plan, found)
+    if paid is not None:
+        rows.append((f"bytes: {describe(paid, sent) or 'run = priced'}", "collectives", float(differences(paid, sent))))
+    return rows
 
 
 def _edges(case: Case) -> tuple[Program, Edges]:

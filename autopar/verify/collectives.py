@@ -21,7 +21,7 @@ def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
     one by one, as they are priced."""
     found: Counter[Key] = Counter()
     for reshard in edges.reshards:
-        for step in _steps(reshard, plan.mesh):
+        for step in moving(reshard, plan.mesh):
             found[step.kind, step.axis] += reshard.count
     for name, node in plan.nodes.items():
         for axis, run in enumerate(node.runs):
@@ -33,7 +33,8 @@ def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
     return found
 
 
-def _steps(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:
+def moving(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:
+    """The collectives of one run of a reshard: forward, gathered again for the backward where it is, backward."""
     forward = [s for s in reshard.forward(sizes) if s.kind in MOVING]
     again = forward if reshard.regathers(sizes) else []
     return [*forward, *again, *(s for s in reshard.backward(sizes) if s.kind in MOVING)]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True, slots=True)
 class Row:
     """One comparison. `kind` is output, loss, gradient, parameter, buffer or collectives; `error` is the largest absolute
-    difference relative to max(1, largest absolute value), for collectives the number that differ."""
+    difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ."""
 
     name: str
     kind: str
@@ -23,12 +23,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons; `first` names the first node that went wrong ("" when nothing did), `ranks` is the mesh."""
+    """All comparisons; `first` names the first node that went wrong ("" when nothing did), `collectives` is how many one rank
+    ran in the step, `notes` what the comparison leaves out (dropout)."""
 
     rows: tuple[Row, ...]
     mesh: tuple[int, ...]
     first: str = ""
     collectives: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -43,5 +45,5 @@ class Report:
     def to_json(self) -> str:
         """Every tensor's error as JSON."""
         data = {"ok": self.ok, "mesh": list(self.mesh), "first": self.first, "collectives": self.collectives,
-                "rows": [asdict(row) | {"ok": row.ok} for row in self.rows]}
+                "notes": list(self.notes), "rows": [asdict(row) | {"ok": row.ok} for row in self.rows]}
         return json.dumps(data, indent=1) + "\n"

@@ -1,0 +1,133 @@
+"""The verification matrix: tiny models captured once, plans of every kind for them, and the comparison with one device.
+
+    recipe      a named strategy on the real `cpu` preset
+    searched    the free search on a cluster where splitting pays even for tiny models: slow cores, links that cost next to nothing
+    thrifty     the solution of least memory
+    random      one seeded random option per cluster and axis: any solution of a Problem must compute the same numbers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.frontend import load
+from autopar.plan import Plan, Predicted
+from autopar.planner import Planner, Request, _node, plan, space
+from autopar.problem.build import Decisions, _fits
+from autopar.problem.clusters import join
+from autopar.problem.prices import Settings
+from autopar.problem.types import Problem, Solution
+from autopar.recipes import roles
+from autopar.search import SEARCHES, Search
+from autopar.search.feasible import least_memory
+from autopar.verify import Case, case_of
+from tests.helpers.tiny import TINY
+
+BATCH, SEQ = 8, 16
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One tiny model, captured, with its weights by original name."""
+
+    name: str
+    mode: str
+    captured: Captured
+    weights: Mapping[str, Tensor]
+
+    def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
+        """A global batch by input name."""
+        loaded = load(TINY[self.name], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
+        return dict(zip(self.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
+
+    def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ, dtype: torch.dtype = torch.float64) -> Case:
+        """What `verify` takes."""
+        return case_of(self.captured, made, self.weights, self.batch(batch, seq), dtype)
+
+
+@cache
+def subject(name: str, mode: str = "train") -> Subject:
+    """The tiny model of that name; captured once per process."""
+    loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=mode)
+    return Subject(name, mode, captured, loaded.model.state_dict())
+
+
+def splitting(ranks: int) -> Cluster:
+    """`cpu:1x<ranks>` with cores a thousand times slower and links that are nearly free: splitting work always pays."""
+    base = Cluster.parse(f"cpu:1x{ranks}")
+    device = replace(base.device, peak_flops=dict.fromkeys(base.device.peak_flops, 1e8), launch_s=1e-12,
+                     memory_bandwidth_bytes_s=1e8, memory_bytes=1 << 40)
+    levels = tuple(replace(level, bandwidth_bytes_s=1e13, protocols=tuple(
+        replace(p, start_s=1e-9, hop_s=1e-9, efficiency=1.0) for p in level.protocols)) for level in base.levels)
+    return Cluster(base.name, levels, device)
+
+
+def by_recipe(who: Subject, sizes: Sizes, recipe: str) -> Plan:
+    """A named strategy, planned as users do."""
+    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0)
+    return plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+
+
+def by_search(who: Subject, sizes: Sizes, search: Search = SEARCHES["ilp"], *, batch: int = BATCH, limit_s: float = 10.0) -> Plan:
+    """What `search` chooses for `batch` samples on a splitting cluster."""
+    planner = planner_of(who, sizes, batch)
+    found = planner.candidate(sizes, space(sizes), "search", search, limit_s)
+    return assemble(who, planner, sizes, found.model.decode(found.solution.choice), found.solution.strategy)
+
+
+def thrifty(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+    """A search: the least memory."""
+    return Solution(least_memory(problem, time_limit_s=time_limit_s), "thrifty")
+
+
+def at_random(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+    """A search: any choice."""
+    rng = np.random.default_rng(seed)
+    return Solution(tuple(int(rng.integers(len(node.labels))) for node in problem.nodes), "random")
+
+
+def by_chance(who: Subject, sizes: Sizes, seed: int) -> Plan:
+    """A random solution of the Problem of this mesh: one option per cluster and axis. No Problem is built, so three axes are cheap."""
+    planner, rng = planner_of(who, sizes), np.random.default_rng(seed)
+    decisions: Decisions = {}
+    for cluster in planner.clusters:
+        joints = [join(cluster, planner.table(n), roles.anything(n)) for n in sizes]
+        combo = tuple(found[rng.integers(len(found))] for found in joints)
+        while not _fits(cluster, combo, sizes):
+            combo = tuple(found[rng.integers(len(found))] for found in joints)
+        for member, op in enumerate(cluster.members):
+            decisions[op.name] = tuple(joint.options[member] for joint in combo)
+    return assemble(who, planner, sizes, decisions, f"random {seed}")
+
+
+def planner_of(who: Subject, sizes: Sizes, batch: int = BATCH) -> Planner:
+    """The planner for a splitting cluster."""
+    request = Request(splitting(math.prod(sizes)), Settings(who.mode), mesh=sizes)
+    return Planner.of(who.captured.gm, {**who.captured.hints, "b": batch}, request)
+
+
+def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions, strategy: str) -> Plan:
+    """A Plan of `decisions`, without a prediction."""
+    cluster, settings = planner.request.cluster, planner.request.settings
+    ops = planner.program.ops
+    return Plan(
+        model=who.name, graph_hash=who.captured.graph_hash, mode=settings.mode, precision=settings.precision, optimizer=settings.optimizer,
+        hints=dict(planner.program.hints), cluster=cluster.to_dict(), axes=tuple(a.name for a in cluster.mesh(sizes).axes), mesh=sizes,
+        strategy=strategy, seed=0, nodes={name: _node(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
+
+
+def kinds(made: Plan) -> dict[str, None]:
+    """The kinds of split that operators of a plan use."""
+    found: Sequence[str] = [kind for node in made.nodes.values() if node.outs and node.ins for kind in node.kinds]
+    return dict.fromkeys(k for k in found if k in ("sample", "attribute", "parameter", "operator"))

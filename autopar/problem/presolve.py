@@ -35,7 +35,7 @@ def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
 def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
     """`problem` with only the choices `keep[v]` (indices) of node v, and only the rows and columns they use."""
     nodes = tuple(replace(node, labels=tuple(node.labels[c] for c in k), cost_s=node.cost_s[k],
-                          memory_bytes=node.memory_bytes[k], hide_s=node.hide_s[k])
+                          memory_bytes=node.memory_bytes[k], hide_s=node.hide_s[k], lane=None if node.lane is None else node.lane[k])
                   for node, k in zip(problem.nodes, keep, strict=True))
     return replace(problem, nodes=nodes, nets=tuple(_select_net(net, keep) for net in problem.nets))
 
@@ -73,10 +73,12 @@ def _allowed(problem: Problem) -> list[np.ndarray]:
 def _undominated(problem: Problem, v: int, allowed: np.ndarray) -> np.ndarray:
     """Allowed choices of node v that no other dominates; of equal ones the first. Greedy order: cheapest first."""
     node = problem.nodes[v]
-    features = np.concatenate([node.cost_s[None], node.memory_bytes[None], -node.hide_s[None] * (node.group >= 0),
+    lanes = () if node.lane is None else np.unique(node.lane[node.lane >= 0])
+    work = np.stack([node.in_lane(lane) for lane in (-1, *lanes)])  # the same seconds weigh differently in different lanes
+    features = np.concatenate([work, node.memory_bytes[None], -node.hide_s[None] * (node.group >= 0),
                                *_net_features(problem, v)]).T
     if np.isinf(problem.memory_limit_bytes):
-        features[:, 1] = 0.0
+        features[:, len(work)] = 0.0
     choices = np.flatnonzero(allowed)
     finite = np.where(np.isinf(features), np.finfo(float).max, features)
     order = choices[np.lexsort((choices, *(finite[choices].T[::-1])))]

@@ -6,7 +6,8 @@
 
 The cost of a solution x (the same for every strategy, `Problem.evaluate`):
 
-    time   = sum_v  cost_s[v][x_v]                                 compute and collectives inside operators
+    time   = sum_v  cost_s[v][x_v] (choices without a lane)
+           + sum over stretches of the largest sum_v cost_s[v][x_v] of one of its lanes                                  compute and collectives inside operators
            + sum_t  sum over the *distinct* (use layouts) d that the readers of t ask for of net cost_s[t][x_producer, d]
                     (nets without an overlap group: always exposed)
            + sum_g  max(0, comm_g - hide_g)                        nets and nodes of overlap group g
@@ -31,7 +32,8 @@ from autopar.errors import InfeasibleError
 class Node:
     """One decision. `cost_s` (seconds per step) and `memory_bytes` (per device) have one entry per choice.
 
-    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (-1: none).
+    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (-1: none). `lane` is the lane
+    that each choice works in, -1 for all ranks (None: no choice has one): the lanes of one stretch work at the same time.
     """
 
     name: str
@@ -40,6 +42,13 @@ class Node:
     memory_bytes: np.ndarray
     hide_s: np.ndarray
     group: int = -1
+    lane: np.ndarray | None = None  # int[choices]
+
+    def in_lane(self, lane: int) -> np.ndarray:
+        """`cost_s` of the choices that work in `lane` (-1: in none), zero for the others."""
+        if self.lane is None:
+            return self.cost_s if lane < 0 else np.zeros_like(self.cost_s)
+        return np.where(self.lane == lane, self.cost_s, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +124,23 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Nodes, nets, overlap groups 0..groups-1 and the memory limit in bytes per device (inf: none)."""
+    """Nodes, nets, overlap groups 0..groups-1 and the memory limit in bytes per device (inf: none).
+
+    `lanes[l]` is the stretch of lane l: lanes of one stretch work side by side, stretches one after the other.
+    """
 
     nodes: tuple[Node, ...]
     nets: tuple[Net, ...]
     groups: int = 0
     memory_limit_bytes: float = float("inf")
     name: str = ""
+    lanes: tuple[int, ...] = ()
     _check: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         if self._check:
             for v, node in enumerate(self.nodes):
-                _check_node(node, v, self.groups)
+                _check_node(node, v, self.groups, len(self.lanes))
             for net in self.nets:
                 _check_net(net, self.nodes, self.groups)
 
@@ -149,8 +162,12 @@ class Problem:
         """As `evaluate`, without raising: an impossible pair costs infinity, and memory may be over the limit."""
         comm, hide = np.zeros(self.groups), np.zeros(self.groups)
         compute, exposed, memory = 0.0, 0.0, 0.0
+        lanes = np.zeros((len(self.lanes), 1))
         for node, c in zip(self.nodes, choice, strict=True):
-            compute += float(node.cost_s[c])
+            if node.lane is None or node.lane[c] < 0:
+                compute += float(node.cost_s[c])
+            else:
+                lanes[node.lane[c]] += node.cost_s[c]
             memory += float(node.memory_bytes[c])
             if node.group >= 0:
                 hide[node.group] += node.hide_s[c]
@@ -161,18 +178,28 @@ class Problem:
                 exposed += float(net.shown_s[row, column])
                 if net.group >= 0:
                     comm[net.group] += net.hideable_s[row, column]
+        compute += float(self.abreast_s(lanes)[0])
         over = np.maximum(0.0, comm - hide)
         late = float(over.sum())
         return Cost(compute + exposed + late, memory, compute, exposed + late,
                     float(comm.sum()) - late if np.isfinite(late) else 0.0)
 
+    def abreast_s(self, lanes: np.ndarray) -> np.ndarray:
+        """Seconds of work side by side: [lanes, n] seconds in each lane -> [n], the largest of each stretch added up."""
+        total = np.zeros(lanes.shape[1])
+        for stretch in dict.fromkeys(self.lanes):
+            total += lanes[[s == stretch for s in self.lanes]].max(0)
+        return total
 
-def _check_node(node: Node, index: int, groups: int) -> None:
+
+def _check_node(node: Node, index: int, groups: int, lanes: int) -> None:
     """Raises ValueError where the node could not be priced."""
     if not 0 < len(node.labels) == len(node.cost_s) == len(node.memory_bytes) == len(node.hide_s):
         raise ValueError(f"node {node.name}: labels, cost_s, memory_bytes and hide_s differ in length or are empty")
     if np.isnan(node.cost_s).any() or not (np.isfinite(node.memory_bytes) & np.isfinite(node.hide_s)).all():
         raise ValueError(f"node {node.name}: only cost_s may be infinite, and nothing may be NaN")
+    if node.lane is not None and not (len(node.lane) == len(node.labels) and node.lane.min() >= -1 and node.lane.max() < lanes):
+        raise ValueError(f"node {node.name}: lane wants {len(node.labels)} entries in -1..{lanes - 1}, got {node.lane}")
     if not -1 <= node.group < groups:
         raise ValueError(f"node {node.name} is in overlap group {node.group}, the problem has 0..{groups - 1}")
 

@@ -4,7 +4,7 @@ For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a fe
 
     sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m limit
 
-which is a sum of nodes and nets. Its least is bounded from below by moving cost between nets and nodes (SRMP: Kolmogorov, "A
+which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the mean). Its least is bounded from below by moving cost between nets and nodes (SRMP: Kolmogorov, "A
 new look at reweighted message passing", 2015): going over the nodes forwards and backwards, each takes the min-marginals of its
 nets and gives a share back to those still ahead. The bound is then the sum of every node's least, and a choice whose
 entry raises it over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded solutions.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem.types import Net, Problem
+from autopar.problem.types import Net, Node, Problem
 from autopar.search.descent import better, descend
 from autopar.search.factors import column_marginal, row_marginal
 from autopar.search.state import scale_s
@@ -128,7 +128,7 @@ class _Dual:
         self.own = []
         for node, keep in zip(self.problem.nodes, self.keep, strict=True):
             hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
-            self.own.append(np.where(keep, np.where(keep, node.cost_s, 0.0) + byte_s * node.memory_bytes - hide, self.big_s))
+            self.own.append(np.where(keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, self.big_s))
         for factor in self.factors:
             net = factor.net
             weight = self.late[net.group] if net.group >= 0 else 0.0
@@ -136,6 +136,14 @@ class _Dual:
             cost_s = np.where(finite, net.shown_s, 0.0) + weight * net.hideable_s + byte_s * net.memory_bytes
             factor.table = factor.share * np.where(finite, cost_s, self.big_s)
         self.least = np.zeros(len(self.own))
+
+    def _alone_s(self, node: Node) -> np.ndarray:
+        """Seconds of each choice, at least, whatever else its lane does."""
+        if node.lane is None:
+            return node.cost_s
+        lanes = self.problem.lanes
+        abreast = np.array([1.0 if lane < 0 else lanes.count(lanes[lane]) for lane in node.lane])
+        return node.cost_s / abreast
 
     def sweep(self, *, forwards: bool) -> None:
         """One pass over the nodes; the backward one rules out choices, because by then every net has given all it has."""

@@ -46,8 +46,11 @@ def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray
     """Seconds and bytes of many combinations: `choice[v]` is node v's choice in each."""
     count = len(choice[0]) if choice else 1
     time_s, memory, late = np.zeros(count), np.zeros(count), np.zeros((problem.groups, count))
+    lanes = np.zeros((len(problem.lanes), count))
     for node, c in zip(problem.nodes, choice, strict=True):
-        time_s += node.cost_s[c]
+        for lane in (-1,) if node.lane is None else np.unique(node.lane):
+            work = time_s if lane < 0 else lanes[lane]
+            work += node.in_lane(lane)[c]
         memory += node.memory_bytes[c]
         if node.group >= 0:
             late[node.group] -= node.hide_s[c]
@@ -57,7 +60,7 @@ def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray
         time_s += shown_s
         if net.group >= 0:
             late[net.group] += hideable_s
-    return time_s + np.maximum(0.0, late).sum(0), memory
+    return time_s + problem.abreast_s(lanes) + np.maximum(0.0, late).sum(0), memory
 
 
 def _price_net(net: Net, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:

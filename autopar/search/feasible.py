@@ -42,10 +42,10 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
 def in_bytes(problem: Problem) -> Problem:
     """`problem` with bytes for seconds, without limit and groups: its optimum is the solution of least memory."""
     nodes = tuple(replace(node, cost_s=np.where(np.isfinite(node.cost_s), node.memory_bytes, np.inf),
-                          memory_bytes=np.zeros_like(node.memory_bytes), group=-1) for node in problem.nodes)
+                          memory_bytes=np.zeros_like(node.memory_bytes), group=-1, lane=None) for node in problem.nodes)
     nets = tuple(replace(net, cost_s=np.where(np.isfinite(net.cost_s), net.memory_bytes, np.inf),
                          memory_bytes=np.zeros_like(net.memory_bytes), group=-1) for net in problem.nets)
-    return replace(problem, nodes=nodes, nets=nets, groups=0, memory_limit_bytes=float("inf"))
+    return replace(problem, nodes=nodes, nets=nets, groups=0, lanes=(), memory_limit_bytes=float("inf"))
 
 
 def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import time
 
 from autopar.problem.presolve import presolve
 from autopar.problem.types import Problem, Solution
-from autopar.search import greedy
-from autopar.search.descent import fits
+from autopar.search import dual, greedy
+from autopar.search.descent import better, fits
 from autopar.search.exact import GAP, minimise
 
 
@@ -32,6 +32,19 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     if start is not None and fits(problem, start) and problem.price(start).time_s < problem.price(best).time_s:
         best = start
     return finish(problem, best, found.bound_s, found.note)
+
+
+def glance(problem: Problem, *, time_limit_s: float) -> Solution:
+    """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
+    several problems are worth solving. Raises InfeasibleError as `search` does."""
+    small, restore = presolve(problem)
+    first = greedy.search(small, time_limit_s=time_limit_s).choice
+    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS)
+    best = better(small, first, seen.choice) or first
+    return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
+
+
+GLANCE_ROUNDS = 12
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:

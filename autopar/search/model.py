@@ -5,13 +5,16 @@
     y[t,r,d]  net t is brought from row r to column d, for one reader or for many         continuous
     e[g]      seconds of overlap group g that stick out                                   continuous
 
-    minimise  sum cost x + sum shown y + sum e (`shown`: all of a net without a group)
+    m[s]      seconds of stretch s, whose lanes work side by side                         continuous
+
+    minimise  sum cost x (without a lane) + sum m + sum shown y + sum e (`shown`: all of a net without a group)
     (1) sum_c x[v,c] = 1                                                   `_choices`
     (2) sum_d f[u,r,d] = sum over the producer's choices c with row r of x   `_flows`
     (3) sum_r f[u,r,d] = sum over the reader's choices c with column d of x  `_flows`
     (4) y[t,r,d] >= f[u,r,d]; with one reader y is f                       `_shared`
     (5) e[g] >= sum hideable y of the nets of g - sum hide x of its nodes      `_groups`
     (6) sum memory x + sum memory y <= limit                               `_memory`
+    (7) m[s] >= sum cost x of lane l, for every lane l of stretch s        `_lanes`
 
 Given an integral x, (2) and (3) force an integral f, so only x needs to be binary. Entries of infinite cost get no
 variable. Times are divided by `time_unit_s` and memory by `memory_unit_bytes`, so that coefficients are near one.
@@ -79,6 +82,7 @@ def build(problem: Problem) -> Linear:
     group_entries = _nets(model, problem)
     _groups(model, problem, group_entries)
     _memory(model, problem)
+    _lanes(model, problem)
     return model
 
 
@@ -92,7 +96,8 @@ def _choices(model: Linear, problem: Problem) -> None:
     model.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     cost_s = np.concatenate([n.cost_s for n in problem.nodes])
     allowed = np.isfinite(cost_s)
-    x = model.add_columns(np.where(allowed, cost_s, 0.0), np.concatenate([n.memory_bytes for n in problem.nodes]), 1.0)
+    alone_s = np.concatenate([n.in_lane(-1) for n in problem.nodes])
+    x = model.add_columns(np.where(allowed, alone_s, 0.0), np.concatenate([n.memory_bytes for n in problem.nodes]), 1.0)
     model.upper[-1] = allowed.astype(float)
     first = model.add_rows(len(sizes), 1.0, 1.0)
     model.add_entries(first + np.repeat(np.arange(len(sizes)), sizes), x, 1.0)
@@ -171,3 +176,18 @@ def _memory(model: Linear, problem: Problem) -> None:
     limit = problem.memory_limit_bytes / model.memory_unit_bytes
     row = model.add_rows(1, -_INF, limit)
     model.add_entries(np.full(len(used), row), used, memory[used])
+
+
+def _lanes(model: Linear, problem: Problem) -> None:
+    """(7)."""
+    stretches = list(dict.fromkeys(problem.lanes))
+    if not stretches:
+        return
+    zero = np.zeros(len(stretches))
+    m = model.add_columns(zero + model.time_unit_s, zero)
+    first = model.add_rows(len(problem.lanes), 0.0, _INF)
+    model.add_entries(first + np.arange(len(problem.lanes)), m[[stretches.index(s) for s in problem.lanes]], 1.0)
+    for v, node in enumerate(problem.nodes):
+        if node.lane is not None:
+            c = np.flatnonzero((node.lane >= 0) & np.isfinite(node.cost_s) & (node.cost_s > 0))
+            model.add_entries(first + node.lane[c], model.starts[v] + c, -node.cost_s[c] / model.time_unit_s)

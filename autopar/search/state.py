@@ -1,6 +1,6 @@
 """A solution under change: what moving one node would cost, for many of its choices at once.
 
-A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ...]. Every node adds its own row of
+A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds its own row of
 choices to it, every net the distinct columns that its readers ask for; only what touches the moved node is computed again.
 """
 
@@ -39,7 +39,7 @@ class State:
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
         """Takes `choice` and counts everything anew."""
         self.choice = [-1] * len(choice)
-        self.totals = np.zeros((_FIXED + self.problem.groups, 1))
+        self.totals = np.zeros((self._rows, 1))
         for v, c in enumerate(choice):
             if c >= 0:
                 self.move(v, c)
@@ -59,12 +59,17 @@ class State:
     def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
         """Seconds of each column, penalties included."""
         over = np.maximum(0.0, totals[1] - self.problem.memory_limit_bytes * (1 + 1e-12))
-        late = np.maximum(0.0, totals[_FIXED:]).sum(0)
-        return np.asarray(totals[0] + late + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+        groups = _FIXED + self.problem.groups
+        late = np.maximum(0.0, totals[_FIXED:groups]).sum(0)
+        return np.asarray(totals[0] + late + self.problem.abreast_s(totals[groups:]) + penalty.byte_s * over + penalty.forbidden_s * totals[2])
 
     def feasible(self) -> bool:
         """Whether nothing forbidden is used and memory fits."""
         return self.totals[2, 0] < 0.5 and self.totals[1, 0] <= self.problem.memory_limit_bytes * (1 + 1e-12)
+
+    @property
+    def _rows(self) -> int:
+        return _FIXED + self.problem.groups + len(self.problem.lanes)
 
     def _idle(self, v: int) -> np.ndarray:
         """What the nets that `v` reads cost before it is placed."""
@@ -95,9 +100,11 @@ class State:
         return [0, 1, 2] if net.group < 0 else [0, 1, 2, _FIXED + net.group]
 
     def _node_features(self, node: Node) -> np.ndarray:
-        own = np.zeros((_FIXED + self.problem.groups, len(node.cost_s)))
+        own = np.zeros((self._rows, len(node.cost_s)))
         forbidden = np.isinf(node.cost_s)
-        own[0], own[1], own[2] = np.where(forbidden, 0.0, node.cost_s), node.memory_bytes, forbidden
+        own[0], own[1], own[2] = np.where(forbidden, 0.0, node.in_lane(-1)), node.memory_bytes, forbidden
+        for lane in () if node.lane is None else np.unique(node.lane[node.lane >= 0]):
+            own[_FIXED + self.problem.groups + lane] = np.where(forbidden, 0.0, node.in_lane(lane))
         if node.group >= 0:
             own[_FIXED + node.group] -= node.hide_s
         return own

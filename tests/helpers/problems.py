@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -9,7 +11,7 @@ from autopar.problem.types import Net, Node, Problem, Use
 
 
 def random_problem(seed: int, *, nodes: int = 5, choices: int = 4, tight: bool = True) -> Problem:
-    """A connected problem with overlap groups, shared readers, forbidden pairs and mostly a memory limit.
+    """A connected problem with overlap groups, lanes, shared readers, forbidden pairs and mostly a memory limit.
 
     Values are small integers, so that ties and dominated choices are common. Not every problem is feasible.
     """
@@ -23,7 +25,8 @@ def random_problem(seed: int, *, nodes: int = 5, choices: int = 4, tight: bool =
     most = sum(float(n.memory_bytes.max()) for n in made)
     share = rng.uniform(0.0, 0.9) if tight and rng.random() < 0.8 else np.inf
     limit = np.inf if np.isinf(share) else least + share * (most - least)
-    return Problem(made, nets, groups, float(limit), f"random {seed}")
+    made, lanes = _lanes(np.random.default_rng((seed, 1)), made)
+    return Problem(made, nets, groups, float(limit), f"random {seed}", lanes)
 
 
 def _node(rng: np.random.Generator, v: int, choices: int, groups: int) -> Node:
@@ -33,6 +36,15 @@ def _node(rng: np.random.Generator, v: int, choices: int, groups: int) -> Node:
     hide_s = rng.integers(0, 5, choices).astype(float)
     labels = tuple(f"choice{c}" for c in range(choices))
     return Node(f"node{v}", labels, cost_s, rng.integers(0, 10, choices).astype(float), hide_s, int(rng.integers(-1, groups)))
+
+
+def _lanes(rng: np.random.Generator, nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """Half of the problems have one stretch of two or three lanes, or another one beside it."""
+    if rng.random() < 0.5:
+        return nodes, ()
+    lanes = (0,) * int(rng.integers(2, 4)) + (1,) * int(rng.integers(0, 3))
+    return tuple(replace(node, lane=rng.integers(-1, len(lanes), len(node.labels))) if rng.random() < 0.7 else node
+                 for node in nodes), lanes
 
 
 def _net(rng: np.random.Generator, nodes: tuple[Node, ...], producer: int, groups: int) -> Net:

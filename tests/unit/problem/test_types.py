@@ -68,3 +68,22 @@ def test_malformed_nodes(change: dict[str, object], message: str) -> None:
     good = small()
     with pytest.raises(ValueError, match=message):
         replace(good, nodes=(replace(good.nodes[0], **change), *good.nodes[1:]))  # type: ignore[arg-type]
+
+
+def side_by_side() -> Problem:
+    """Two towers of 6 and 4 s that can work in two lanes or in none, and a join of 1 s that cannot."""
+    lane = np.array([-1, 0, 1])
+    towers = tuple(Node(name, ("all", "0", "1"), np.full(3, cost), np.zeros(3), np.zeros(3), lane=lane)
+                   for name, cost in (("user", 6.0), ("item", 4.0)))
+    return Problem((*towers, Node("join", ("all",), np.ones(1), np.zeros(1), np.zeros(1))), (), lanes=(0, 0))
+
+
+@pytest.mark.parametrize(("choice", "time_s"), [((0, 0, 0), 11.0), ((1, 2, 0), 7.0), ((1, 1, 0), 11.0), ((0, 2, 0), 11.0)])
+def test_lanes_of_a_stretch_work_at_the_same_time(choice: tuple[int, ...], time_s: float) -> None:
+    assert side_by_side().evaluate(choice).time_s == time_s
+
+
+def test_a_lane_that_is_not_there() -> None:
+    good = side_by_side()
+    with pytest.raises(ValueError, match=r"node user: lane wants 3 entries in -1\.\.0"):
+        replace(good, lanes=(0,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Op, Program, read
 from autopar.problem.options import Sections, options_of, sections_of
 from autopar.problem.prices import Prices, Settings, pair
-from autopar.problem.types import Cost, Solution
+from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import kind
 from autopar.rules.language import Use
@@ -64,6 +65,10 @@ class Candidate:
     cost: Cost
     decisions: Decisions = field(default_factory=dict)
 
+    def refined(self, solution: Solution) -> Candidate:
+        """The same problem with another solution."""
+        return Candidate(self.name, self.mesh, self.model, solution, self.model.problem.evaluate(solution.choice))
+
 
 @dataclass(eq=False)
 class Planner:
@@ -98,11 +103,11 @@ class Planner:
         allows = [role(n) for role, n in zip(used, sizes, strict=True)]
         return build(self.program, self.clusters, [self.table(n) for n in sizes], allows, prices, limit, name)
 
-    def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, search: Search,
-                  time_limit_s: float, start: tuple[int, ...] | None = None) -> Candidate:
+    def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
+                  solve: Callable[[Problem], Solution]) -> Candidate:
         """Solve one mesh. Raises InfeasibleError when nothing fits."""
         model = self.model(sizes, used, name)
-        solution = search(model.problem, time_limit_s=time_limit_s, seed=self.request.seed, start=start)
+        solution = solve(model.problem)
         return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice))
 
 
@@ -147,7 +152,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
             request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
             limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
             try:
-                found = planner.candidate(sizes, recipe.roles, recipe.name, SEARCHES["ilp"], limit)
+                found = planner.candidate(sizes, recipe.roles, recipe.name, partial(ilp.search, time_limit_s=limit))
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
@@ -167,23 +172,52 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
     if search is None:
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
     meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster)
+    if search is ilp.search:
+        return _best_first(planner, meshes, deadline, best)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
         left = deadline - time.monotonic()
-        if left <= 0:
-            bounds.append(0.0)
-            break
         request.say(f"search on {'x'.join(map(str, sizes))}")
-        known = min((c.cost.time_s for c in (best, found) if c is not None), default=math.inf)
         try:
-            here = planner.candidate(sizes, space(sizes), "search", _with_cutoff(search, known), left / (len(meshes) - index))
+            solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
+            here = planner.candidate(sizes, space(sizes), "search", solve)
         except InfeasibleError:
             continue
         bounds.append(here.solution.bound_s)
-        if found is None or here.cost.time_s < found.cost.time_s * (1 - 1e-9):
-            found = here
+        found = here if found is None or here.cost.time_s < found.cost.time_s else found
     return found, min(bounds, default=0.0)
+
+
+def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float,
+                best: Candidate | None) -> tuple[Candidate | None, float]:
+    """Glance at every mesh, then solve them in the order of their bounds, until no bound promises better than the best."""
+    request = planner.request
+    seen: list[Candidate] = []
+    for sizes in meshes:
+        request.say(f"search on {'x'.join(map(str, sizes))}")
+        with suppress(InfeasibleError):
+            glance = partial(ilp.glance, time_limit_s=min(GLANCE_S, deadline - time.monotonic()))
+            seen.append(planner.candidate(sizes, space(sizes), "search", glance))
+    known = min((c.cost.time_s for c in (best, *seen) if c is not None), default=math.inf)
+    found = min(seen, key=lambda c: c.cost.time_s, default=None)
+    bounds: list[float] = []
+    for first in sorted(seen, key=lambda c: c.solution.bound_s):
+        left = deadline - time.monotonic()
+        if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
+            bounds.append(first.solution.bound_s)
+            continue
+        request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
+        here = first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
+                                        cutoff_s=known, gap=CLOSE))
+        bounds.append(max(first.solution.bound_s, here.solution.bound_s))
+        known = min(known, here.cost.time_s)
+        found = here if found is None or here.cost.time_s < found.cost.time_s else found
+    return found, min(bounds, default=0.0)
+
+
+GLANCE_S = 2.0  # seconds for the first look at a mesh
+CLOSE = 0.005  # relative: prices are less exact than this
 
 
 def spaces(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -196,14 +230,6 @@ def space(sizes: tuple[int, ...]) -> tuple[roles.Role, ...]:
     """What each axis may do: anything, but the outermost of three, the one with the slowest links, splits samples."""
     inner = (roles.anything,) * min(2, len(sizes))
     return (roles.samples, *inner) if len(sizes) > 2 else inner
-
-
-def _with_cutoff(search: Search, known_s: float) -> Search:
-    """The integer program may stop once it has proven that a mesh has nothing better than what is known, or at CLOSE."""
-    return partial(ilp.search, cutoff_s=known_s, gap=CLOSE) if search is ilp.search else search
-
-
-CLOSE = 0.005  # relative: prices are less exact than this
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

@@ -51,7 +51,7 @@ def _function(name: str) -> Writer:
 
 def _sized(name: str) -> Writer:
     """A method whose arguments are the local sizes of the output."""
-    return lambda call: f"{call.args[0]}.{name}({', '.join(call.outs[0])})"
+    return lambda call: f"{call.args[0]}.{name}({', '.join(call.outs[0]) or '()'})"
 
 
 def _split(call: Written) -> str:

@@ -19,6 +19,8 @@ from autopar.cluster import Cluster, Mesh
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import show
 from autopar.plan import Alternative, NodePlan, Plan, Predicted
+from autopar.problem.branches import Branches
+from autopar.problem.branches import find as find_branches
 from autopar.problem.build import Decisions, Model, build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Table
@@ -29,6 +31,7 @@ from autopar.problem.prices import Prices, Settings, pair
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import kind
+from autopar.rules import derived, unknown
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
 from autopar.search import SEARCHES, Search, ilp
@@ -78,7 +81,8 @@ class Planner:
     request: Request
     sections: Sections
     clusters: list[OpCluster]
-    _tables: dict[int, Table] = field(default_factory=dict)
+    branches: Branches
+    _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
     @staticmethod
     def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> Planner:
@@ -86,14 +90,16 @@ class Planner:
         program = read(gm, hints, training=request.settings.training)
         sections = sections_of(program, request.rules)
         whole = {op.name: options_of(op, 1, sections, request.rules) for op in program.ops.values()}
-        return Planner(program, request, sections, build_clusters(program, whole))
+        clusters = build_clusters(program, whole)
+        return Planner(program, request, sections, clusters, find_branches(program, clusters))
 
-    def table(self, ways: int) -> Table:
-        """Options of every Op on an axis of `ways` ranks."""
-        if ways not in self._tables:
-            self._tables[ways] = {op.name: options_of(op, ways, self.sections, self.request.rules)
-                                  for op in self.program.ops.values()}
-        return self._tables[ways]
+    def table(self, ways: int, *, placed: bool) -> Table:
+        """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""
+        key = (ways, placed)
+        if key not in self._tables:
+            self._tables[key] = {op.name: options_of(op, ways, self.sections, self.request.rules)
+                                 + (self.branches.options(op, ways) if placed else []) for op in self.program.ops.values()}
+        return self._tables[key]
 
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str) -> Model:
         """The Problem of one mesh under one role per axis."""
@@ -101,7 +107,8 @@ class Planner:
         prices = Prices(mesh, self.request.cluster.device, self.request.settings)
         limit = self.request.cluster.device.usable_memory_bytes
         allows = [role(n) for role, n in zip(used, sizes, strict=True)]
-        return build(self.program, self.clusters, [self.table(n) for n in sizes], allows, prices, limit, name)
+        tables = [self.table(n, placed=role is roles.anything) for role, n in zip(used, sizes, strict=True)]
+        return build(self.program, self.clusters, tables, allows, prices, limit, name, self.branches)
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution]) -> Candidate:
@@ -252,12 +259,26 @@ def _finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[A
     cost = best.cost
     nodes = {name: _node(planner.program.ops[name], options) for name, options in decisions.items()}
     nodes = {name: nodes[name] for name in planner.program.ops}
+    about = {**about, "notes": (*about.get("notes", ()), *_rule_notes(planner))}
     return Plan(
         mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
         hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in best.mesh.axes),
         mesh=tuple(a.size for a in best.mesh.axes), strategy=best.name if best.name != "search" else best.solution.strategy,
         seed=request.seed, nodes=nodes, alternatives=tuple(tried),
         predicted=Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s), **about)
+
+
+def _rule_notes(planner: Planner) -> list[str]:
+    """What the user should know about operators without a rule: each once, with its first place in the model."""
+    ops = [op for op in planner.program.ops.values() if op.role == "op"]
+    proven = derived((op.call for op in ops), planner.request.rules)
+    notes = []
+    for target in unknown((op.target for op in ops), planner.request.rules):
+        op = next(op for op in ops if op.target == target)
+        how = (f"split by the rule {proven[target]!r}, derived and proven on small tensors" if target in proven else
+               "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}")
+        notes.append(f"no sharding rule for {target} at {op.where}: {how}")
+    return notes
 
 
 def _node(op: Op, options: Sequence[Any]) -> NodePlan:

@@ -6,7 +6,7 @@ differ between shards).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,22 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
+
+
+def placed_text(op: Op, node: NodePlan, text: str, operands: Sequence[str], outs: Sequence[str], context: Context) -> str:
+    """`text`, the call of `op`, made on one coordinate of an axis only where the plan places it there (factor `O(1)`).
+
+    `operands` are the names of its tensor operands, `outs` the local shapes of its outputs as texts.
+    """
+    axis = next((a for a, factor in enumerate(node.factors) if factor.startswith("O(")), None)
+    if axis is None:
+        return text
+    context.algorithms["placed"] = None
+    tracked = [name for name, use in zip(operands, node.ins, strict=True) if Pair.of(use).has_grad]
+    known = {context.program.ops[ref[0]].out_dtypes[ref[1]]: name for name, ref in zip(operands, op.operands, strict=True)}
+    likes = [f"({known.get(dtype, dtype)}, {shape})" for dtype, shape in zip(op.out_dtypes, outs, strict=True)]
+    names = ", ".join(dict.fromkeys(tracked)) + ("," if len(dict.fromkeys(tracked)) == 1 else "")
+    return f"placed({axis}, {node.factors[axis][2:-1]}, lambda: {text}, ({names}), {', '.join(likes)}, mesh=MESH)"
 
 
 def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
@@ -66,15 +82,16 @@ def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH, training={call.args[2]})'
 
 
-def _attention(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
-    """Attention draws random numbers only where it drops weights."""
-    if float(_dropout_p(call)) == 0.0:
-        return None
-    context.algorithms["attention"] = None
-    layout = show(Pair.of(node.outs[0]).value)
-    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | call.kwargs
-    options = ", ".join(f"{k}={v}" for k, v in named.items())
-    return f'attention({", ".join(call.args[:3])}, "{layout}", key="{op.name}", mesh=MESH, {options})'
+def seeded_text(op: Op, node: NodePlan, text: str, call: Written, context: Context) -> str:
+    """`text` drawing its random numbers by the module's seed, where the operator draws any.
+
+    torch marks such operators; attention draws only where it drops weights, and dropout has an algorithm of its own.
+    """
+    draws = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+    if not draws or (op.target is aten.scaled_dot_product_attention.default and float(_dropout_p(call)) == 0.0):
+        return text
+    context.algorithms["seeded"] = None
+    return f'seeded(lambda: {text}, "{show(Pair.of(node.outs[0]).value)}", key="{op.name}", mesh=MESH)'
 
 
 ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Context], str]] = {
@@ -85,5 +102,4 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
 
 RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {
     aten.dropout.default: _dropout,
-    aten.scaled_dot_product_attention.default: _attention,
 }

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import algorithm_text
+from autopar.codegen.algorithms import algorithm_text, placed_text, seeded_text
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
 from autopar.codegen.expressions import Written, write
@@ -140,10 +140,11 @@ class ScopeWriter:
                      for t, layout in zip(op.call.outs, layouts, strict=True))
         written = Written(args, kwargs, node.args, outs)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)
-        if special is not None:
-            return special
-        self.context.use(node.target)
-        return write(node.target, written)
+        if special is None:
+            self.context.use(node.target)
+            special = seeded_text(op, plan.nodes[op.name], write(node.target, written), written, self.context)
+        shapes = [f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})" for sizes in outs]
+        return placed_text(op, plan.nodes[op.name], special, operands, shapes, self.context)
 
     def _argument(self, item: Any, queue: Any) -> str:
         if isinstance(item, fx.Node):

@@ -24,7 +24,7 @@ from autopar.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = f"hf:{ROOT}/models/hf/gpt2.json"
-TOLERANCE = 1e-4  # float32: sums over 4 ranks and 1024 tokens in another order
+TOLERANCE = 1e-5  # float32: sums over 4 ranks and 1024 tokens in another order; 3e-7 is what is seen
 
 
 def main(model: str = MODEL) -> int:

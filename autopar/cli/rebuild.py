@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model
+from autopar.problem.graph import read
 from autopar.problem.prices import Settings
 from autopar.recipes import roles
 
@@ -92,7 +93,7 @@ def _lacks_values(captured: Captured) -> bool:
 
 def difference(plan: Plan, captured: Captured) -> str:
     """What differs between the graph of a plan and the captured one, in a few words."""
-    program = Planner.of(captured.gm, plan.hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan))).program
+    program = read(captured.gm, captured.hints, training=plan.mode == "train")
     gone = [name for name in plan.nodes if name not in program.ops]
     new = [name for name in program.ops if name not in plan.nodes]
     parts = [f"{len(plan.nodes)} nodes planned, {len(program.ops)} now"] if len(plan.nodes) != len(program.ops) else []

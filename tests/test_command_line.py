@@ -1,0 +1,84 @@
+"""The whole way by the command line on a tiny model: plan, explain, emit, run, verify, and plans that are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_cli import autopar
+
+
+def done(*arguments: str) -> subprocess.CompletedProcess[str]:
+    result = autopar(*arguments)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tensor-parallel plan of the tiny MLP on four CPU ranks."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    made = done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--recipe", "tp", "-o", str(path), "--json", "-")
+    report = json.loads(made.stdout)
+    assert report["strategy"] == "tp" and report["mesh"] == [4] and report["predicted"]["step_s"] > 0
+    assert {weight["name"] for weight in report["weights"]} >= {"head.weight", "linear.weight"}
+    return path
+
+
+def test_the_same_question_gives_the_same_bytes(plan: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    shown = done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--recipe", "tp", "-o", str(again))
+    assert again.read_bytes() == plan.read_bytes()
+    assert "MLP on cpu:1x4, train" in shown.stdout and "weights of layers.0" in shown.stdout
+
+
+def test_explain(plan: Path) -> None:
+    shown = done("explain", str(plan))
+    assert "nodes that cost most" in shown.stdout and "reshards that cost most" in shown.stdout
+    found = json.loads(done("explain", str(plan), "--node", "head.weight", "--json", "-").stdout)
+    assert sum(row["chosen"] for row in found["alternatives"]) == 1 and len(found["alternatives"]) == 3
+    refused = autopar("explain", str(plan), "--node", "tail.weight")
+    assert refused.returncode == 1 and "no node 'tail.weight'; nodes are" in refused.stderr
+
+
+def test_emit(plan: Path, tmp_path: Path) -> None:
+    done("emit", str(plan), "-o", str(tmp_path / "out"))
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "constants.pt", "plan.json", "sharded.py"]
+    compile((tmp_path / "out" / "sharded.py").read_text(), "sharded.py", "exec")
+
+
+def test_run(plan: Path, tmp_path: Path) -> None:
+    shown = done("run", str(plan), "--steps", "2", "--json", str(tmp_path / "run.json"))
+    steps = json.loads((tmp_path / "run.json").read_text())["steps"]
+    assert shown.stdout.count("loss") == 2 and len(steps) == 2
+    assert steps[1]["loss"] < steps[0]["loss"]  # the same batch twice
+
+
+@pytest.mark.parametrize("more", [(), ("--batch", "12")])
+def test_verify(plan: Path, more: tuple[str, ...]) -> None:
+    report = json.loads(done("verify", str(plan), "--json", "-", *more).stdout)
+    assert report["ok"] and {row["kind"] for row in report["rows"]} >= {"loss", "gradient", "parameter", "collectives"}
+
+
+def test_verify_fails_beyond_the_tolerance(plan: Path) -> None:
+    result = autopar("verify", str(plan), "--dtype", "float32", "--tolerance", "0")
+    assert result.returncode == 1 and "WRONG" in result.stdout and "first node that differs" in result.stdout
+
+
+def test_a_plan_for_another_graph_is_refused(plan: Path, tmp_path: Path) -> None:
+    data = json.loads(plan.read_text())
+    data["source"]["model"] = "models/gpt.py:tiny"
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    result = autopar("emit", str(tmp_path / "other.json"), "-o", str(tmp_path / "out"))
+    assert result.returncode == 1 and "is for another graph than models/gpt.py:tiny" in result.stderr and "new: " in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_made_in_python_is_refused(plan: Path, tmp_path: Path) -> None:
+    data = json.loads(plan.read_text()) | {"source": {}}
+    (tmp_path / "bare.json").write_text(json.dumps(data))
+    result = autopar("run", str(tmp_path / "bare.json"))
+    assert result.returncode == 1 and "does not say which model it is for" in result.stderr

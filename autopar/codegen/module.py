@@ -23,6 +23,7 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run, read
 
 INDENT = "    "
+RESERVED = ("Block", "Mesh", "Model", "Param", "ShardedModule", "F", "MESH")  # names that the file itself uses for other things
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) 
 
 
 def _class_names(program: Program) -> dict[str, str]:
-    """A readable class name per scope: the class of the block's module, made unique."""
-    taken: dict[str, int] = {}
+    """A readable class name per scope: the class of the block's module, made unique among all names of the file."""
+    taken = dict.fromkeys(RESERVED, 1)
     found = {}
     for run in program.runs.values():
         name = _module_class(program, run)
@@ -104,8 +105,9 @@ def _algorithms(context: Context) -> str:
 def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     body = gm.get_submodule(run.scope)
     assert isinstance(body, fx.GraphModule)
-    lines = ScopeWriter(context, body, run.scope).write()
-    ports = [port.rsplit("/", 1)[-1] for port in run.ports]
+    writer = ScopeWriter(context, body, run.scope)
+    lines = writer.write()
+    ports = [writer.names[port, 0] for port in run.ports]
     symbols = "".join(f", {s}" for s in context.symbols)
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.rules.language import Call, Tensor
 from passes import facts, ops
 
@@ -98,7 +99,7 @@ class Program:
 def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Program:
     """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number)."""
     program = Program(hints=dict(hints))
-    _Reader(gm, program, "", 1, training).read({})
+    _Reader(gm, program, "", 1, reaching(gm) if training else {}).read({})
     for op in program.ops.values():
         if op.target in LOSSES:
             program.ops[op.operands[0][0]].head = True
@@ -108,8 +109,8 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Pro
 class _Reader:
     """Reads one scope."""
 
-    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, training: bool) -> None:
-        self.gm, self.program, self.scope, self.count, self.training = gm, program, scope, count, training
+    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, reached: Mapping[fx.Node, None]) -> None:
+        self.gm, self.program, self.scope, self.count, self.reached = gm, program, scope, count, reached
         self.refs: dict[fx.Node, Ref] = {}
         self.runs_of: dict[fx.Node, Run] = {}
         self.values = {facts.symbol(name): n for name, n in program.hints.items()}
@@ -159,8 +160,8 @@ class _Reader:
         if role == "op":
             op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
             op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
-            op.saves = saved(node, gradient and self.training)
-            op.extra_bytes = self._number(node.meta.get("saved_extra_bytes", 0)) if gradient and self.training else 0.0
+            op.saves = saved(node, gradient)
+            op.extra_bytes = self._number(node.meta.get("saved_extra_bytes", 0)) if gradient else 0.0
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
@@ -172,17 +173,22 @@ class _Reader:
         """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
         floating = facts.is_float(node)
         if role == "param":
-            return self.training and floating and bool(node.meta.get("requires_grad", True)), True
+            return node in self.reached and floating and bool(node.meta.get("requires_grad", True)), True
         if role == "port":
             gradient, weight = ports[node.name]
             return gradient and floating, weight
-        gradient = self.training and floating and any(grads) and node.target not in NO_GRADIENT
+        gradient = node in self.reached and floating and any(grads) and node.target not in NO_GRADIENT
         return gradient, role == "op" and bool(weights) and all(weights)
 
     def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
         shape = facts.shape(node, index)
         floating = facts.dtype(node, index).is_floating_point
-        return Tensor(shape, gradient and floating, tuple(int(self._number(n)) for n in shape), floating)
+        gradient = gradient and floating and (index is None or self._used(node, index))
+        return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating)
+
+    def _used(self, node: fx.Node, index: int) -> bool:
+        """Whether the loss depends on output `index` of a node that has several."""
+        return any(user in self.reached for user in node.users if user.target is operator.getitem and user.args[1] == index)
 
     def _number(self, size: int | sympy.Expr) -> float:
         return float(size) if isinstance(size, (int, float)) else float(size.subs(self.values))
@@ -191,15 +197,15 @@ class _Reader:
         body = self.gm.get_submodule(str(node.target))
         assert isinstance(body, fx.GraphModule)
         scope = str(node.target)
-        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.training)
+        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached)
         feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
         names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
-        ports = {n.name: (self.program.ops[ref[0]].call.outs[ref[1]].grad, self.weight[ref])
+        ports = {n.name: (n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad, self.weight[ref])
                  for n, ref in zip(names, feeds, strict=True)}
         carried_count = len(next(n for n in body.graph.nodes if n.op == "output").args[0])
-        if any(ports[n.name][0] is False for n in names[:carried_count]) and self.training:
+        if any(ports[n.name][0] is False for n in names[:carried_count]) and node in self.reached:
             # the first block may be fed something without a gradient, the later ones are not
-            ports |= {n.name: (True, False) for n in names[:carried_count]}
+            ports |= {n.name: (n in self.reached, False) for n in names[:carried_count]}
         carried = reader.read(ports)
         run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried)
         self.program.runs[scope] = run
@@ -226,7 +232,6 @@ class _Reader:
 
 
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
-NO_GRADIENT = (torch.ops.aten.detach.default,)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -82,7 +82,7 @@ def by_recipe(who: Subject, sizes: Sizes, recipe: str) -> Plan:
 def by_search(who: Subject, sizes: Sizes, search: Search = SEARCHES["ilp"], *, batch: int = BATCH, limit_s: float = 10.0) -> Plan:
     """What `search` chooses for `batch` samples on a splitting cluster."""
     planner = planner_of(who, sizes, batch)
-    found = planner.candidate(sizes, space(sizes), "search", search, limit_s)
+    found = planner.candidate(sizes, space(sizes), "search", lambda problem: search(problem, time_limit_s=limit_s))
     return assemble(who, planner, sizes, found.model.decode(found.solution.choice), found.solution.strategy)
 
 
@@ -98,11 +98,12 @@ def at_random(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tu
 
 
 def by_chance(who: Subject, sizes: Sizes, seed: int) -> Plan:
-    """A random solution of the Problem of this mesh: one option per cluster and axis. No Problem is built, so three axes are cheap."""
+    """A random solution of the Problem of this mesh: one option per cluster and axis, operator placements aside (they go by
+    whole branches). No Problem is built, so three axes are cheap."""
     planner, rng = planner_of(who, sizes), np.random.default_rng(seed)
     decisions: Decisions = {}
     for cluster in planner.clusters:
-        joints = [join(cluster, planner.table(n), roles.anything(n)) for n in sizes]
+        joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
         combo = tuple(found[rng.integers(len(found))] for found in joints)
         while not _fits(cluster, combo, sizes):
             combo = tuple(found[rng.integers(len(found))] for found in joints)

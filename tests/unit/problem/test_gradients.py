@@ -1,0 +1,45 @@
+"""Values that the loss does not depend on have no gradient, so nothing is priced for their backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar.problem.graph import Program, read
+from passes import ANNOTATE, NORMALIZE, run
+from tests.helpers.export import B, export_graph
+
+
+class Watched(nn.Module):
+    """A product, a statistic of it that is only watched, and a split of which one part is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.watch = nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.up(x)
+        used, unused = h.tanh().split(4, -1)
+        return used.square().sum(), (self.watch(h).mean().detach() + unused.sum().detach())
+
+
+def _program(training: bool) -> Program:
+    gm = export_graph(Watched(), (torch.zeros(6, 4),), dims=({0: B},))
+    gm.meta["outputs"] = [{"name": "loss", "kind": "loss", "target": ""}, {"name": "seen", "kind": "output", "target": ""}]
+    return read(run(run(gm, NORMALIZE), ANNOTATE), {"b": 6}, training=training)
+
+
+def _graded(program: Program) -> dict[str, list[bool]]:
+    return {op.fqn or op.name: [t.grad for t in op.call.outs] for op in program.ops.values()}
+
+
+def test_only_what_leads_to_the_loss_has_a_gradient() -> None:
+    graded = _graded(_program(training=True))
+    assert graded["up.weight"] == [True] and graded["tanh"] == [True]
+    assert graded["watch.weight"] == [False], "the loss does not depend on it"
+    assert next(v for k, v in graded.items() if k.startswith("split")) == [True, False]
+    assert next(v for k, v in graded.items() if k.startswith("sum_dim")) == [False], "the mean"
+
+
+def test_nothing_has_one_in_inference() -> None:
+    assert not any(flag for flags in _graded(_program(training=False)).values() for flag in flags)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+
+# torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their paths.
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator; no public name
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -57,3 +65,34 @@ def fake_mode() -> AbstractContextManager[object]:
 
     mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """As under torch.export, `torch.compiler.is_compiling()` and `is_exporting()` say True.
+
+    Model code asks them before it picks kernels that only real tensors can have; export sets the same two flags.
+    """
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+class Watch(TorchDispatchMode):
+    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside."""
+
+    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the operator and report it."""
+        result = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, result)
+        return result
+
+
+__all__ = ["OpOverload", "pytree"]

@@ -1,12 +1,14 @@
 """Runs of alike blocks in a model, found without running it: what capture may shorten.
 
-Two children of a container are alike when they have the same classes, parameter shapes and plain attributes all the way
-down. Integer attributes that equal the child's own position in the container (a layer index) do not count.
+Two children of a container are alike when they have the same classes, parameter shapes, hooks and plain attributes all the way
+down. Integer attributes that equal the child's own position in the container (a layer index) do not count: chain.py proves
+that nobody reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,81 +16,124 @@ import torch
 from torch import nn
 
 LONGEST_PERIOD = 4
-_INNER = ("_parameters", "_buffers", "_modules")
+KEPT = 3  # groups that stand for a run: its first two and, to see that nothing depends on depth, its last
+Key = tuple[str, str]  # (module path below the child, attribute)
+_INNER = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeRun:
-    """Children `start ... start + period * count` of container `path` are `count` alike groups of `period` children."""
+    """Children `start ... start + period * count` of container `path` are `count` alike groups of `period` children.
+
+    `indexes` are the attributes that hold a child's own position.
+    """
 
     path: str
     start: int
     period: int
     count: int
+    indexes: tuple[Key, ...] = ()
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The children that stand for the run: its first two groups and, to see that nothing depends on depth, its last."""
-        groups = sorted({0, 1, self.count - 1})
-        return tuple(self.start + g * self.period + i for g in groups for i in range(self.period))
+    def kept(self) -> dict[int, int]:
+        """The children that stand for the run: number in the shortened container -> number in the model. The last group is
+        shown right behind the first two."""
+        return {self.start + shown * self.period + i: self.start + group * self.period + i
+                for shown, group in enumerate((0, 1, self.count - 1)) for i in range(self.period)}
 
     @property
-    def groups_kept(self) -> int:
-        return len(self.kept) // self.period
+    def stop(self) -> int:
+        return self.start + self.period * self.count
+
+    def shown_as(self, number: int) -> int:
+        """The child of the first two groups that child `number` is like, seen from outside: only the first group may be fed
+        differently."""
+        group, kind = divmod(number - self.start, self.period)
+        return self.start + min(group, 1) * self.period + kind
+
+
+def kept(runs: Sequence[AlikeRun], path: str, children: int) -> dict[int, int]:
+    """All that is kept of container `path`: number shown -> number in the model. Children in no run keep their number."""
+    here = [run for run in runs if run.path == path]
+    alone = {n: n for n in range(children) if not any(run.start <= n < run.stop for run in here)}
+    return dict(sorted((alone | {k: v for run in here for k, v in run.kept.items()}).items()))
 
 
 def find(model: nn.Module) -> list[AlikeRun]:
-    """All runs worth shortening: three groups or more, in containers that are in no other such container's children."""
+    """All runs worth shortening: more groups than are kept, in containers that are in no other such container's children."""
     found: list[AlikeRun] = []
+    shared = _shared(model)
     for path, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(path.startswith(f"{run.path}.") for run in found):
-            found += _runs(path, list(module.children()))
+        children = list(module._modules.values())
+        numbered = list(module._modules) == [str(i) for i in range(len(children))] and None not in children
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and numbered and not any(path.startswith(f"{run.path}.") for run in found):
+            found += _runs(path, [child for child in children if child is not None], shared)
     return found
 
 
-def _runs(path: str, children: Sequence[nn.Module]) -> list[AlikeRun]:
-    keys = _keys(children)
+def _shared(model: nn.Module) -> dict[int, None]:
+    """Ids of parameters and buffers that have several names."""
+    tensors = [t for module in model.modules() for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+    return {key: None for key, times in Counter(map(id, tensors)).items() if times > 1}
+
+
+def _runs(path: str, children: Sequence[nn.Module], shared: Mapping[int, None]) -> list[AlikeRun]:
+    tables = [_attributes(child, shared) for child in children]
+    indexes = tuple(key for key in (tables[0] if tables else {})
+                    if all(type(t.get(key)) is int and t[key] == i for i, t in enumerate(tables)))
+    keys = [tuple((key, repr(value)) for key, value in sorted(table.items()) if key not in indexes) for table in tables]
     found: list[AlikeRun] = []
     at = 0
     while at < len(keys):
-        best = max((AlikeRun(path, at, p, _groups(keys, at, p)) for p in range(1, LONGEST_PERIOD + 1)),
-                   key=lambda run: (run.period * run.count if run.count > 2 else 0, -run.period))
-        if best.count > 2:
-            found.append(best)
-        at += best.period * best.count if best.count > 2 else 1
+        tried = [(p, _groups(keys, at, p)) for p in range(1, LONGEST_PERIOD + 1)]
+        period, count = max(tried, key=lambda one: (one[0] * one[1] if one[1] > KEPT else 0, -one[0]))
+        if count > KEPT:
+            found.append(AlikeRun(path, at, period, count, indexes))
+        at += period * count if count > KEPT else 1
     return found
 
 
 def _groups(keys: Sequence[Any], start: int, period: int) -> int:
     count = 1
-    while keys[start + count * period:start + (count + 1) * period] == keys[start:start + period]:
+    while len(keys) >= start + (count + 1) * period and \
+            keys[start + count * period:start + (count + 1) * period] == keys[start:start + period]:
         count += 1
     return count
 
 
-def _keys(children: Sequence[nn.Module]) -> list[Any]:
-    tables = [_attributes(child) for child in children]
-    index_like = {name for name in (tables[0] if tables else {})
-                  if all(type(t.get(name)) is int and t[name] == i for i, t in enumerate(tables))}
-    return [tuple((name, repr(value)) for name, value in sorted(table.items()) if name not in index_like) for table in tables]
-
-
-def _attributes(root: nn.Module) -> dict[str, Any]:
-    """Everything plain below a module, by path."""
-    table: dict[str, Any] = {}
-    for path, module in root.named_modules():
-        table[f"{path}:class"] = type(module).__qualname__
-        for kind in _INNER[:2]:
-            for name, tensor in getattr(module, kind).items():
-                table[f"{path}.{name}:tensor"] = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
+    """Everything plain below a module."""
+    table: dict[Key, Any] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        table[path, ":class"] = (type(module).__module__, type(module).__qualname__, module.training)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            table[path, f"{name}:tensor"] = _tensor(tensor, shared)
+        for kind in _HOOKS:
+            table[path, kind] = _comparable(list(getattr(module, kind).values()))
         for name, value in vars(module).items():
-            if name not in _INNER and not isinstance(value, (dict, torch.Tensor)):
-                table[f"{path}.{name}"] = _comparable(value)
+            if name not in _INNER:
+                table[path, name] = _comparable(value)
     return table
+
+
+def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
+    if tensor is None:
+        return None
+    return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) if id(tensor) in shared else None)
 
 
 def _comparable(value: Any) -> Any:
     """A plain value as it is; anything else by identity, so that only a shared object counts as alike."""
-    if isinstance(value, (set, frozenset, list)):
-        return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else [_comparable(v) for v in value]
-    return value if isinstance(value, (int, float, str, bool, tuple, torch.dtype, type(None))) else id(value)
+    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        return [(_comparable(k), _comparable(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [_comparable(v) for v in value])
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, _each(value)))
+    plain = isinstance(value, (int, float, complex, str, bytes, torch.dtype, torch.device, type(None)))
+    return value if plain else f"{type(value).__name__} {id(value)}"
+
+
+def _each(values: Iterable[Any]) -> list[Any]:
+    return [_comparable(v) for v in values]

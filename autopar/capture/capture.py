@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 import passes
+from autopar._torch import pytree
 from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
@@ -33,6 +33,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     Raises CaptureError where the model cannot be exported, or has no loss in train mode.
     """
     clock = _Clock(progress)
+    _check_inputs(model, args, kwargs or {}, loss_fn)
     inputs, named = _to_meta(args), _to_meta(dict(kwargs or {}))
     flat, tree = pytree.tree_flatten((inputs, named))
     asked = dims.explicit(flat, dynamic_shapes, tree) if dynamic_shapes is not None else dims.find(flat, max_positions(model))
@@ -47,8 +48,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("passes"):
         try:
             gm = _graph(model, program, known, runs, mode)
-        except ValueError as error:
-            if not runs or "capture the model without shortening" not in str(error):
+        except ValueError:
+            if not runs:  # nothing was shortened: the error is about the model itself
                 raise
             return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
     _check_loss(gm, mode, model)
@@ -64,20 +65,33 @@ def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[...,
             asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
     """The module to export: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
     why = ""
-    keep = {path: [n for run in runs if run.path == path for n in run.kept] for path in dict.fromkeys(r.path for r in runs)}
-    twin = shadow(model, keep)
-    twin.train(mode == "train")
+    keep = {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
+    twin = _in_mode(shadow(model, keep), mode)
     if runs:
         args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
-        inner = args[:len(args) - _targets(loss_fn)]
-        try:
-            why = is_chain(model, twin, runs, tuple(inner), kwargs)
-        except (RuntimeError, NotImplementedError) as error:  # outer code that looks at values cannot run on meta
-            why = str(error).splitlines()[0]
+        why = is_chain(model, twin, runs, tuple(args[:len(args) - _targets(loss_fn)]), kwargs)
     if why:
-        runs, twin = [], shadow(model)
-        twin.train(mode == "train")
+        runs, twin = [], _in_mode(shadow(model), mode)
     return (WithLoss(twin, loss_fn, _targets(loss_fn)) if loss_fn is not None else twin), runs, why
+
+
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None) -> None:
+    """Raise CaptureError where the inputs are not what forward (and the loss function behind it) takes."""
+    targets = _targets(loss_fn)
+    signature = inspect.signature(model.forward)
+    got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
+    if len(args) < targets:
+        raise CaptureError(f"{type(model).__name__}: {got}, wanted those of the model and, last, {targets} for loss_fn")
+    try:
+        signature.bind(*args[:len(args) - targets], **kwargs)
+    except TypeError as error:
+        taken = f", of which the last {targets} go to loss_fn" if targets else ""
+        raise CaptureError(f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}") from None
+
+
+def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
+    """Training flags for `mode`. A model that trains keeps the parts that its user has set to evaluate (frozen norms)."""
+    return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
 def _targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
@@ -99,17 +113,15 @@ def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.Al
         _mark_loss(gm)
     if runs:
         gm.meta["repeat_counts"] = _repeat_counts(runs)
-    return passes.run(gm, (*passes.NORMALIZE, *passes.ANNOTATE))
+    with torch.device("cpu"):  # passes evaluate masks: not on meta, even when the caller builds models there
+        return passes.run(gm, (*passes.NORMALIZE, *passes.ANNOTATE))
 
 
 def _repeat_counts(runs: list[alike.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
-    """(start in the shortened container, period, groups in the graph, groups meant) per container."""
+    """(start, period, groups in the graph, groups meant) per container."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
-    used: dict[str, int] = {}
     for run in runs:
-        start = used.get(run.path, 0)
-        found.setdefault(run.path, []).append((start, run.period, run.groups_kept, run.count))
-        used[run.path] = start + len(run.kept)
+        found.setdefault(run.path, []).append((run.start, run.period, alike.KEPT, run.count))
     return found
 
 

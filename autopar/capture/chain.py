@@ -1,94 +1,83 @@
-"""The proof that shortened runs stand for whole ones: the model's outer code run once with every block replaced by a stub.
+"""The proof that shortened runs stand for whole ones, from the model's outer code and one run of the shortened model.
 
     h = embed(ids); for block in blocks: h = block(h, mask); ...
 
-With stubs that return fresh tensors like the first block's output, the run shows what each block is fed. A run is a chain when every
-block is called once, in order, and each argument is, for all blocks from the second on, the same thing: the previous
-block's output number i, the very object that the previous block got, or an equal plain value.
+Three things are shown. No block of a run reads its own number. In the whole model every block of a run is called once, in
+order, and each argument is, for all groups from the second on, the same thing: the previous block's output number i, the very
+object that its twin one group earlier got, or an equal plain value. And the outer code of the shortened model does what that
+of the whole model does, operator for operator, with the middle blocks left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autopar._torch import fake_mode
+from autopar.capture import alike
 from autopar.capture.alike import AlikeRun
-from autopar.capture.shadow import shadow
+from autopar.capture.outer import Call, Tape, play, results
+from autopar.capture.watched import Watched
 
-
-class _Stub(nn.Module):
-    """Stands for one block: notes what it is fed and returns tensors like `result`."""
-
-    def __init__(self, number: int, result: Any, calls: list[tuple[int, list[Any], list[Any]]], like: nn.Module) -> None:
-        super().__init__()
-        self.number, self.result, self.calls = number, result, calls
-        for name, value in vars(like).items():  # outer code may look at plain attributes of a block
-            if not name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module)) and name not in vars(self):
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        fresh = pytree.tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, self.result)
-        self.calls.append((self.number, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(fresh)))
-        return fresh
+SHORTENED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
+"""What outer code raises that cannot live with fewer blocks, with stubs, or with tensors that have no values."""
 
 
 def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """"" when all `runs` of `model` are chains, otherwise why not. `short` is the shortened shadow; inputs are on meta."""
-    with fake_mode():
-        args, kwargs = pytree.tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, (args, dict(kwargs)))
-        results = _first_results(short, runs, args, kwargs)
-    whole = shadow(model, {run.path: () for run in runs})
-    calls: dict[str, list[tuple[int, list[Any], list[Any]]]] = {}
-    for path in dict.fromkeys(run.path for run in runs):
-        container, children = whole.get_submodule(path), list(model.get_submodule(path).children())
-        assert isinstance(container, (nn.ModuleList, nn.Sequential))
-        here = [run for run in runs if run.path == path]
-        covered = {run.start + i: (run, i % run.period) for run in here for i in range(run.period * run.count)}
-        if len(covered) != len(children):
-            return f"{path} holds other blocks beside the alike ones"
-        for number, child in enumerate(children):
-            run, kind = covered[number]
-            container.append(_Stub(number, results[path, run.start + kind], calls.setdefault(path, []), child))
-    with torch.no_grad(), fake_mode():
-        whole(*args, **kwargs)
+    """"" when `runs` of `model` may be shortened, otherwise why not. `short` is the shortened shadow; inputs are on meta."""
+    inputs = (args, dict(kwargs))
+    paths = list(dict.fromkeys(run.path for run in runs))
+    sizes = {path: len(model.get_submodule(path)._modules) for path in paths}
+    keep = {path: alike.kept(runs, path, sizes[path]) for path in paths}
+    try:
+        with _watching(short, runs):
+            gave = results(short, paths, inputs)
+        brief = play(model, keep, short.training, inputs, gave.__getitem__)
+        whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
+                     lambda block: gave[block[0], _shown(runs, *block)])
+    except SHORTENED as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
+    return broken or _compare(runs, brief, whole)
+
+
+@contextmanager
+def _watching(short: nn.Module, runs: Sequence[AlikeRun]) -> Iterator[None]:
+    """In the shortened model, the numbers that blocks of runs hold raise when they are read."""
+    held = []
     for run in runs:
-        if why := _broken(run, calls[run.path]):
-            return f"{run.path}: {why}"
-    return ""
+        for shown, number in run.kept.items():
+            for path, name in run.indexes:
+                module = short.get_submodule(".".join(filter(None, (run.path, str(shown), path))))
+                held.append((module, name, getattr(module, name)))
+                setattr(module, name, Watched(number, f"{run.path}: blocks read their own number ({type(module).__name__}.{name})"))
+    try:
+        yield
+    finally:
+        for module, name, value in held:
+            setattr(module, name, value)
 
 
-def _first_results(short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[tuple[str, int], Any]:
-    """What the first block of each kind returns, from one run of the shortened model on meta."""
-    found: dict[tuple[str, int], Any] = {}
-    handles = []
-    for path in dict.fromkeys(run.path for run in runs):
-        kept = [number for run in runs if run.path == path for number in run.kept]
-        for number, child in zip(kept, short.get_submodule(path).children(), strict=True):
-            def note(_: Any, __: Any, result: Any, key: tuple[str, int] = (path, number)) -> None:
-                found.setdefault(key, result)
-            handles.append(child.register_forward_hook(note))
-    with torch.no_grad():
-        short(*args, **kwargs)
-    for handle in handles:
-        handle.remove()
-    return found
+def _run_of(runs: Sequence[AlikeRun], path: str, number: int) -> AlikeRun | None:
+    return next((run for run in runs if run.path == path and run.start <= number < run.stop), None)
 
 
-def _broken(run: AlikeRun, calls: Sequence[tuple[int, list[Any], list[Any]]]) -> str:
-    mine = [call for call in calls if run.start <= call[0] < run.start + run.period * run.count]
-    if [number for number, _, _ in mine] != list(range(run.start, run.start + run.period * run.count)):
+def _shown(runs: Sequence[AlikeRun], path: str, number: int) -> int:
+    run = _run_of(runs, path, number)
+    return number if run is None else run.shown_as(number)
+
+
+def _broken(run: AlikeRun, calls: Sequence[Call]) -> str:
+    mine = [call for call in calls if call.block[0] == run.path and run.start <= call.block[1] < run.stop]
+    if [call.block[1] for call in mine] != list(range(run.start, run.stop)):
         return "its blocks are not called once each, in order"
     seen: dict[int, list[Any]] = {}
     for at in range(run.period, len(mine)):
-        number, fed, _ = mine[at]
-        before = mine[at - 1]
-        twin = mine[at - run.period]
-        how = [_origin(x, before, twin, i, number) for i, x in enumerate(fed)]
+        number = mine[at].block[1]
+        how = [_origin(x, mine[at - 1], mine[at - run.period], i) for i, x in enumerate(mine[at].fed)]
         if None in how:
             return f"block {number} is fed something made anew for it (argument {how.index(None)})"
         if seen.setdefault(at % run.period, how) != how:
@@ -96,13 +85,53 @@ def _broken(run: AlikeRun, calls: Sequence[tuple[int, list[Any], list[Any]]]) ->
     return ""
 
 
-def _origin(x: Any, before: tuple[int, list[Any], list[Any]], twin: tuple[int, list[Any], list[Any]], index: int, number: int) -> Any:
+def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
     """Where one argument comes from, in words that are the same for every block of a chain; None if from nowhere known."""
+    known = index < len(twin.fed)
     if isinstance(x, torch.Tensor):
-        for i, result in enumerate(before[2]):
+        for i, result in enumerate(before.gave):
             if x is result:
                 return ("output", i)
-        return ("same", index) if index < len(twin[1]) and x is twin[1][index] else None
-    if isinstance(x, int) and not isinstance(x, bool) and x == number:
-        return ("index",)
-    return ("equal", index) if index < len(twin[1]) and (x is twin[1][index] or x == twin[1][index]) else None
+        return ("same", index) if known and x is twin.fed[index] else None
+    return ("equal", index) if known and (x is twin.fed[index] or x == twin.fed[index]) else None
+
+
+def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
+    """"" when the outer programs are the same but for the blocks that are not shown."""
+    wanted, got = _program(runs, whole, whole=True), _program(runs, brief, whole=False)
+    for a, b in zip(wanted, got, strict=False):
+        if a != b:
+            return f"outer code depends on the number of blocks (at {a[0]})"
+    if len(wanted) != len(got):
+        return f"outer code depends on the number of blocks ({len(wanted)} operators and blocks with all of them, {len(got)} with some)"
+    return ""
+
+
+def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple[str, Any]]:
+    """A tape as comparable lines. In that of the whole model the middle blocks are left out, the last group goes under the
+    number that it has in the shortened model, and what a block is fed from a middle block comes from the second group."""
+    shown: dict[Any, Any] = {}
+    stands: dict[Any, Any] = {}
+    for run in runs if whole else ():
+        numbers = {number: shown for shown, number in run.kept.items()}
+        for number in range(run.start + 2 * run.period, run.stop):
+            shown["block", (run.path, number)] = ("block", (run.path, numbers[number])) if number in numbers else None
+            stands["block", (run.path, number)] = ("block", (run.path, run.shown_as(number)))
+    lines: list[tuple[str, Any]] = []
+    for event in tape.events:
+        if not isinstance(event, Call):
+            lines.append((event[0], [_renamed(label, shown) for label in event[1]]))
+        elif (name := shown.get(("block", event.block), ("block", event.block))) is not None:
+            fed = [_renamed(label, shown, stands) for label in tape.flat(event.fed)]
+            lines.append((f"block {name[1][1]} of {name[1][0]}", fed))
+    return [*lines, ("the result", [_renamed(label, shown) for label in tape.result])]
+
+
+def _renamed(label: Any, shown: Mapping[Any, Any], stands: Mapping[Any, Any] | None = None) -> Any:
+    """A label in the numbers of the shortened model. A middle block has none there: only for what a block of a chain is fed
+    the second group `stands` for it."""
+    origin, *rest = label
+    if origin not in shown:
+        return label
+    name = shown[origin] if shown[origin] is not None else (stands or {}).get(origin, origin)
+    return (name, *rest)

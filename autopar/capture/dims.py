@@ -6,15 +6,19 @@ Export runs on stand-in sizes where the user's own would be specialised (1, or b
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.utils import _pytree as pytree
+
+from autopar._torch import pytree
+from autopar.errors import CaptureError
 
 STAND_IN = {"b": 6, "s": 10}  # small sizes that are neither 1 nor each other
+LARGEST = 2**31  # a Dim without a limit says something beyond this
 
 
 @dataclass
@@ -40,8 +44,15 @@ class Dims:
         """The inputs at the stand-in sizes, on their device."""
         return [self._resized(x, self.of.get(i, {})) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
 
+    def stand_in(self, name: str) -> int:
+        """The size to export symbol `name` at: the user's own for dims that the user named, where that is not specialised."""
+        others = [size for other, size in self.hints.items() if other != name]
+        if name in STAND_IN or self.hints[name] < 2 or self.hints[name] in others:
+            return STAND_IN.get(name, 14 + 4 * list(self.hints).index(name))
+        return self.hints[name]
+
     def _resized(self, x: torch.Tensor, dims: Mapping[int, str]) -> torch.Tensor:
-        shape = [STAND_IN[dims[d]] if d in dims else n for d, n in enumerate(x.shape)]
+        shape = [self.stand_in(dims[d]) if d in dims else n for d, n in enumerate(x.shape)]
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
 
 
@@ -67,13 +78,31 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
 
 
 def explicit(flat: list[Any], given: Any, tree: Any) -> Dims:
-    """The user's own dynamic_shapes: a pytree like the inputs, with `{dim: Dim}` or `{dim: "name"}` at tensors."""
-    leaves = pytree.tree_leaves(given, is_leaf=lambda item: (isinstance(item, dict) and all(isinstance(k, int) for k in item))
-                                or item is None)
+    """The user's own dynamic_shapes: a pytree like `(args, kwargs)`, with `{dim: Dim}` or `{dim: "name"}` or None at each input.
+
+    Raises CaptureError where it does not fit the inputs.
+    """
+    leaves = pytree.tree_leaves(given, is_leaf=_is_dims)
+    shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat]
+    asked = f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs) with {{dim: name}} or None at each input"
+    if len(leaves) != len(flat) or not all(_is_dims(leaf) for leaf in leaves):
+        raise CaptureError(f"{asked}: {len(flat)} of them, got {len(leaves)}")
     found = Dims()
-    for index, (x, dims) in enumerate(zip(flat, leaves, strict=True)):
+    for index, (shape, dims) in enumerate(zip(shapes, leaves, strict=True)):
         for dim, named in (dims or {}).items():
+            if shape is None or not 0 <= dim < len(shape):
+                raise CaptureError(f"{asked}: input {index} has no dim {dim}")
             name = named if isinstance(named, str) else named.__name__
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise CaptureError(f"{asked}: {name!r} is no Python name, and sizes are written with it")
+            if found.hints.setdefault(name, shape[dim]) != shape[dim]:
+                raise CaptureError(f"{asked}: {name} is {found.hints[name]} and {shape[dim]}")
             found.of.setdefault(index, {})[dim] = name
-            found.hints[name] = x.shape[dim]
+            most = getattr(named, "max", None)
+            if most is not None and most < LARGEST:
+                found.limits[name] = int(most)
     return found
+
+
+def _is_dims(item: Any) -> bool:
+    return item is None or (isinstance(item, Mapping) and bool(item) and all(isinstance(k, int) for k in item))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
-from autopar._torch import export_errors
+from autopar._torch import export_errors, pytree
+from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
+from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
-INNER = "inner."  # the prefix that WithLoss puts before original names
+INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[ExportedProgram, Dims, list[str]]:
@@ -34,7 +37,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         try:
-            program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(shapes, inputs, named), strict=False)
+            with on_meta():
+                program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error
             continue
@@ -47,12 +51,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
                        "; rewrite that line without control flow on tensor values, or see torch.export's documentation") from failure
 
 
-def _spell(shapes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`dynamic_shapes` as torch.export wants them: a tuple for args, a dict for kwargs."""
+def _spell(model: nn.Module, shapes: Any) -> Any:
+    """`dynamic_shapes` as torch.export wants them: by the names of forward's parameters."""
     if shapes is None:
         return None
     positional, named = shapes
-    return dict(named) if not args else tuple(positional) if not kwargs else (tuple(positional), dict(named))
+    return dict(inspect.signature(model.forward).bind(*positional, **named).arguments)
 
 
 def _weaker(dims: Dims) -> list[Dims]:
@@ -76,7 +80,10 @@ def _line(error: BaseException | None) -> str:
 
 def _source(error: BaseException, model: nn.Module) -> str:
     """The last frame outside torch: the user's own line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "/autopar/" not in f.filename]
+    library = str(Path(inspect.__file__).parent) + "/"
+    frames = [f for f in traceback.extract_tb(error.__traceback__)
+              if "/torch/" not in f.filename and "/autopar/" not in f.filename
+              and ("/site-packages/" in f.filename or not f.filename.startswith(library))]
     if frames:
         return f"at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
     found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
@@ -108,10 +115,22 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
         else:
             seen[name] = node
     gm.meta["symbols"] = symbols
-    gm.meta["constants"] = dict(program.constants)
+    gm.meta["constants"] = {name.removeprefix(INNER): value for name, value in program.constants.items()}
+    _mend_places(gm)
     gm.meta["outputs"] = _outputs(program)
     gm.recompile()
     return gm
+
+
+def _mend_places(gm: fx.GraphModule) -> None:
+    """Module paths and source lines as the user knows them: without our own wrapper and frames."""
+    here = re.compile(rf'\s*File "{re.escape(str(Path(__file__).parent))}/[^\n]*(\n(?!\s*File)[^\n]*)*')
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack") or {}
+            node.meta["nn_module_stack"] = {
+                key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind) for key, (path, kind) in stack.items()}
+            node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
 
 
 def _outputs(program: ExportedProgram) -> list[dict[str, str]]:

@@ -1,0 +1,49 @@
+"""One device while a model is traced: the shadow is on meta, and so is what its code makes on the way.
+
+Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Factories go to meta here, literals
+(`torch.tensor([0.5])`) keep their values, and a tensor of another device that meets one on meta goes there first. Captured graphs
+name no device in the end (passes.drop_devices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import pytree
+
+LITERALS = (torch.tensor, torch.as_tensor)
+
+
+class _Meeting(TorchFunctionMode):
+    """Moves tensors to meta where they meet tensors on meta; never the one that an operator changes in place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in LITERALS:
+            kwargs.setdefault("device", "cpu")
+            return func(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if len({x.device.type for x in tensors}) > 1 and not (_changes(func) and tensors[0].device.type != "meta"):
+            args, kwargs = pytree.tree_map(_moved, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _changes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _moved(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Everything that is made or met inside is on meta."""
+    with torch.device("meta"), _Meeting():
+        yield

@@ -1,0 +1,40 @@
+"""A number that tells when it is read: how capture sees that no block depends on its own place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round",
+           "trunc", "floor", "ceil", "str", "repr", "format")
+
+
+class ReadError(RuntimeError):
+    """A Watched number was read."""
+
+
+class Watched:
+    """Stands in for an int and passes for one; whatever is done with it raises ReadError. It may be handed on, and compared to
+    None by identity."""
+
+    def __init__(self, number: int, message: str) -> None:
+        self._number, self._message = number, message
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(x, int) holds
+        return int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        return self
+
+
+def _raises(name: str) -> Any:
+    def read(self: Any, *_: Any) -> Any:
+        raise ReadError(operator.attrgetter("_message")(self))
+    read.__name__ = name
+    return read
+
+
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
+    setattr(Watched, f"__{_name}__", _raises(_name))

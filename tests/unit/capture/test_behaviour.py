@@ -1,0 +1,227 @@
+"""What capture promises beside the graph: nothing of the model is touched, sizes are symbolic, names and structure survive."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from passes import facts
+from passes.interpret import Interpret
+from tests.helpers.blocks import Stack, batch, blocks
+
+
+class Net(nn.Module):
+    """Logits [b, s, 11] of ids [b, s], tied to the embedding; `temperature` is a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("shift", torch.arange(8.0), persistent=False)
+
+    def forward(self, ids, *, temperature=None):
+        logits = self.head(self.embed(ids) * self.frozen + self.shift + torch.tensor([0.5]))
+        return {"logits": logits if temperature is None else logits / temperature, "extra": (logits.sum(), [logits.mean()])}
+
+
+def loss_fn(outputs, labels):
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+def ids(rows=4, length=6):
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    return torch.randint(11, (rows, length), generator=generator), torch.randint(11, (rows, length), generator=generator)
+
+
+def weights(model, captured):
+    return dict(model.named_parameters()) | dict(model.named_buffers()) | dict(captured.constants)
+
+
+def placeholders(captured):
+    return {n.meta["fqn"]: n for n in captured.gm.graph.nodes if n.meta.get("role") in ("param", "buffer", "constant")}
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (1, 6), (6, 6), (2, 1), (1, 1)])
+def test_a_loss_outside_the_model_at_any_size(sizes):
+    model = Net().double()
+    captured = capture(model, ids(*sizes), loss_fn=loss_fn)
+    assert captured.output_names[0] == "loss"
+    for at in (sizes, (3, 5), (7, 4)):
+        if sizes[1] == 1 and at[1] != 1:
+            continue  # a sequence of one token is captured as such
+        tokens, labels = ids(*at)
+        got = Interpret(captured.gm, weights(model, captured)).run_named(dict(zip(captured.input_names, (tokens, labels), strict=True)))
+        torch.testing.assert_close(got[0], loss_fn(model(tokens), labels), rtol=1e-12, atol=1e-12)
+
+
+def test_sizes_are_symbols_and_hints_are_the_users_sizes():
+    captured = capture(Net(), ids(4, 6), loss_fn=loss_fn)
+    assert dict(captured.hints) == {"b": 4, "s": 6}
+    shapes = [tuple(map(str, facts.shape(n))) for n in captured.gm.graph.nodes if n.meta.get("role") == "input"]
+    assert shapes == [("b", "s"), ("b", "s")]
+
+
+def test_tied_frozen_and_constant_tensors():
+    model = Net()
+    captured = capture(model, ids(), loss_fn=loss_fn)
+    held = placeholders(captured)
+    assert captured.aliases == {"head.weight": "embed.weight"}
+    assert "head.weight" not in held
+    assert held["embed.weight"].meta["requires_grad"] and not held["frozen"].meta["requires_grad"]
+    literals = [name for name, node in held.items() if node.meta["role"] == "constant"]
+    assert all(name in captured.constants for name in [*literals, "shift"])
+    assert captured.fleeting == ("shift",)
+
+
+def test_the_structure_of_the_outputs_is_kept():
+    captured = capture(Net(), ids()[:1], mode="inference")
+    assert captured.structure == {"logits": 0, "extra": (1, (2,))}
+    assert captured.output_names == ("logits", "extra.0", "extra.1.0")
+
+
+def test_keyword_inputs_in_any_order():
+    model = Net().double()
+    temperature = torch.full((4, 1, 1), 2.0, dtype=torch.float64)
+    captured = capture(model, (), {"temperature": temperature, "ids": ids()[0]}, mode="inference")
+    got = Interpret(captured.gm, weights(model, captured)).run_named({"ids": ids()[0], "temperature": temperature})
+    torch.testing.assert_close(got[0], model(ids()[0], temperature=temperature)["logits"], rtol=1e-12, atol=1e-12)
+    assert set(captured.input_names) == {"ids", "temperature"}
+
+
+def test_dims_named_by_the_user():
+    captured = capture(Net(), ids()[:1], mode="inference", dynamic_shapes=(({0: "rows"},), {}))
+    assert dict(captured.hints) == {"rows": 4}
+    captured = capture(Net(), ids()[:1], mode="inference", dynamic_shapes=(({0: torch.export.Dim("n"), 1: "t"},), {}))
+    assert dict(captured.hints) == {"n": 4, "t": 6}
+
+
+@pytest.mark.parametrize("given", [(), (({0: "rows"}, {0: "rows"}, {0: "rows"}), {}), (({5: "rows"},), {}), "rows"])
+def test_dims_that_do_not_fit_the_inputs(given):
+    with pytest.raises(CaptureError, match=r"dynamic_shapes.*wanted"):
+        capture(Net(), ids()[:1], mode="inference", dynamic_shapes=given)
+
+
+def test_a_dim_that_the_model_fixes_is_static_and_said():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(6, 8))
+            self.embed = nn.Embedding(11, 8)
+
+        def forward(self, tokens):
+            return (self.embed(tokens) + self.table).sum()
+
+    captured = capture(Fixed(), ids()[:1])
+    assert dict(captured.hints) == {"b": 4}
+    (note,) = captured.notes
+    assert note.startswith("s is static")
+    shapes = [tuple(map(str, facts.shape(n))) for n in captured.gm.graph.nodes if n.meta.get("role") == "input"]
+    assert shapes == [("b", "6")]
+
+
+def test_nothing_of_the_model_is_touched():
+    model = Stack(blocks("rrrrrr"))
+    calls = []
+    model.layers[2].register_forward_hook(lambda *_: calls.append(1))
+    model.eval()
+    model.layers[1].train()
+    before = copy.deepcopy(model.state_dict())
+    identities = [id(p) for p in model.parameters()]
+    flags = [m.training for m in model.modules()]
+    hooks = [dict(m._forward_hooks) for m in model.modules()]
+    capture(model, batch())
+    assert [id(p) for p in model.parameters()] == identities
+    assert [m.training for m in model.modules()] == flags
+    assert [dict(m._forward_hooks) for m in model.modules()] == hooks
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_forward_hooks_are_part_of_the_model():
+    model = Stack(blocks("rr")).double()
+    model.layers[1].register_forward_hook(lambda module, args, result: result * 3)
+    captured = capture(model, tuple(t.double() for t in batch()))
+    x, y = (t.double() for t in batch(5))
+    got = Interpret(captured.gm, weights(model, captured)).run_named(dict(zip(captured.input_names, (x, y), strict=True)))
+    torch.testing.assert_close(got[0], model(x, y)["loss"], rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_that_evaluates_in_a_model_that_trains_stays_so():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    model[1].eval()
+    captured = capture(model, (torch.zeros(3, 4), torch.zeros(3, 4)), loss_fn=lambda out, y: ((out - y) ** 2).mean())
+    assert len([n for n in captured.gm.graph.nodes if "dropout" in str(n.target)]) == 1
+
+
+def test_a_model_on_meta_inside_a_meta_context():
+    with torch.device("meta"):
+        captured = capture(Stack(blocks("rrrrr")), batch())
+        whole = capture(Net(), ids(), loss_fn=loss_fn)
+    assert captured.constants == {} and captured.hints["b"] == 6
+    assert any("shift" in note and "no values" in note for note in whole.notes)
+
+
+def test_the_hash_is_of_what_is_computed():
+    plain = capture(Stack(blocks("rrrrr")), batch()).graph_hash
+    assert capture(Stack(blocks("rrrrr")), batch(9)).graph_hash == plain
+    with torch.device("meta"):
+        assert capture(Stack(blocks("rrrrr")), batch()).graph_hash == plain
+    others = [Stack(blocks("rrrrrr")), Stack(blocks("rrrrt")), Stack(blocks("rrrrr")).double()]
+    assert len({plain, *(capture(model, batch()).graph_hash for model in others[:2])}) == 3
+
+
+def test_no_loss_in_train_mode():
+    with pytest.raises(CaptureError, match=r"Logits gives no scalar loss in train mode, got outputs .*logits.*loss_fn="):
+        capture(Logits(), ids()[:1])
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, tokens):
+        return {"logits": self.net(tokens)["logits"]}
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:  # the line that cannot be exported
+            return self.linear(x).sum()
+        return x.sum()
+
+
+def test_a_model_that_cannot_be_exported_names_the_line():
+    with pytest.raises(CaptureError, match=r"(?s)Branches cannot be exported: .*test_behaviour.py:\d+: if x.sum\(\) > 0.*rewrite"):
+        capture(Branches(), (torch.zeros(3, 4),))
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return (x @ torch.ones(5, 5)).sum()
+
+
+def test_an_error_of_the_model_itself_names_its_line():
+    with pytest.raises(CaptureError, match=r"(?s)Wrong cannot be exported.*test_behaviour.py:\d+: return \(x @"):
+        capture(Wrong(), (torch.zeros(3, 4),))
+
+
+@pytest.mark.parametrize(("args", "kwargs", "text"), [
+    ((), {}, "'ids'"), ((torch.zeros(2, 2),) * 3, {}, "too many positional"), ((), {"tokens": torch.zeros(2, 2)}, "'ids'.* got 0 .*tokens"),
+])
+def test_inputs_that_forward_does_not_take(args, kwargs, text):
+    with pytest.raises(CaptureError, match=rf"Net does not take these inputs.*{text}.*forward\(ids, \*, temperature"):
+        capture(Net(), args, kwargs, mode="inference")

@@ -1,0 +1,150 @@
+"""Runs of alike blocks are shortened where that is proven to change nothing, and captured one by one where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.capture import alike, capture
+from autopar.capture.chain import is_chain
+from autopar.capture.shadow import shadow
+from passes.interpret import Interpret
+from tests.helpers.blocks import (
+    Block,
+    ByNumber,
+    Collects,
+    MaskOfOne,
+    MasksByPlace,
+    Mean,
+    Middle,
+    ReadsIndex,
+    Scales,
+    Stack,
+    Twice,
+    batch,
+    blocks,
+)
+
+CHAINS = {
+    "plain": (lambda: Stack(blocks("r" * 7)), [7]),
+    "deeper": (lambda: Stack(blocks("r" * 30)), [30]),
+    "pattern": (lambda: Stack(blocks("rrt" * 5)), [5]),
+    "first differ": (lambda: Stack(blocks("tr" + "r" * 6)), [7]),
+    "last differs": (lambda: Stack(blocks("r" * 6 + "t")), [6]),
+    "two runs": (lambda: Stack(blocks("r" * 6 + "t" * 5)), [6, 5]),
+    "pattern and rest": (lambda: Stack(blocks("rt" * 4 + "r")), [4]),
+    "by number": (lambda: ByNumber(blocks("r" * 6)), [6]),
+    "masks by place": (lambda: MasksByPlace(blocks("rt" * 5)), [5]),
+}
+NO_CHAINS = {
+    "masks do not follow the pattern": (lambda: MasksByPlace(blocks("r" * 6)), "fed"),
+    "mask of one": (lambda: MaskOfOne(blocks("r" * 6)), "fed"),
+    "mean": (lambda: Mean(blocks("r" * 6)), "outer code depends on the number of blocks"),
+    "collects": (lambda: Collects(blocks("r" * 6)), "outer code depends on the number of blocks"),
+    "middle": (lambda: Middle(blocks("r" * 6)), "outer code depends on the number of blocks"),
+    "scales": (lambda: Scales(blocks("r" * 6)), "outer code depends on the number of blocks"),
+    "reads its index": (lambda: Stack(blocks("r" * 6, ReadsIndex)), "blocks read their own number (ReadsIndex.index)"),
+    "twice": (lambda: Twice(blocks("r" * 6)), "not called once each"),
+    "by number, with a gap": (lambda: ByNumber(blocks("r" * 6 + "t")), ""),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_are_shortened_and_stay_exact(name):
+    make, counts = CHAINS[name]
+    model = make().double()
+    captured = capture(model, batch())
+    assert [n.meta["repeat"] for n in captured.gm.graph.nodes if "repeat" in n.meta] == counts
+    assert not captured.notes
+    assert_same(captured, model)
+
+
+@pytest.mark.parametrize("name", NO_CHAINS)
+def test_what_is_no_chain_is_captured_whole(name):
+    make, why = NO_CHAINS[name]
+    model = make().double()
+    captured = capture(model, batch())
+    (note,) = captured.notes
+    assert "one by one" in note and why in note
+    assert_same(captured, model)
+
+
+def assert_same(captured, model):
+    weights = dict(model.named_parameters()) | dict(captured.constants)
+    for rows in (6, 9):
+        x, y = batch(rows)
+        x, y = x.double(), y.double()
+        loss, out = Interpret(captured.gm, weights).run_named(dict(zip(captured.input_names, (x, y), strict=True)))
+        wanted = model(x, y)
+        torch.testing.assert_close(out, wanted["out"], rtol=1e-12, atol=1e-12)
+        parameters = list(model.parameters())
+        for got, right in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(wanted["loss"], parameters), strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+def test_the_graph_does_not_grow_with_depth():
+    sizes = [len(capture(Stack(blocks("r" * depth)), batch()).gm.graph.nodes) for depth in (5, 50)]
+    assert sizes[0] == sizes[1]
+
+
+def test_what_is_exported_does_not_grow_with_depth():
+    model = Stack(blocks("t" + "rt" * 20 + "r" * 9))
+    runs = alike.find(model)
+    assert [(run.start, run.period, run.count) for run in runs] == [(0, 2, 21), (42, 1, 8)]
+    kept = alike.kept(runs, "layers", 50)
+    assert len(kept) < 14
+    short = shadow(model, {"layers": kept})
+    assert is_chain(model, short, runs, *meta()) == ""
+
+
+def meta():
+    return tuple(t.to("meta") for t in batch()), {}
+
+
+def test_kept_children_have_the_numbers_under_which_they_are_shown():
+    run = alike.AlikeRun("layers", 2, 2, 10)
+    assert run.kept == {2: 2, 3: 3, 4: 4, 5: 5, 6: 20, 7: 21}
+    assert alike.kept([run], "layers", 24) == {0: 0, 1: 1, **run.kept, 22: 22, 23: 23}
+    assert [run.shown_as(n) for n in (2, 3, 4, 5, 6, 21)] == [2, 3, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize("change", [
+    lambda blocks: setattr(blocks[3], "scale", 0.5),
+    lambda blocks: setattr(blocks[3], "options", {"scale": 0.5}),
+    lambda blocks: blocks[3].linear.bias.requires_grad_(False),
+    lambda blocks: blocks[3].register_forward_hook(lambda module, args, result: result * 2),
+    lambda blocks: blocks[3].eval(),
+    lambda blocks: setattr(blocks[3], "linear", torch.nn.Linear(8, 8, bias=False)),
+    lambda blocks: setattr(blocks[5].linear, "weight", blocks[1].linear.weight),
+], ids=["attribute", "dict", "frozen", "hook", "mode", "shape", "tied"])
+def test_one_block_that_differs_ends_the_run(change):
+    made = blocks("r" * 8)
+    change(made)
+    model = Stack(made)
+    assert all(run.count < 8 for run in alike.find(model))
+    captured = capture(model.double(), tuple(t.double() for t in batch()))
+    weights = dict(model.named_parameters(remove_duplicate=False)) | dict(captured.constants)
+    x, y = (t.double() for t in batch(9))
+    loss = Interpret(captured.gm, weights).run_named(dict(zip(captured.input_names, (x, y), strict=True)))[0]
+    torch.testing.assert_close(loss, model(x, y)["loss"], rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_that_share_everything_are_one_run():
+    made = blocks("r" * 6)
+    for block in made[1:]:
+        block.linear = made[0].linear
+    model = Stack(made).double()
+    captured = capture(model, batch())
+    assert [n.meta["repeat"] for n in captured.gm.graph.nodes if "repeat" in n.meta] == [6]
+    assert_same(captured, model)
+
+
+def test_fewer_blocks_than_would_be_kept_are_no_run():
+    assert alike.find(Stack(blocks("rrr"))) == []
+    assert len(alike.find(Stack(blocks("rrrr")))) == 1
+
+
+def test_a_list_that_holds_one_block_many_times_is_left_alone():
+    block = Block(0)
+    model = Stack([block] * 6).double()
+    assert_same(capture(model, batch()), model)

@@ -6,7 +6,7 @@ differ between shards).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-
-
-def placed_text(op: Op, node: NodePlan, text: str, operands: Sequence[str], outs: Sequence[str], context: Context) -> str:
-    """`text`, the call of `op`, made on one coordinate of an axis only where the plan places it there (factor `O(1)`).
-
-    `operands` are the names of its tensor operands, `outs` the local shapes of its outputs as texts.
-    """
-    axis = next((a for a, factor in enumerate(node.factors) if factor.startswith("O(")), None)
-    if axis is None:
-        return text
-    context.algorithms["placed"] = None
-    tracked = [name for name, use in zip(operands, node.ins, strict=True) if Pair.of(use).has_grad]
-    known = {context.program.ops[ref[0]].out_dtypes[ref[1]]: name for name, ref in zip(operands, op.operands, strict=True)}
-    likes = [f"({known.get(dtype, dtype)}, {shape})" for dtype, shape in zip(op.out_dtypes, outs, strict=True)]
-    names = ", ".join(dict.fromkeys(tracked)) + ("," if len(dict.fromkeys(tracked)) == 1 else "")
-    return f"placed({axis}, {node.factors[axis][2:-1]}, lambda: {text}, ({names}), {', '.join(likes)}, mesh=MESH)"
 
 
 def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:

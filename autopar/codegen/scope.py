@@ -18,13 +18,15 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import algorithm_text, placed_text, seeded_text
+from autopar.codegen.algorithms import algorithm_text, seeded_text
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
 from autopar.codegen.expressions import Written, write
+from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.rules.language import Tensor
+from autopar.runtime.algorithms import __all__ as ALGORITHMS
 from passes import facts
 
 WIDTH = 88  # column at which comments start
@@ -39,32 +41,68 @@ class ScopeWriter:
         self.names: dict[Ref, str] = {}
         self.resharded: dict[tuple[Ref, str], str] = {}
         self.taken: dict[str, int] = {}
+        self.indent = ""
 
     def write(self) -> list[str]:
-        """The statements, in execution order."""
-        for node in self.gm.graph.nodes:
-            if node.op == "placeholder":
-                if facts.tensors(node):
-                    self._placeholder(node)
-            elif node.op == "call_module":
-                self._run(node)
-            elif node.op == "output":
-                self._output(node)
-            elif node.target is not operator.getitem and facts.tensors(node):
-                self._op(self.context.program.ops[self._full(node.name)])
+        """The statements, in execution order; those placed on one coordinate together."""
+        together: list[Op] = []
+        for node in in_order(list(self.gm.graph.nodes), self._spots()):
+            op = self._op_of(node)
+            if op is None and node.op not in ("call_module", "output"):
+                continue
+            spot = self._spot(op)
+            if together and (spot != self._spot(together[0]) or self.context.probes):
+                write_placed(self, together)
+                together = []
+            if op is not None and spot is not None:
+                together.append(op)
+            else:
+                self._node(node, op)
         return self.lines
+
+    def _node(self, node: fx.Node, op: Op | None) -> None:
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "call_module":
+            self._run(node)
+        elif op is None:
+            self._output(node)
+        else:
+            self.operator(op)
+
+    def _op_of(self, node: fx.Node) -> Op | None:
+        """What `node` is to the plan: None for sizes, items of tuples, runs of blocks and the output."""
+        if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
+            return None
+        return self.context.program.ops[self._full(node.name)]
+
+    def _spot(self, op: Op | None) -> Spot | None:
+        return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
+
+    def _spots(self) -> dict[fx.Node, Spot]:
+        """Where placed nodes run; a run of blocks is where its blocks are."""
+        found: dict[fx.Node, Spot] = {}
+        for node in self.gm.graph.nodes:
+            op = self._op_of(node)
+            if node.op == "call_module":
+                op = self.context.program.ops[self.context.program.runs[str(node.target)].ports[0]]
+            if op is not None and op.role in ("op", "port") and (spot := spot_of(self.context.plan.nodes[op.name])):
+                found[node] = spot
+        return found
 
     def _full(self, name: str) -> str:
         return f"{self.scope}/{name}" if self.scope else name
 
-    def _fresh(self, name: str) -> str:
+    def fresh(self, name: str) -> str:
+        """A name that nothing else in this scope has: `name` if it is free."""
         taken = (*RESERVED, *self.context.symbols, *self.context.function_names)
         name = f"{name}_" if keyword.iskeyword(name) or name in taken else name
         self.taken[name] = self.taken.get(name, 0) + 1
-        return name if self.taken[name] == 1 else self._fresh(f"{name}_{self.taken[name]}")
+        return name if self.taken[name] == 1 else self.fresh(f"{name}_{self.taken[name]}")
 
     def say(self, code: str, comment: str = "") -> None:
         """One statement; its comment goes behind it, or above where the statement is long."""
+        code = self.indent + code
         if comment and len(code) >= WIDTH:
             self.lines.append(f"{code[:len(code) - len(code.lstrip())]}# {comment}")
         self.lines.append(f"{code.ljust(WIDTH)}# {comment}" if comment and len(code) < WIDTH else code)
@@ -75,7 +113,7 @@ class ScopeWriter:
         if op.role in table:
             self.names[op.name, 0] = f'self.{table[op.role]}["{self.context.short_name(op)}"]'
         else:
-            self.names[op.name, 0] = self._fresh(node.name)
+            self.names[op.name, 0] = self.fresh(node.name)
 
     def value(self, ref: Ref) -> str:
         return self.names[ref]
@@ -87,7 +125,7 @@ class ScopeWriter:
             return self.names[ref]
         key = (ref, f"{role} {dst}")
         if key not in self.resharded:
-            name = self._fresh(self._base(ref))
+            name = self.fresh(self._base(ref))
             self.resharded[key] = name
             self.say(f"{name} = {self.reshard_text(reshard, self.names[ref])}", self.context.reason(reshard))
         return self.resharded[key]
@@ -106,16 +144,17 @@ class ScopeWriter:
         return (f'{"gather" if reshard.regathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
                 f"grad={grad}, shape={shape}, mesh=MESH)")
 
-    def _op(self, op: Op) -> None:
+    def operator(self, op: Op) -> None:
+        """The statement of one operator, and the reshards in front of it."""
         operands = [self.asked(ref, in_pair(self.context.plan, op.name, i)) for i, ref in enumerate(op.operands)]
         text = self._call(op, operands)
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
-            name = self._fresh(op.node.name)
+            name = self.fresh(op.node.name)
             self.names[op.name, 0] = name
             self.say(f"{name} = {text}", self._layout((op.name, 0)))
             self._probe(op)
             return
-        names = [self._fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
+        names = [self.fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
         self.names.update({(op.name, i): name for i, name in enumerate(names)})
         self.say(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}", self._layout((op.name, 0)))
         self._probe(op)
@@ -140,11 +179,10 @@ class ScopeWriter:
                      for t, layout in zip(op.call.outs, layouts, strict=True))
         written = Written(args, kwargs, node.args, outs)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)
-        if special is None:
-            self.context.use(node.target)
-            special = seeded_text(op, plan.nodes[op.name], write(node.target, written), written, self.context)
-        shapes = [f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})" for sizes in outs]
-        return placed_text(op, plan.nodes[op.name], special, operands, shapes, self.context)
+        if special is not None:
+            return special
+        self.context.use(node.target)
+        return seeded_text(op, plan.nodes[op.name], write(node.target, written), written, self.context)
 
     def _argument(self, item: Any, queue: Any) -> str:
         if isinstance(item, fx.Node):
@@ -164,7 +202,7 @@ class ScopeWriter:
         run = program.runs[str(node.target)]
         feeds = [self.asked(ref, in_pair(self.context.plan, port, 0), "feed")
                  for port, ref in zip(run.ports, run.feeds, strict=True)]
-        carried = [self._fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
+        carried = [self.fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
         for name, feed in zip(carried, feeds, strict=False):
             self.say(f"{name} = {feed}")
         changes = [self.context.edges.between(ref, in_pair(self.context.plan, port, 0), "carry")
@@ -197,7 +235,7 @@ class ScopeWriter:
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
 
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i")
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i", *ALGORITHMS)
 
 
 def _atom(text: str) -> str:

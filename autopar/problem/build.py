@@ -17,8 +17,10 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.layout import cutters, fits
+from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
 from autopar.problem.saved import HOLDERS, Kept, kept
 from autopar.problem.types import Net, Node, Problem, Use
@@ -56,8 +58,8 @@ class _Link:
 
 
 def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], allows: Sequence[Allow], prices: Prices,
-          memory_limit_bytes: float, name: str = "") -> Model:
-    """The Problem of one mesh. `tables` and `allows` have one entry per axis.
+          memory_limit_bytes: float, name: str = "", branches: Branches | None = None) -> Model:
+    """The Problem of one mesh. `tables` and `allows` have one entry per axis; `branches` may work side by side.
 
     Raises InfeasibleError when the predicates leave some cluster without a choice.
     """
@@ -66,19 +68,27 @@ def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], al
     keeps = [kept(c, program) for c in clusters]
     nodes = tuple(_node(c, options, keep, program, prices, scopes[c.scope])
                   for c, options, keep in zip(clusters, choices, keeps, strict=True))
+    branches = branches or Branches()
+    nodes, lanes = in_lanes(nodes, clusters, choices, branches)
     home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
     nets = tuple(_net(link, program, home, clusters, choices, keeps, prices, scopes) for link in _links(program, home))
-    return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name), clusters, choices)
+    nets = tuple(whole(net, clusters, choices, branches) for net in nets)
+    return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices)
 
 
 def _choices(cluster: Cluster, tables: Sequence[Table], allows: Sequence[Allow], prices: Prices) -> list[Choice]:
     per_axis = [join(cluster, table, allow) for table, allow in zip(tables, allows, strict=True)]
-    found = [combo for combo in itertools.product(*per_axis) if _fits(cluster, combo, prices.sizes)]
+    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and _fits(cluster, combo, prices.sizes)]
     if not found:
         op = cluster.root
         raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {prices.sizes}: the recipe's "
                               f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them")
     return found
+
+
+def _placements(combo: Choice) -> int:
+    """On how many axes a choice is an operator placement."""
+    return sum(coordinate_of(joint.options[-1]) is not None for joint in combo)
 
 
 def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:

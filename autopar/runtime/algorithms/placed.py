@@ -7,19 +7,18 @@ elsewhere, but stays part of autograd on every rank: the collectives of the back
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.mesh import Mesh
 
-T = TypeVar("T", Tensor, tuple[Tensor, ...])
 Like = tuple[Tensor | torch.dtype, tuple[int, ...]]  # where an output's dtype comes from, and its local shape
 
 
-def placed(axis: int, coordinate: int, compute: Callable[[], T], operands: Sequence[Tensor], *outs: Like, mesh: Mesh) -> T:
-    """`compute()` on the ranks at `coordinate` of `axis`; empty tensors on the others.
+def placed(axis: int, coordinate: int, compute: Callable[[], Any], operands: Sequence[Tensor], *outs: Like, mesh: Mesh) -> Any:
+    """`compute()`, a tensor or a tuple of tensors, on the ranks at `coordinate` of `axis`; as many empty ones on the others.
 
     `outs` has for each output a tensor of the same dtype (or the dtype) and the shape that it has at `coordinate`. Elsewhere the
     gradient of every operand is zero: a part of a sum for operands that all ranks hold, empty for placed ones.
@@ -30,10 +29,10 @@ def placed(axis: int, coordinate: int, compute: Callable[[], T], operands: Seque
     dtypes = [like if isinstance(like, torch.dtype) else like.dtype for like, _ in outs]
     tracked = [x for x in operands if x.requires_grad] if torch.is_grad_enabled() else []
     if not tracked:
-        empty = tuple(torch.empty(s, dtype=d, device=mesh.device) for s, d in zip(shapes, dtypes, strict=True))
+        empty: tuple[Tensor, ...] = tuple(torch.empty(s, dtype=d, device=mesh.device) for s, d in zip(shapes, dtypes, strict=True))
     else:
         empty = _Elsewhere.apply(shapes, dtypes, mesh.device, *tracked)
-    return empty[0] if len(outs) == 1 else empty  # type: ignore[return-value]  # as many outputs as `compute` has
+    return empty[0] if len(outs) == 1 else empty
 
 
 class _Elsewhere(torch.autograd.Function):

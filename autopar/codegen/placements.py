@@ -1,0 +1,144 @@
+"""Operators that a plan places on one coordinate of an axis: in which order they are written, and as what.
+
+Statements that stand together and run on the same coordinate become one local function, which `placed` calls there only:
+
+    def user():                              # on coordinate 0 of gpu
+        x = F.linear(ids, self.w["user.weight"])
+        return x
+    x = placed(0, 0, user, (self.w["user.weight"],), (ids, (b, 64)), mesh=MESH)
+
+Everything placed is written as early as it can be, before anything that waits for it: else a rank would stand in the
+collective that brings the other branch's result before it has begun its own.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autopar.codegen import sizes as size_text
+from autopar.codegen.edges import in_pair, out_pair
+from autopar.layout import show
+from autopar.plan import NodePlan
+from autopar.problem.graph import Op, Ref
+
+if TYPE_CHECKING:
+    from autopar.codegen.scope import ScopeWriter
+
+Spot = tuple[int, int]  # (axis, coordinate)
+
+
+def spot_of(node: NodePlan) -> Spot | None:
+    """Where the plan places an Op, None where all ranks share it."""
+    return next(((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None)
+
+
+def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx.Node]:
+    """`nodes` with those that have a spot as early as their inputs allow, those of one spot together; a stable topological order."""
+    if not spots:
+        return list(nodes)
+    spots = dict(spots)
+    for node in nodes:
+        if node.target is operator.getitem and (source := node.all_input_nodes[0]) in spots:
+            spots[node] = spots[source]
+    left = dict.fromkeys(nodes)
+    found: list[fx.Node] = []
+    last: Spot | None = None
+    while left:
+        ready = [n for n in left if not any(i in left for i in n.all_input_nodes) and n.op != "output"] or list(left)
+        placed = [n for n in ready if n in spots]
+        if placed:
+            chosen = next((n for n in placed if spots[n] == last), placed[0])
+            last = spots[chosen]
+        else:
+            needed = _above([n for n in left if n in spots])
+            chosen = next((n for n in ready if n in needed), ready[0])
+        del left[chosen]
+        found.append(chosen)
+    return found
+
+
+def _above(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Everything that `nodes` depend on."""
+    found: dict[fx.Node, None] = {}
+    pending = list(nodes)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found[source] = None
+                pending.append(source)
+    return found
+
+
+def write_placed(writer: ScopeWriter, ops: Sequence[Op]) -> None:
+    """Writes `ops`, all placed on one spot, as one local function and its call."""
+    plan, program = writer.context.plan, writer.context.program
+    spot = spot_of(plan.nodes[ops[0].name])
+    assert spot is not None, "only placed operators are gathered"
+    inside = {op.name: op for op in ops}
+    given: dict[str, bool] = {}  # operand -> whether it gets a gradient
+    like: dict[object, str] = {}
+    for op in ops:
+        for index, ref in enumerate(op.operands):
+            if ref[0] not in inside:
+                pair = in_pair(plan, op.name, index)
+                name = writer.asked(ref, pair)  # collectives stand in front of the function: all ranks run them
+                given[name] = given.get(name, False) or pair.has_grad
+                like.setdefault(program.ops[ref[0]].out_dtypes[ref[1]], name)
+    results = _results(writer, inside)
+    function = writer.fresh(_name(ops))
+    writer.say(f"def {function}():", f"on coordinate {spot[1]} of {plan.axes[spot[0]]} only")
+    writer.indent += "    "
+    for op in ops:
+        writer.operator(op)
+    names = [writer.names[ref] for ref in results]
+    writer.say(f"return {', '.join(names)}")
+    writer.indent = writer.indent[:-4]
+    outs = [_out(writer, ref, like) for ref in results]
+    tracked = [name for name, has_grad in given.items() if has_grad]
+    operands = f"({', '.join(tracked)}{',' if len(tracked) == 1 else ''})"
+    layouts = dict.fromkeys(show(out_pair(plan, ref).value) for ref in results)
+    for line in _call(f"{', '.join(names)} = placed({spot[0]}, {spot[1]}, {function}, ", operands, f", {', '.join(outs)}, mesh=MESH)"):
+        writer.say(line, " ".join(layouts) if line.endswith("mesh=MESH)") else "")
+    writer.context.algorithms["placed"] = None
+
+
+def _call(head: str, operands: str, tail: str) -> list[str]:
+    """The call on one line, or with its operands on lines of their own."""
+    if len(head + operands + tail) <= 120:
+        return [head + operands + tail]
+    inside = textwrap.wrap(operands[1:-1].rstrip(","), 110, break_long_words=False, break_on_hyphens=False)
+    return [f"{head}(", *(f"    {line}" for line in inside), f"){tail}"]
+
+
+def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
+    """Values made inside that are read outside."""
+    program = writer.context.program
+    reads = [ref for op in program.ops.values() if op.name not in inside for ref in op.operands]
+    reads += [ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)]
+    return [ref for ref in dict.fromkeys(reads) if ref[0] in inside]
+
+
+def _out(writer: ScopeWriter, ref: Ref, like: Mapping[object, str]) -> str:
+    op = writer.context.program.ops[ref[0]]
+    layout = out_pair(writer.context.plan, ref).value
+    shape = size_text.shape(op.call.outs[ref[1]].shape, layout, writer.context.sizes)
+    dtype = op.out_dtypes[ref[1]]
+    return f"({like.get(dtype, dtype)}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
+
+
+def _name(ops: Sequence[Op]) -> str:
+    """The path of the module that all of `ops` belong to, as a name."""
+    paths = [str(op.node.meta.get("module", "")).split(".") for op in ops]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(dict.fromkeys(parts)) > 1:
+            break
+        common.append(parts[0])
+    name = re.sub(r"\W", "_", "_".join(common))
+    return f"{name}_branch" if name and not name[0].isdigit() else "branch"

@@ -61,14 +61,17 @@ def show(layout: Layout) -> str:
 
 
 def is_shard(entry: Entry) -> bool:
+    """Whether the entry cuts a dim."""
     return entry[0] == "S"
 
 
 def is_partial(entry: Entry) -> bool:
+    """Whether each rank holds a part of a sum (or of a maximum, a minimum)."""
     return entry[0] == "P"
 
 
 def is_placed(entry: Entry) -> bool:
+    """Whether one coordinate holds the whole value and the others zeros."""
     return entry[0] == "O"
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes._torch import shape_check
 from passes.grads import needs_grad
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ ASSERTS = (
     aten._assert_async.msg,
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
-    torch._check,
+    shape_check,
 )
 
 

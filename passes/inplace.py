@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes._torch import OpOverload
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
     """
     for node in edit.calls(gm):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             _functionalize(gm, node)
     return edit.finish(gm)
 
@@ -77,7 +78,7 @@ def _is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     if node.target in (aten.clone.default, aten.lift_fresh_copy.default):
         return False
@@ -154,7 +155,7 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
 def functional(node: fx.Node) -> Callable[..., Any]:
     """The functional op of an in-place one: `add_.Tensor` -> `add.Tensor`. Raises ValueError when there is none."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(target, OpOverload)
     namespace, name = target._schema.name.split("::")
     plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(getattr(torch.ops, namespace), plain, None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from passes import facts
+from passes._torch import HigherOrderOperator, OpOverload
 from passes.drop_noops import ASSERTS
 
 ROLES = ("param", "buffer", "constant", "input")
@@ -59,9 +59,9 @@ def _check_call(node: fx.Node) -> None:
     where = facts.where(node)
     if target in ASSERTS:
         raise ValueError(f"assert {node.name} ({where}) is left in the graph: run drop_noops")
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         raise ValueError(f"higher-order call {node.name} of {target} ({where}) is left: autopar cannot look inside it")
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+    if isinstance(target, OpOverload) and target._schema.is_mutable:
         raise ValueError(f"in-place call {node.name} of {target} ({where}) is left in the graph: run inplace")
     if "device" in node.kwargs:
         raise ValueError(f"call {node.name} of {target} ({where}) names a device: run drop_devices")

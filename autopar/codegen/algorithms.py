@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
+IMPORTED = ("causal_rows", "dropout", "placed", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
+"""Names that an emitted file may import from autopar.runtime.algorithms: no variable may hide them."""
 
 
 def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from autopar._torch import OpOverload
+
 aten = torch.ops.aten
 
 
@@ -155,7 +157,7 @@ def _is_infix(target: Any) -> bool:
 
 def qualified(target: Any) -> str:
     """How an emitted file names a target: an ATen overload or a plain function."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return f"torch.ops.{namespace}.{name}.{target._overloadname}"
     return str(target.__name__)

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import algorithm_text, seeded_text
+from autopar.codegen.algorithms import IMPORTED, algorithm_text, seeded_text
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
 from autopar.codegen.expressions import Written, write
@@ -26,7 +26,6 @@ from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.rules.language import Tensor
-from autopar.runtime.algorithms import __all__ as ALGORITHMS
 from passes import facts
 
 WIDTH = 88  # column at which comments start
@@ -235,7 +234,7 @@ class ScopeWriter:
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
 
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i", *ALGORITHMS)
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i", *IMPORTED)
 
 
 def _atom(text: str) -> str:

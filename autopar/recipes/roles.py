@@ -87,7 +87,9 @@ def _samples(op: Op, option: Option, ways: int) -> bool:
     if op.role in _STILL:
         return True
     batch = any(t.sizes[d] % ways == 0 for t, dims in zip(op.tensors, op.batch, strict=True) for d in dims)
-    return kind(op, option) in ((SAMPLE, PARTIAL) if batch else (REPLICATE, PARTIAL))
+    if batch:  # a sum may pass through (a reduction's views), but no weight is masked to make one
+        return kind(op, option) == SAMPLE or option.factor == "P"
+    return kind(op, option) in (REPLICATE, PARTIAL)
 
 
 def _model(op: Op, option: Option, ways: int) -> bool:

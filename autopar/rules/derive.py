@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar._torch import OpOverload, pytree
 from autopar.errors import RuleError
 from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import failures
@@ -43,7 +43,7 @@ def derive(call: Call) -> Rule | None:
 
 def _eligible(call: Call) -> bool:
     target = call.target
-    if not isinstance(target, torch._ops.OpOverload) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
+    if not isinstance(target, OpOverload) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
         return False
     schema = target._schema
     pure = not schema.is_mutable and not any(r.alias_info for r in schema.returns)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.layout import PARTIAL, Entry, is_shard, local_shape, pieces
 from autopar.rules.language import Call, Option, Tensor
 from autopar.rules.local import local_args

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.bundle import Bundle
@@ -68,7 +69,7 @@ def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
     """
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         path = Path(folder) / "reference.pt"
-        torch.save(train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=case.training), path)
+        launch(_reference, 1, case, str(path))  # in a process of its own: what it leaves in memory would be copied by every rank
         source = case.mutate(emit(case.gm, case.plan, case.names))
         results = launch(_rank, case.plan.ranks, source, _light(case), str(path))
     rows, seen = results[0]
@@ -76,6 +77,11 @@ def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
     judged = [(name, kind, error, tolerance if kind != "collectives" else 0.0) for name, kind, error in rows]
     report = Report(tuple(Row(*row) for row in judged), case.plan.mesh, collectives=len(seen), notes=case.notes)
     return report if report.ok else replace(report, first=_first(case, tolerance))
+
+
+def _reference(case: Case, path: str) -> None:
+    """The results of the single device, to a file."""
+    torch.save(train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=case.training), path)
 
 
 def _light(case: Case) -> dict[str, Any]:
@@ -93,21 +99,29 @@ def _rank(source: str, case: dict[str, Any], path: str) -> tuple[list[tuple[str,
         outputs = module(*local)
         if training:
             outputs["loss"].backward()
-    got: dict[str, Mapping[str, Tensor | None]] = {"output": module.full(outputs), "buffer": module.full_state_dict()}
+    wanted = torch.load(path, weights_only=True, mmap=True)
+    rows = _differences("output", module.full(outputs), wanted)
+    del outputs  # one kind of result at a time: whole copies of a large model do not fit beside each other
+    if wanted["buffer"]:
+        rows += _differences("buffer", module.full_state_dict(), wanted)
     if training:
-        got["gradient"] = module.full_grads()
+        rows += _differences("gradient", module.full_grads(), wanted)
         optimizer(module.parameters()).step()
-        got["parameter"] = module.full_state_dict()
-    wanted = torch.load(path, weights_only=True)
-    rows = []
-    for kind, values in wanted.items():
-        for name, value in values.items():
-            label = "loss" if kind == "output" and name == "loss" else kind
-            here = got[kind].get(name)
-            if here is None and kind == "gradient" and not value.any():
-                continue  # a parameter that the loss does not reach: no gradient here, zeros there
-            rows.append((name, label, difference(here, value)))
+        rows += _differences("parameter", module.full_state_dict(), wanted)
     return rows, list(seen)
+
+
+def _differences(kind: str, got: Mapping[str, Tensor | None], wanted: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str, float]]:
+    """(name, label, error) of all results of one kind; on rank 0, the one that reports."""
+    if dist.get_rank() != 0:
+        return []
+    rows = []
+    for name, value in wanted[kind].items():
+        here = got.get(name)
+        if here is None and kind == "gradient" and not value.any():
+            continue  # a parameter that the loss does not reach: no gradient here, zeros there
+        rows.append((name, "loss" if kind == "output" and name == "loss" else kind, difference(here, value)))
+    return rows
 
 
 def _collectives(case: Case, seen: list[Any]) -> list[tuple[str, str, float]]:

@@ -13,8 +13,14 @@ from passes.interpret import Interpret
 
 
 def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """AdamW with a rate large enough that a wrong gradient shows in one step."""
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    """AdamW with a rate large enough that a wrong gradient shows in one step.
+
+    Its first step is nearly the sign of the gradient; below float64 epsilon is raised, so that the rounding of a gradient
+    that should be zero does not count as a difference of the parameter.
+    """
+    held = list(parameters)
+    exact = all(p.dtype == torch.float64 for p in held)
+    return torch.optim.AdamW(held, lr=1e-2, eps=1e-8 if exact else 1e-3, weight_decay=0.1)
 
 
 class Recorder(Interpret):

@@ -1,0 +1,72 @@
+"""Errors planted in the emitted source: verification must fail and name the first node that goes wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autopar.verify import Report, verify
+from tests.helpers.verify import by_recipe, subject
+
+
+def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
+    who = subject(name)
+    return verify(replace(who.case(by_recipe(who, sizes, recipe)), mutate=mutate))
+
+
+def _swap(old: str, new: str) -> Callable[[str], str]:
+    """Replace the first match of the pattern `old`; there must be one."""
+    def mutate(source: str) -> str:
+        changed, times = re.subn(old, new, source, count=1)
+        assert times == 1, f"nothing in the source matches {old}:\n{source}"
+        return changed
+    return mutate
+
+
+# what is planted -> model, mesh, recipe, the change, the node that is to be named
+PLANTED = {
+    # the partial gradients of a column-parallel product are taken for whole ones
+    "wrong gradient layout": ("gpt", (2, 2), "tp_zero3", _swap(
+        r'reshard\(layer_norm_1, "S0,R -> S0,R", grad="S0,P -> S0,R"', r'reshard(layer_norm_1, "S0,R -> S0,R", grad="S0,R -> S0,R"'),
+        r"blocks_0/layer_norm_1 \(gradient, block 1\)"),
+    # a row-parallel product is not summed up
+    "missing reduction": ("gpt", (2, 2), "tp_zero3", _swap(
+        r'linear_default_3_2 = reshard\(linear_default_3, .*', "linear_default_3_2 = linear_default_3"),
+        r"blocks_0/add_tensor_3 \(value, block 0\)"),
+    # every rank divides by its own number of labels
+    "mean of means": ("hf-gpt2", (4,), "ddp", _swap(
+        r"count_valid__2 = reshard\(count_valid_, .*", "count_valid__2 = count_valid_ * 4"), r"div_tensor \(value\)"),
+    # the gradients of one weight stay those of the rank's own samples
+    "missing sync axis": ("mlp", (4,), "ddp", _swap(
+        r'("head.weight": Param\(\(10, 64\), "float64", "R"), sync=\(0,\)', r"\1"),
+        "no operator: a parameter's gradient"),
+    # the gathered weight's gradient is cut where it should be summed and cut
+    "sliced weight gradient": ("mlp", (4,), "zero3", _swap(
+        r'(gather\(self.w\["linear.weight"\].*)grad="P -> ', r'\1grad="R -> '), "no operator: a parameter's gradient"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_found_and_located(name: str) -> None:
+    model, sizes, recipe, mutate, node = PLANTED[name]
+    report = _verified(model, sizes, recipe, mutate)
+    assert not report.ok
+    assert re.match(node, report.first), f"named {report.first!r}, wanted {node!r}"
+
+
+def test_the_unchanged_source_is_right() -> None:
+    for model, sizes, recipe in dict.fromkeys((m, s, r) for m, s, r, *_ in PLANTED.values()):
+        report = _verified(model, sizes, recipe, str)
+        assert report.ok and report.first == "", report.worst
+
+
+def test_a_collective_too_many_is_found() -> None:
+    """Numbers stay right; only the counts tell."""
+    twice = _swap(r"(div_tensor_2 = reshard\(div_tensor, (.*)\)) +#.*",
+                  r'\1\n        spare = reshard(div_tensor.detach(), "P -> R", grad=None, shape=(), mesh=MESH)')
+    report = _verified("mlp", (4,), "ddp", twice)
+    wrong = [row for row in report.rows if not row.ok]
+    assert {row.kind for row in wrong} == {"collectives"} and "all_reduce on axis 0: 10 priced, 11 run" in wrong[0].name

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cluster import Cluster, Mesh
-from autopar.codegen.edges import Edges, Reshard, edges
+from autopar.codegen.edges import Edges, Reshard, edges, out_pair
 from autopar.codegen.expressions import qualified
 from autopar.cost.comm import steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
@@ -42,6 +42,13 @@ class Context:
     @property
     def sizes(self) -> tuple[int, ...]:
         return self.plan.mesh
+
+    @cached_property
+    def batch_axes(self) -> tuple[int, ...]:
+        """The axes that cut the batch of the inputs, and so divide it."""
+        inputs = [op for op in self.program.ops.values() if op.role == "input" and 0 in op.batch[0]]
+        cut = [out_pair(self.plan, (op.name, 0)).value for op in inputs]
+        return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == "S0" for layout in cut))
 
     @property
     def symbols(self) -> tuple[str, ...]:

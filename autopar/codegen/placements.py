@@ -127,7 +127,7 @@ def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
 def _out(writer: ScopeWriter, ref: Ref, like: Mapping[object, str]) -> str:
     op = writer.context.program.ops[ref[0]]
     layout = out_pair(writer.context.plan, ref).value
-    shape = size_text.shape(op.call.outs[ref[1]].shape, layout, writer.context.sizes)
+    shape = size_text.shape(op.call.outs[ref[1]].shape, layout, writer.context.sizes, writer.context.batch_axes)
     dtype = op.out_dtypes[ref[1]]
     return f"({like.get(dtype, dtype)}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
 

@@ -1,19 +1,22 @@
 """Sizes in emitted code: global sizes are formulas in the symbolic dims, local ones follow from the layout.
 
     global  s*b        ->  "b * s"
-    local   b, S0 on an axis of 4 ranks  ->  "b // 4"
-    local   50257 cut unevenly  ->  "MESH.local(50257, (1,))"  (differs from rank to rank)
+    local   b, S0 on the axis of 4 ranks that cuts the batch  ->  "b // 4"
+    local   s or 50257, which may be cut unevenly  ->  "MESH.local(s, (1,))"  (differs from rank to rank)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import sympy
 
 from autopar.layout import Layout, cutters, sections_of
 from autopar.rules.language import Size
+from passes import facts
+
+BATCH = facts.symbol("b")
 
 
 def text(size: Size) -> str:
@@ -29,8 +32,9 @@ def tuple_text(shape: Sequence[Size]) -> str:
     return f"({inside},)" if len(shape) == 1 else f"({inside})"
 
 
-def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
-    """The size of tensor dim `dim` on this rank, as Python source."""
+def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = ()) -> str:
+    """The size of tensor dim `dim` on this rank, as Python source. The batch divides by the axes `exact`: inputs are cut by them;
+    of any other symbolic size it is not known before run time what it divides by."""
     axes = cutters(layout, dim)
     if not axes:
         return text(size)
@@ -46,12 +50,14 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int]) -> str:
     if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
         return text(quotient)
     body = text(size)
+    if not (sympy.cancel(size / BATCH).is_polynomial() and all(a in exact for a in axes)):
+        return f"MESH.local({body}, {axes})"
     return f"{body} // {ways}" if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body}) // {ways}"
 
 
-def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> list[str]:
-    """All local sizes of a tensor."""
-    return [local(size, layout, dim, mesh) for dim, size in enumerate(sizes)]
+def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], exact: Collection[int] = ()) -> list[str]:
+    """All local sizes of a tensor; `exact` as for `local`."""
+    return [local(size, layout, dim, mesh, exact) for dim, size in enumerate(sizes)]
 
 
 def comment(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> str:

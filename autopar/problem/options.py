@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.layout import dim_of, shard
+from autopar.layout import dim_of, is_shard, shard
 from autopar.layout import sections_of as weights_of
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules import options_for
@@ -24,7 +24,8 @@ Sections = tuple[tuple[int, ...], ...]
 def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> list[Option]:
     """The options of one Op on an axis of `ways` ranks."""
     if op.role == "op":
-        return options_for(op.call, ways, sections=sections, rules=rules)
+        found = options_for(op.call, ways, sections=sections, rules=rules)
+        return [option for option in found if not _needs_planned_sizes(op, option)]
     if op.role == "port":
         return options("... -> ...", op.call, ways, linear="all")
     if op.role == "param":
@@ -37,6 +38,14 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
     if op.role in ("loss", "mutation"):
         return [Option("", (Use("R", "R" if op.call.ins[0].grad else "-"),), ())]
     return [_still("", op, "R")]
+
+
+def _needs_planned_sizes(op: Op, option: Option) -> bool:
+    """Whether the option cuts a dim of symbolic size in sections. How many sections there are (or where they end) was read off
+    the planned sizes: with another batch or sequence such a layout would name other elements than the operator gives."""
+    uses = (*option.ins, *option.outs)
+    return any(is_shard(use.value) and len(weights_of(use.value)) > 1 and not isinstance(tensor.shape[dim_of(use.value)], int)
+               for use, tensor in zip(uses, op.tensors, strict=True))
 
 
 def _still(factor: str, op: Op, entry: str) -> Option:

@@ -1,0 +1,41 @@
+"""Local sizes as source: evaluated on every rank they are what the layout says, at any run-time sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import sympy
+
+from autopar.codegen.sizes import local
+from autopar.layout import local_shape, parse
+from passes import facts
+
+B, S = facts.symbol("b"), facts.symbol("s")
+
+
+class _Mesh:
+    def __init__(self, sizes: tuple[int, ...], coord: tuple[int, ...]) -> None:
+        self.sizes, self.coord = sizes, coord
+
+    def local(self, size: int, axes: tuple[int, ...]) -> int:
+        layout = tuple("S0" if a in axes else "R" for a in range(len(self.sizes)))
+        return local_shape((size,), layout, self.sizes, self.coord)[0]
+
+
+@pytest.mark.parametrize(("size", "layout"), [(S, "S0,R"), (S, "S0,S0"), (B, "S0,R"), (B, "R,S0"), (4 * S, "S0,S0"), (B * S, "S0,R"),
+                                              (B + 1, "S0,R"), (257, "R,S0"), (12, "S0,S0"), (2 * S, "R,S0")])
+def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None:
+    sizes = (2, 3)
+    code = local(size, parse(layout), 0, sizes, exact=(0,))
+    for b, s in itertools.product((2, 4, 8), (2, 5, 11)):
+        whole = size if isinstance(size, int) else int(size.subs({B: b, S: s}))
+        for coord in itertools.product(*map(range, sizes)):
+            space = {"b": b, "s": s, "MESH": _Mesh(sizes, coord)}
+            assert eval(code, space) == local_shape((whole,), parse(layout), sizes, coord)[0], (code, b, s, coord)
+
+
+def test_what_surely_divides_reads_as_a_division() -> None:
+    assert local(B, parse("S0,R"), 0, (2, 3), exact=(0,)) == "b // 2"
+    assert local(4 * S, parse("S0,R"), 0, (2, 3)) == "2*s"
+    assert local(S, parse("S0,R"), 0, (2, 3), exact=(0,)) == "MESH.local(s, (0,))"

@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar import frontend
 from autopar.bundle import Bundle
-from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
-from autopar.codegen.module import Names, emit
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.plan import Plan
-from autopar.planner import Request, plan
-from autopar.problem.prices import Settings
-from autopar.rules import as_rules
 from autopar.runtime import ShardedModule
-from autopar.search import Search
+
+# Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.codegen.module import Names
+    from autopar.search import Search
 
 
 class Compiled:
@@ -110,6 +109,12 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
+    from autopar.capture import capture
+    from autopar.codegen.module import emit
+    from autopar.planner import Request, plan
+    from autopar.problem.prices import Settings
+    from autopar.rules import as_rules
+
     if mode not in ("train", "inference"):
         raise PlanError(f"mode is {mode!r}, wanted train or inference")
     where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
@@ -118,7 +123,9 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     settings = Settings(mode, optimizer, precision or "float32")
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
                       as_rules(rules), progress)
-    chosen = _agree(lambda: _plan(captured, request, source or {}))
+    chosen = _agree(lambda: plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
+                                 source=dict(source or {}), notes=tuple(captured.notes)))
+    chosen.check(captured.graph_hash, captured.nodes)
     bundle = Bundle(chosen, emit(captured.gm, chosen, names_of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
     return Compiled(bundle, weights, captured)
@@ -134,27 +141,31 @@ def load(folder: str | Path) -> Compiled:
 
 def names_of(captured: Captured) -> Names:
     """What the emitter needs beside the graph."""
+    from autopar.codegen.module import Names
+
     return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting)
 
 
-def _plan(captured: Captured, request: Request, source: Mapping[str, Any]) -> Plan:
-    return plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
-                source=dict(source), notes=tuple(captured.notes))
-
-
 def _agree(make: Callable[[], Plan]) -> Plan:
-    """The plan; where torch.distributed runs, rank 0 makes it and all the others get its bytes."""
+    """The plan; where torch.distributed runs, rank 0 makes it and all the others get its bytes, or the error that ended it."""
     if not (dist.is_available() and dist.is_initialized()):
         return make()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        box = [make().to_json()]
+        try:
+            box = [make().to_json()]
+        except AutoparError as error:
+            box = [error]
     dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], AutoparError):
+        raise box[0]
     return Plan.from_json(box[0])
 
 
 def _inputs(model: nn.Module, example: Any, *, batch: int, seq: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if example is None:
+        from autopar import frontend
+
         return frontend.inputs_for(model, batch=batch, seq=seq, labels=labels)
     if isinstance(example, Mapping):
         return (), dict(example)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,18 @@ class Plan:
             return _plan(data)
         except (TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"plan is malformed: {error}") from error
+
+    def check(self, graph_hash: str, nodes: Iterable[str]) -> None:
+        """Raise PlanError, naming what differs, unless the plan was made for the graph with this hash and these nodes."""
+        if graph_hash == self.graph_hash:
+            return
+        now = dict.fromkeys(nodes)
+        gone, new = [n for n in self.nodes if n not in now], [n for n in now if n not in self.nodes]
+        parts = [f"{len(self.nodes)} nodes planned, {len(now)} now"] if len(self.nodes) != len(now) else []
+        parts += [f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for what, names in (("gone", gone), ("new", new)) if names]
+        parts = parts or ["the same nodes with other sizes or arguments"]
+        raise PlanError(f"the plan for {self.model} is for another graph than the model gives now ({'; '.join(parts)}; "
+                        f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again")
 
     def save(self, path: str | Path) -> None:
         """Write the JSON to `path`, atomically."""

@@ -17,6 +17,7 @@ from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
 from autopar.capture.export import export, to_graph
+from autopar.capture.export import structure as outputs_of
 from autopar.capture.shadow import WithLoss, shadow
 from autopar.errors import CaptureError
 from autopar.frontend import max_positions
@@ -56,7 +57,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     constants, missing = _constants(model, gm)
     notes += [f"{', '.join(missing)} have no values: the model is on meta"] if missing else []
-    structure = pytree.tree_unflatten(list(range(program.call_spec.out_spec.num_leaves)), program.call_spec.out_spec)
+    structure, left_out = outputs_of(program)
+    notes += left_out
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), constants,
                     graph_hash(gm), _fleeting(model), tuple(notes), clock.seconds)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export import export as torch_export
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree
 from autopar.capture.devices import on_meta
@@ -100,6 +100,10 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         spec = specs[node.name]
         node.meta["role"] = ROLES[spec.kind]
+        if node.meta["role"] == "input" and not isinstance(spec.arg, TensorArgument):
+            number += 1  # a plain value (use_cache=False): it is baked into the graph
+            gm.graph.erase_node(node)
+            continue
         if node.meta["role"] == "input":
             node.meta["input"] = node.name
             for dim, name in dims.of.get(number, {}).items():
@@ -117,7 +121,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     gm.meta["symbols"] = symbols
     gm.meta["constants"] = {name.removeprefix(INNER): value for name, value in program.constants.items()}
     _mend_places(gm)
-    gm.meta["outputs"] = _outputs(program)
+    gm.meta["outputs"] = _outputs(program, gm)
     gm.recompile()
     return gm
 
@@ -133,16 +137,34 @@ def _mend_places(gm: fx.GraphModule) -> None:
             node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
 
 
-def _outputs(program: ExportedProgram) -> list[dict[str, str]]:
-    """One entry per flat output; names follow the user's pytree."""
+def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str]]:
+    """One entry per output that is a tensor; names follow the user's pytree. The others leave the graph."""
     names = _names(program.call_spec.out_spec)
-    entries: list[dict[str, str]] = []
-    for spec in program.graph_signature.output_specs:
-        if spec.kind == OutputKind.USER_OUTPUT:
-            entries.append({"name": names[len(entries)], "kind": "output", "target": ""})
+    specs = program.graph_signature.output_specs
+    unknown = [spec.kind.name for spec in specs if spec.kind != OutputKind.USER_OUTPUT]
+    if unknown:
+        raise CaptureError(f"the exported graph has an output of kind {unknown[0]}, which autopar does not know")
+    (output,) = [node for node in gm.graph.nodes if node.op == "output"]
+    kept = [i for i, spec in enumerate(specs) if isinstance(spec.arg, TensorArgument)]
+    output.args = (tuple(output.args[0][i] for i in kept),)
+    return [{"name": names[i], "kind": "output", "target": ""} for i in kept]
+
+
+def structure(program: ExportedProgram) -> tuple[Any, list[str]]:
+    """The user's pytree of outputs with numbers of tensor outputs as leaves, and notes on what is left out. What is no tensor
+    stays as it is, but for numbers, which would pass for those of outputs: they become None."""
+    leaves: list[Any] = []
+    notes: list[str] = []
+    number = 0
+    for name, spec in zip(_names(program.call_spec.out_spec), program.graph_signature.output_specs, strict=True):
+        value = getattr(spec.arg, "value", spec.arg)
+        if isinstance(spec.arg, TensorArgument):
+            leaves.append(number)
+            number += 1
         else:
-            raise CaptureError(f"the exported graph has an output of kind {spec.kind.name}, which autopar does not know")
-    return entries
+            leaves.append(value if value is None or isinstance(value, (str, bool)) else None)
+            notes += [f"output {name} is no tensor: it is None in the sharded module"] if leaves[-1] is not value else []
+    return pytree.tree_unflatten(leaves, program.call_spec.out_spec), notes
 
 
 def _names(spec: Any) -> list[str]:

@@ -168,6 +168,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""', "",
         f"{INDENT}MESH = MESH",
         f"{INDENT}INPUTS = {{{', '.join(f'{n!r}: {show(layouts[op.node.name])!r}' for n, op in zip(names.inputs, inputs, strict=True))}}}",
+        f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
         f"{INDENT}OUTPUTS = {tuple((op.role, op.fqn) for op in results)}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
@@ -177,6 +178,11 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         *(f"{INDENT * 2}{line}" for line in _size_lines(context, writer, inputs)),
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
     return "\n".join(text)
+
+
+def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The planned sizes and dtype of each input."""
+    return {name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch.")) for name, op in zip(names.inputs, inputs, strict=True)}
 
 
 def _prefixes(context: Context, run: Run) -> str:

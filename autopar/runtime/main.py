@@ -1,6 +1,8 @@
 """What `torchrun sharded.py` does: train the emitted model for some steps and print the loss.
 
     torchrun --nproc-per-node=4 sharded.py --weights full_state.pt --batch batch.pt --steps 10
+
+Without `--batch` it draws one at the planned sizes: normal floats, and ids that are 0 or 1, which every vocabulary has.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
         model.load_full(torch.load(options.weights, map_location="cpu"))
     else:
         initialise(model, options.seed)
-    batch = model.shard_batch(**_batch(options.batch, model_class))
+    batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     loss = float("nan")
     for step in range(options.steps):
@@ -53,18 +55,27 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train the sharded model for some steps on one batch.")
     parser.add_argument("--weights", help="file with the whole state dict (torch.save); without it: small random weights")
-    parser.add_argument("--batch", required=True, help="file with the global batch: a dict of tensors by input name (torch.save)")
+    parser.add_argument("--batch", help="file with the global batch: a dict of tensors by input name (torch.save); without it: random")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def _batch(path: str, model_class: type[ShardedModule]) -> dict[str, Any]:
+def _batch(path: str | None, model_class: type[ShardedModule], seed: int) -> dict[str, Any]:
+    if path is None:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: _random(shape, getattr(torch, dtype), generator) for name, (shape, dtype) in model_class.SAMPLE.items()}
     found = torch.load(path, map_location="cpu")
     if not isinstance(found, dict):
         raise RunError(f"{path} holds a {type(found).__name__}, wanted a dict with the inputs {', '.join(model_class.INPUTS)}")
     return found
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(tuple(shape), generator=generator).to(dtype)
+    return torch.randint(2, tuple(shape), generator=generator).to(dtype)
 
 
 @torch.no_grad()

@@ -47,6 +47,7 @@ class ShardedModule(nn.Module):
 
     MESH: ClassVar[Mesh]
     INPUTS: ClassVar[Mapping[str, str]] = {}
+    SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     STRUCTURE: ClassVar[Any] = None

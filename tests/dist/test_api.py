@@ -1,0 +1,215 @@
+"""`autopar.compile` on ranks: searched once, run everywhere, equal to one device; saved folders run without model code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import RunError
+from models import mlp
+from tests.helpers.ranks import on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model_and_batch(rows=8):
+    torch.manual_seed(0)
+    model, batch = mlp.tiny(batch=rows)
+    return model.double(), tuple(t.double() if t.is_floating_point() else t for t in batch)
+
+
+def trained_alone(steps, make):
+    """Losses and parameters of the plain model."""
+    model, batch = model_and_batch()
+    optimizer, losses = make(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        losses.append((loss.item(), float(norm)))
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def train(cluster, options, name, steps=3):
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, cluster, batch, time_limit_s=5.0, **options)
+    local, losses = compiled.shard_batch(*batch), []
+    optimizer = OPTIMIZERS[name](compiled.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = compiled.train_step(*local)
+        norm = nn.utils.clip_grad_norm_(compiled.parameters(), 0.05)
+        optimizer.step()
+        losses.append((loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)))
+    names = list(compiled.state_dict())
+    again = compiled.state_dict()
+    compiled.load_state_dict(again)
+    return losses, compiled.module.full_state_dict(), names, compiled.plan.to_json()
+
+
+@pytest.mark.parametrize(("options", "name"), [({}, "adamw"), ({"recipe": "tp"}, "sgd"), ({"recipe": "zero3"}, "adamw"), ({"recipe": "ddp"}, "sgd")])
+def test_training_equals_one_device(options, name):
+    losses, wanted = trained_alone(3, OPTIMIZERS[name])
+    results = on_ranks(2, train, "cpu:1x2", options, name)
+    assert results[0][3] == results[1][3]  # all ranks have rank 0's plan
+    for got, state, names, _ in results:
+        assert sorted(names) == sorted(model_and_batch()[0].state_dict())
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=1e-9, atol=1e-9)
+        for key, value in wanted.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-9)
+
+
+def searches():
+    calls = []
+    from autopar.search import SEARCHES
+
+    def counted(problem, **options):
+        calls.append(problem.name)
+        return SEARCHES["greedy"](problem, **options)
+
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, "cpu:1x2", batch, search=counted)
+    return len(calls), compiled.plan.to_json()
+
+
+def test_only_rank_0_searches():
+    (first, plan), (second, same) = on_ranks(2, searches)
+    assert first > 0 and second == 0 and plan == same
+
+
+def infeasible():
+    model, batch = model_and_batch()
+    autopar.compile(model, "cpu:1x2", batch, recipe="nonsense")
+
+
+def test_an_error_of_the_search_is_everybodys():
+    with pytest.raises(RunError, match=r"(?s)rank [01] of 2 failed.*unknown recipe 'nonsense'"):
+        on_ranks(2, infeasible, timeout_s=20)
+
+
+def infer():
+    model, (x, _) = model_and_batch()
+    body = nn.Sequential(model.embed, *model.layers, model.head)
+    compiled = autopar.compile(body, "cpu:1x2", (x,), mode="inference", recipe="tp")
+    with torch.no_grad():
+        out = compiled(*compiled.shard_batch(x))
+    return compiled.module.full(out), body(x).detach(), [p.grad for p in compiled.parameters()]
+
+
+def test_inference():
+    for got, wanted, grads in on_ranks(2, infer):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+        assert grads == [None] * len(grads)
+
+
+class Pair(nn.Module):
+    """Loss and logits as a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        out = self.linear(x)
+        return F.mse_loss(out, y), {"out": out, "more": [out.mean(), None]}
+
+
+def structures():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    compiled = autopar.compile(Pair(), "cpu:1x2", (torch.zeros(4, 4), torch.zeros(4, 4)), recipe="ddp")
+    pair = compiled.module.full(compiled(torch.ones(2, 4), torch.ones(2, 4)))
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0))
+    compiled = autopar.compile(gpt, "cpu:1x2", batch=4, seq=8, recipe="ddp")
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    out = compiled.module.full(compiled(input_ids=ids, labels=ids))
+    return (type(pair).__name__, sorted(pair[1]), pair[1]["more"][1], tuple(pair[1]["out"].shape)), (
+        tuple(out.logits.shape), out.loss.item() == out["loss"].item(), list(out))
+
+
+def test_outputs_have_the_users_structure():
+    for pair, out in on_ranks(2, structures):
+        assert pair == ("tuple", ["more", "out"], None, (4, 4))
+        assert out == ((4, 8, 64), True, ["loss", "logits"])
+
+
+_LOADED = """
+import sys
+import torch, torch.distributed as dist
+import autopar
+dist.init_process_group("gloo")
+model = autopar.load(sys.argv[1])
+batch, state, wanted = torch.load(sys.argv[2])
+model.module.load_full(state)
+loss = model.train_step(*model.shard_batch(*batch))
+assert abs(loss.item() - wanted) < 1e-10, (loss.item(), wanted)
+assert sorted(model.state_dict()) == sorted(state)
+for name in ("models", "transformers", "ortools", "autopar.capture", "autopar.planner", "autopar.search"):
+    assert name not in sys.modules, name
+print("loaded", dist.get_rank(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved plan, and a file with batch, weights and the loss of the plain model."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, batch = model_and_batch()
+    autopar.compile(model, "cpu:1x2", batch, recipe="tp").save(folder / "plan")
+    torch.save((batch, model.state_dict(), model(*batch).item()), folder / "data.pt")
+    return folder
+
+
+def torchrun(*arguments, cwd=ROOT, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_a_saved_folder_runs_without_model_code_and_without_search(saved):
+    (saved / "load.py").write_text(_LOADED)
+    done = torchrun(saved / "load.py", saved / "plan", saved / "data.pt")
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("loaded")) == ["loaded 0", "loaded 1"]
+
+
+def test_the_emitted_file_trains_under_torchrun(saved):
+    done = torchrun("sharded.py", cwd=saved / "plan")
+    assert done.returncode == 0, done.stderr
+    assert "step 0: loss" in done.stdout and "nan" not in done.stdout
+
+
+def test_another_number_of_ranks_is_refused(saved):
+    done = torchrun("sharded.py", cwd=saved / "plan", ranks=3)
+    assert done.returncode != 0
+    assert "RunError: wrong number of ranks: got 3, wanted 2" in done.stderr
+
+
+def wrong_number(folder):
+    try:
+        return type(autopar.load(folder).module).__name__
+    except RunError as error:
+        return str(error)
+
+
+def test_a_loaded_plan_says_how_many_ranks_it_wants(saved):
+    for said in on_ranks(3, wrong_number, str(saved / "plan")):
+        assert "2" in said and "3" in said and "ranks" in said

@@ -1,0 +1,99 @@
+"""`autopar.compile` without ranks: options, a user's own operator with and without a rule, what is saved."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.verify import case_of, verify
+
+
+@torch.library.custom_op("autopar_test::shifted_relu", mutates_args=())
+def shifted_relu(x: torch.Tensor, shift: float) -> torch.Tensor:
+    """relu(x) + shift, opaque to everybody."""
+    return x.relu() + shift
+
+
+@shifted_relu.register_fake
+def _(x, shift):
+    return torch.empty_like(x)
+
+
+shifted_relu.register_autograd(lambda ctx, grad: (grad * (ctx.saved_tensors[0] > 0), None),
+                               setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+
+
+@torch.library.custom_op("autopar_test::over_all", mutates_args=())
+def over_all(x: torch.Tensor) -> torch.Tensor:
+    """x minus the mean of everything: no part of it can be computed alone."""
+    return x - x.mean()
+
+
+@over_all.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+over_all.register_autograd(lambda ctx, grad: grad - grad.mean())
+WHOLE = torch.ops.autopar_test.over_all.default
+OP = torch.ops.autopar_test.shifted_relu.default
+
+
+class Model(nn.Module):
+    """A linear layer, the user's operator, a loss."""
+
+    def __init__(self, whole=False):
+        super().__init__()
+        self.whole = whole
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        h = self.up(x)
+        h = over_all(h) if self.whole else shifted_relu(h, 0.5)
+        return ((self.down(h) - y) ** 2).mean()
+
+
+def planned(whole=False, **options):
+    torch.manual_seed(0)
+    model, batch = Model(whole), (torch.randn(8, 8), torch.randn(8, 8))
+    compiled = autopar.compile(model, "cpu:1x2", batch, **options)
+    case = case_of(compiled.captured, compiled.plan, model.state_dict(), dict(zip(compiled.captured.input_names, batch, strict=True)))
+    return compiled, verify(case)
+
+
+def node(compiled, target=OP):
+    (name,) = [n.name for n in compiled.captured.gm.graph.nodes if n.target is target]
+    return compiled.plan.nodes[name]
+
+
+def test_an_operator_with_a_users_rule_is_split_and_exact():
+    compiled, report = planned(rules={OP: "b d -> b d"}, recipe="ddp")
+    assert report.ok, report.worst
+    assert node(compiled).factors == ("b",)
+    assert not any("shifted_relu" in note for note in compiled.plan.notes)
+
+
+def test_an_operator_without_a_rule_gets_a_derived_one_and_it_is_said_once():
+    compiled, report = planned(recipe="ddp")
+    assert report.ok, report.worst
+    assert node(compiled).kinds == ("sample",)
+    (note,) = [note for note in compiled.plan.notes if "shifted_relu" in note]
+    assert "test_api.py:" in note and "derived and proven" in note
+
+
+def test_an_operator_that_no_rule_fits_is_whole_and_exact_and_said_once():
+    compiled, report = planned(recipe="ddp", whole=True)
+    assert report.ok, report.worst
+    assert set(node(compiled, WHOLE).kinds) == {"replicate"}
+    (note,) = [note for note in compiled.plan.notes if "over_all" in note]
+    assert "test_api.py:" in note and "rules=" in note
+
+
+def test_the_plan_is_plain_data():
+    compiled, _ = planned(recipe="ddp")
+    assert json.loads(compiled.plan.to_json())["strategy"] == "ddp"
+    assert autopar.Plan.from_json(compiled.plan.to_json()) == compiled.plan
+    assert "ddp on mesh" in repr(compiled)

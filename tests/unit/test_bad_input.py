@@ -1,0 +1,98 @@
+"""What a user gets for bad input: what is wrong, where, got and wanted; and nothing half-written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import autopar
+from autopar.bundle import Bundle
+from autopar.errors import AutoparError, ClusterError, InfeasibleError, PlanError
+from autopar.plan import Plan
+from models import mlp
+
+
+def compile(cluster="cpu:1x2", **options):
+    return autopar.compile(*mlp.tiny()[:1], cluster, mlp.tiny()[1], **options)
+
+
+WRONG = {
+    "mode": ({"mode": "trian"}, PlanError, r"mode is 'trian', wanted train or inference"),
+    "recipe": ({"recipe": "ttp"}, PlanError, r"unknown recipe 'ttp'; known are .*tp"),
+    "search": ({"search": "ilpp"}, PlanError, r"unknown search 'ilpp'; known are .*ilp"),
+    "mesh": ({"mesh": (3,)}, AutoparError, r"mesh \(3,\) does not multiply to its 2 devices"),
+    "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
+    "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
+    "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),
+    "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_do_not_exist(name):
+    options, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        compile(**options)
+
+
+def test_a_model_that_fits_nowhere_names_the_shortfall_and_the_largest_tensors():
+    with torch.device("meta"):
+        model, batch = mlp.build(1024, 65536, 12, 100, 64)
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits .*GiB.*five largest tensors: .*linear.weight 192.00 GiB.*use more or larger devices"):
+        autopar.compile(model, "l4:1x2", batch, recipe="tp")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile(recipe="ddp")
+
+
+def test_a_plan_for_another_model(compiled):
+    plan = compiled.plan
+    plan.check(plan.graph_hash, plan.nodes)
+    with pytest.raises(PlanError, match=r"plan for MLP is for another graph.*1 now.*gone: .*new: other.*hash .* planned, 123 now.*again"):
+        plan.check("123", ["other"])
+    with pytest.raises(PlanError, match="the same nodes with other sizes or arguments"):
+        plan.check("123", plan.nodes)
+
+
+def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
+    later = dataclasses.replace(compiled.plan, schema=99).to_json()
+    for text, wanted in [(later, "schema 99, this version of autopar reads"), ("nonsense", "no JSON"), ("[]", "schema 'list'"),
+                         (compiled.plan.to_json().replace('"mesh"', '"mash"', 1), r"lacks \['mesh'\] and has unknown \['mash'\]")]:
+        with pytest.raises(PlanError, match=wanted):
+            Plan.from_json(text)
+    with pytest.raises(PlanError, match=r"cannot read plan .*none.json"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match=r"is no saved plan: plan.json, sharded.py, constants.pt missing"):
+        autopar.load(tmp_path)
+
+
+def test_a_folder_that_is_no_plan_is_not_replaced(compiled, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(PlanError, match="exists and is no saved plan"):
+        compiled.save(tmp_path / "mine")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_nothing_half_written_is_left(compiled, tmp_path):
+    broken = Bundle(compiled.plan, compiled.source, {"x": lambda: 0})  # cannot be written to constants.pt
+    with pytest.raises(AttributeError):
+        broken.save(tmp_path / "plan")
+    assert list(tmp_path.iterdir()) == []
+    compiled.save(tmp_path / "plan")
+    with pytest.raises(AttributeError):
+        broken.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan" / "plan.json") == compiled.plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
+
+
+
+def test_saved_twice_is_the_same_bytes(compiled, tmp_path):
+    first = compiled.save(tmp_path / "a")
+    second = compile(recipe="ddp").save(tmp_path / "b")
+    for name in ("plan.json", "sharded.py"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()

@@ -132,3 +132,21 @@ def kinds(made: Plan) -> dict[str, None]:
     """The kinds of split that operators of a plan use."""
     found: Sequence[str] = [kind for node in made.nodes.values() if node.outs and node.ins for kind in node.kinds]
     return dict.fromkeys(k for k in found if k in ("sample", "attribute", "parameter", "operator"))
+
+
+def planned(who: Subject, sizes: Sizes, how: str) -> Plan:
+    """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty" or "random <seed>"."""
+    if how.startswith("random"):
+        return by_chance(who, sizes, int(how.removeprefix("random")))
+    if how in ("searched", "thrifty"):
+        return by_search(who, sizes, SEARCHES["ilp"] if how == "searched" else thrifty)
+    return by_search(who, sizes, batch=FEW) if how == "few" else by_recipe(who, sizes, how)
+
+
+FEW = 2
+"""Samples of a "few" plan: less than ranks, so that the search must split something else."""
+
+
+def batch_for(how: str) -> int:
+    """The samples that a plan of kind `how` is verified with."""
+    return FEW if how == "few" else BATCH

@@ -1,0 +1,87 @@
+"""Emitted programs on local ranks against one device, in float64: outputs, loss, every gradient, every parameter after an AdamW
+step, and every collective against its price. The full matrix is marked slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.recipes import RECIPES
+from autopar.verify import Report, verify
+from tests.helpers.tiny import TINY
+from tests.helpers.verify import Sizes, batch_for, kinds, planned, subject
+
+FAST = [
+    ("hf-gpt2", (2,), "ddp"), ("hf-gpt2", (4,), "megatron"), ("hf-llama", (4,), "tp_sp"), ("hf-llama-2kv", (2, 2), "tp_zero3"),
+    ("hf-bert", (4,), "zero3"), ("hf-t5", (2, 2), "hsdp"), ("hf-vit", (4,), "tp"), ("hf-resnet", (2,), "ddp"),
+    ("hf-mixtral", (2,), "zero3"), ("hf-phi3", (2,), "tp"), ("hf-neox", (2,), "tp_sp"), ("hf-bloom", (4,), "megatron"),
+    ("mlp", (2,), "single"), ("cnn", (4,), "one_weird_trick"), ("recommender", (4,), "tp"), ("moe", (2, 2), "hsdp"),
+    ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
+    ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
+    ("moe", (4,), "random 4"),
+]
+MESHES: tuple[Sizes, ...] = ((4,), (2, 2), (2, 2, 2))
+SLOW = [(name, sizes, how) for name in TINY for sizes in MESHES
+        for how in (*(r.name for r in RECIPES.values() if len(r.roles) == len(sizes)), "searched", "few", "thrifty",
+                    *(f"random {seed}" for seed in range(4))) if (name, sizes, how) not in FAST]
+
+
+def _id(entry: tuple[str, Sizes, str]) -> str:
+    return f"{entry[0]}-{'x'.join(map(str, entry[1]))}-{entry[2].replace(' ', '')}"
+
+
+def _right(report: Report) -> None:
+    wrong = [row for row in report.rows if not row.ok]
+    assert report.ok, f"first wrong: {report.first}; {len(wrong)} of {len(report.rows)}: {wrong[:5]}"
+    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+
+
+@pytest.mark.parametrize("entry", FAST, ids=_id)
+def test_every_recipe_every_model(entry: tuple[str, Sizes, str]) -> None:
+    name, sizes, how = entry
+    who = subject(name)
+    made = planned(who, sizes, how)
+    _right(verify(who.case(made, batch_for(how))))
+    assert how != "searched" or len(kinds(made)) > 1, "the search was to mix kinds of splits here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", SLOW, ids=_id)
+def test_the_full_matrix(entry: tuple[str, Sizes, str]) -> None:
+    name, sizes, how = entry
+    who = subject(name)
+    _right(verify(who.case(planned(who, sizes, how), batch_for(how))))
+
+
+def test_the_fast_matrix_covers_everything() -> None:
+    assert {name for name, *_ in FAST} == set(TINY)
+    assert {how for *_, how in FAST} >= set(RECIPES)
+    assert {sizes for _, sizes, _ in FAST} >= {(2,), *MESHES}
+
+
+OTHER_SIZES = [  # batch and sequence that were not planned for; 11 over 4 ranks is uneven, 3 over 4 leaves one rank empty
+    ("hf-gpt2", (4,), "ddp", 12, 5), ("gpt", (4,), "tp_sp", 4, 11), ("hf-llama-2kv", (4,), "tp_sp", 8, 3), ("gpt", (4,), "random 0", 4, 11),
+    ("hf-mixtral", (2, 2), "random 1", 12, 5), ("hf-gpt2", (4,), "megatron", 2, 7),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "how", "batch", "seq"), OTHER_SIZES)
+def test_other_sizes_than_planned(name: str, sizes: Sizes, how: str, batch: int, seq: int) -> None:
+    who = subject(name)
+    _right(verify(who.case(planned(who, sizes, how), batch, seq)))
+
+
+@pytest.mark.parametrize(("name", "sizes", "how"), [("hf-gpt2", (4,), "megatron"), ("hf-resnet", (2,), "ddp"), ("hf-t5", (2, 2), "random 0")])
+def test_inference(name: str, sizes: Sizes, how: str) -> None:
+    who = subject(name, "inference")
+    report = verify(who.case(planned(who, sizes, how)))
+    assert report.ok, (report.first, report.worst)
+    assert {row.kind for row in report.rows} <= {"output", "buffer", "collectives"}
+    assert any(row.kind == "output" for row in report.rows)
+
+
+def test_bytes_are_compared_where_cuts_are_even() -> None:
+    who = subject("mlp")
+    even = verify(who.case(planned(who, (2,), "zero3")))
+    assert any(row.name == "bytes: run = priced" for row in even.rows)
+    uneven = verify(who.case(planned(who, (4,), "zero3")))  # a bias of 10 over 4 ranks
+    assert not any(row.name.startswith("bytes") for row in uneven.rows)

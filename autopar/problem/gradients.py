@@ -11,7 +11,12 @@ from torch import fx
 
 from passes import facts
 
-NO_GRADIENT = (torch.ops.aten.detach.default,)
+aten = torch.ops.aten
+
+NO_GRADIENT = (aten.detach.default, aten.empty_like.default, aten.full_like.default, aten.new_empty.default, aten.new_full.default,
+               aten.new_ones.default, aten.new_zeros.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default,
+               aten.zeros_like.default)
+"""Operators that autograd does not record, though their operand may need a gradient."""
 
 
 def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:

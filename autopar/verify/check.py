@@ -73,7 +73,7 @@ def verify(case: Case, *, tolerance: float = 1e-9) -> Report:
         source = case.mutate(emit(case.gm, case.plan, case.names))
         results = launch(_rank, case.plan.ranks, source, _light(case), str(path))
     rows, seen = results[0]
-    rows += _collectives(case, seen) if case.training else []
+    rows += _collectives(case, seen)
     judged = [(name, kind, error, tolerance if kind != "collectives" else 0.0) for name, kind, error in rows]
     report = Report(tuple(Row(*row) for row in judged), case.plan.mesh, collectives=len(seen), notes=case.notes)
     return report if report.ok else replace(report, first=_first(case, tolerance))

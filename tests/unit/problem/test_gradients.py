@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Program, read
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
@@ -43,3 +47,11 @@ def test_only_what_leads_to_the_loss_has_a_gradient() -> None:
 
 def test_nothing_has_one_in_inference() -> None:
     assert not any(flag for flags in _graded(_program(training=False)).values() for flag in flags)
+
+
+@pytest.mark.parametrize("target", NO_GRADIENT, ids=str)
+def test_autograd_records_none_of_them(target: Any) -> None:
+    x = torch.rand(3, requires_grad=True)
+    more = {"full_like": (2.0,), "new_full": ([3], 2.0)}.get(target.overloadpacket.__name__)
+    sizes = ([3],) if target.overloadpacket.__name__.startswith("new_") else ()
+    assert not target(x, *(more or sizes)).requires_grad

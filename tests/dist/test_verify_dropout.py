@@ -1,0 +1,90 @@
+"""Dropout on ranks: replicas draw the same masks, shards different ones; a comparison leaves it out, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.bundle import Bundle
+from autopar.capture import capture
+from autopar.codegen.module import Names, emit
+from autopar.plan import Plan
+from autopar.runtime import launch
+from autopar.verify import verify
+from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe
+
+WIDTH = 16
+
+
+class Noisy(nn.Module):
+    """Two products with dropout between and after; the inner mask is also an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.drop(torch.ones_like(self.up(x)) * x.square().sum(-1, keepdim=True).sign())
+        out = self.drop(self.down(h * self.up(x).tanh()))
+        return (out - y).square().mean(), h
+
+
+class _Noisy(Subject):
+    def batch(self, batch: int = 8, seq: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        made = [torch.randn(batch, WIDTH, generator=generator) for _ in self.captured.input_names]
+        return dict(zip(self.captured.input_names, made, strict=True))
+
+
+def _subject() -> _Noisy:
+    torch.manual_seed(0)
+    model = Noisy()
+    return _Noisy("noisy", "train", capture(model, (torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), model.state_dict())
+
+
+def _step(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """One rank: a step of SGD; the whole masks, and this rank's own copies of what rests whole."""
+    module = Bundle(plan, source).build(weights)
+    loss, mask = module(*module.shard_batch(**batch))
+    loss.backward()
+    whole = module.full((loss, mask))[1].clone()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return whole, {name: p.to_local().detach().clone() for name, p in module.named_parameters()}
+
+
+def _run(sizes: Sizes, recipe: str) -> tuple[Plan, list[tuple[Tensor, dict[str, Tensor]]]]:
+    who = _subject()
+    plan = by_recipe(who, sizes, recipe)
+    captured = who.captured
+    source = emit(captured.gm, plan, Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting))
+    assert "dropout(" in source
+    return plan, launch(_step, plan.ranks, plan, source, dict(who.weights), who.batch())
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "tp", "single"])
+def test_replicas_stay_alike_and_shards_differ(recipe: str) -> None:
+    plan, results = _run((4,), recipe)
+    masks, states = zip(*results, strict=True)
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    layouts = {op: node.outs[0].split("|")[0] for op, node in plan.nodes.items() if node.outs}
+    whole = [name for name in states[0] if states[0][name].shape == _subject().weights[name].shape]
+    assert recipe == "tp" or whole
+    for name in whole:  # copies on replicas are the same to the bit after a step
+        assert all(torch.equal(state[name], states[0][name]) for state in states), name
+    kept = masks[0] != 0
+    assert 0.35 < kept.double().mean() < 0.65
+    if "S0" in layouts.values() or "S1" in layouts.values():
+        parts = kept.chunk(4, 0 if recipe == "ddp" else 1)
+        assert not any(torch.equal(parts[0], part) for part in parts[1:]), "shards must not repeat one mask"
+
+
+@pytest.mark.parametrize("how", ["ddp", "tp", "random"])
+def test_the_comparison_leaves_dropout_out_and_says_so(how: str) -> None:
+    who = _subject()
+    plan = by_chance(who, (4,), 0) if how == "random" else by_recipe(who, (4,), how)
+    report = verify(who.case(plan))
+    assert report.ok, report.worst
+    assert any("dropout is off" in note and "2 operators" in note for note in report.notes)
+    assert "dropout is off" in report.to_json()

@@ -54,8 +54,12 @@ def tensor(ways: int) -> Allow:
 
 
 def tensor_sequence(ways: int) -> Allow:
-    """Tensor parallel, and sequence parallel between the contractions."""
-    return lambda op, option: _model(op, option, ways) and not option.run
+    """Tensor parallel, and sequence parallel between the contractions: every norm of tokens splits the sequence."""
+    def allow(op: Op, option: Option) -> bool:
+        if _norm_of_tokens(op, ways):
+            return cuts_sequence(op, option)
+        return _model(op, option, ways) and not option.run
+    return allow
 
 
 def megatron(ways: int) -> Allow:
@@ -104,6 +108,14 @@ def _dense(op: Op, ways: int) -> bool:
     """Whether `op` is a contraction with a weight that can be cut."""
     return op.flops > 0 and any(weight and len(t.shape) >= 2 and any(n % ways == 0 for n in t.sizes)
                                 for weight, t in zip(op.weight, op.call.ins, strict=True))
+
+
+def _norm_of_tokens(op: Op, ways: int) -> bool:
+    """Whether `op` is a norm (or the root that makes one) over [batch, sequence, features] with a sequence that can be cut."""
+    if op.role != "op" or not getattr(op.target, "__name__", "").startswith(("layer_norm", "rms_norm", "rsqrt")):
+        return False
+    tensor = op.call.ins[0]
+    return len(tensor.shape) == 3 and not isinstance(tensor.shape[1], int) and 1 not in op.batch[0] and tensor.sizes[1] % ways == 0
 
 
 def _vocabulary_size(op: Op) -> int:

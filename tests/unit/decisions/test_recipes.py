@@ -1,0 +1,101 @@
+"""Each recipe's plan is what its name says: how parameters rest and what operators split."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from autopar.errors import InfeasibleError
+from autopar.layout import is_shard
+from autopar.recipes import RECIPES
+from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE
+from tests.unit.decisions.planning import Planned, Work, planned
+
+LLAMA, GPT2 = Work("llama3-8b", 64, 4096, torch.bfloat16), Work("gpt2", 16, 1024)
+SHORT = Work("gpt2", 4, 128)  # a CPU rank has 4 GiB
+CASES = [(LLAMA, "h100:8x8"), (GPT2, "h100:1x4"), (SHORT, "cpu:1x4")]
+DENSE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
+each = partial(pytest.mark.parametrize, ("work", "cluster"), CASES, ids=["llama-h100", "gpt2-h100", "gpt2-cpu"])
+
+
+def kinds(made: Planned, axis: int = 0) -> set[str]:
+    return {per_axis[axis] for per_axis in made.kinds.values()}
+
+
+def rests(made: Planned, axis: int = 0) -> dict[str, bool]:
+    """Parameter -> whether it rests cut on that axis."""
+    return {name: is_shard(w.layout.split(",")[axis]) for name, w in made.weights.items()}
+
+
+def largest(made: Planned) -> dict[str, bool]:
+    return {name: cut for name, cut in rests(made).items() if len(made.weights[name].shape) > 1}
+
+
+@each()
+def test_single_and_data_parallel(work: Work, cluster: str) -> None:
+    zero3 = planned(work, cluster, "zero3")
+    assert kinds(zero3) <= {SAMPLE, REPLICATE, PARTIAL} and SAMPLE in kinds(zero3)
+    assert all(w.uses == ("gathered",) for w in zero3.weights.values()), str(zero3)
+    if work is LLAMA:  # 60 GiB of parameters, gradients and optimizer state leave no room for a sample
+        for recipe in ("single", "ddp"):
+            with pytest.raises(InfeasibleError, match="are missing"):
+                planned(work, cluster, recipe)
+        return
+    assert kinds(planned(work, cluster, "single")) <= {REPLICATE, PARTIAL}
+    ddp = planned(work, cluster, "ddp")
+    assert kinds(ddp) <= {SAMPLE, REPLICATE, PARTIAL} and SAMPLE in kinds(ddp)
+    assert all(w.uses == ("replicated",) for w in ddp.weights.values()), str(ddp)
+    assert zero3.plan.predicted.memory_bytes < ddp.plan.predicted.memory_bytes
+
+
+@each()
+def test_hybrid_sharding_cuts_on_the_inner_axis_only(work: Work, cluster: str) -> None:
+    made = planned(work, cluster, "hsdp")
+    assert len(made.plan.mesh) == 2
+    assert set(rests(made, 0).values()) == {False} and set(rests(made, 1).values()) == {True}, str(made)
+    assert SAMPLE in kinds(made, 0) and SAMPLE in kinds(made, 1)
+    assert (kinds(made, 0) | kinds(made, 1)) <= {SAMPLE, REPLICATE, PARTIAL}
+
+
+@pytest.mark.parametrize("recipe", ["tp", "tp_sp", "megatron"])
+@pytest.mark.parametrize(("work", "cluster"), [(Work("llama3-8b", 1, 4096, torch.bfloat16), "h100:1x8"), *CASES[1:]],
+                         ids=["llama-h100", "gpt2-h100", "gpt2-cpu"])
+def test_tensor_parallel(work: Work, cluster: str, recipe: str) -> None:
+    made = planned(work, cluster, recipe)
+    assert SAMPLE not in kinds(made) and PARAMETER in kinds(made)
+    block = {name: w for name, w in made.weights.items() if len(w.shape) == 2 and w.scope}
+    columns = [name for name, w in block.items() if w.uses == ("column",)]
+    rows = [name for name, w in block.items() if w.uses == ("row",)]
+    assert len(columns) + len(rows) == len(block), str(made)
+    assert columns == [name for name in block if name.split(".")[-2] in DENSE], str(made)
+    vocabulary = [w for w in made.weights.values() if "vocabulary" in w.uses[0]]
+    assert any(max(w.shape) > 50_000 for w in vocabulary) == (recipe == "megatron"), str(made)
+    norms = [n for n, op in made.program.ops.items() if "layer_norm" in str(op.target) or "rsqrt" in str(op.target)]
+    split = {made.kinds[name] for name in norms if made.program.ops[name].scope}
+    assert split == ({(ATTRIBUTE,)} if recipe == "tp_sp" else {(REPLICATE,)}), str(made)
+
+
+def test_megatron_splits_the_loss_by_vocabulary() -> None:
+    made = planned(GPT2, "h100:1x4", "megatron")
+    (loss,) = [name for name, op in made.program.ops.items() if "cross_entropy" in str(op.target)]
+    assert made.plan.nodes[loss].runs == ("cross_entropy",)
+
+
+@each()
+def test_two_dimensional(work: Work, cluster: str) -> None:
+    """ZeRO-3 outside, tensor and sequence parallel inside."""
+    made = planned(work, cluster, "tp_zero3")
+    assert kinds(made, 0) <= {SAMPLE, REPLICATE, PARTIAL} and SAMPLE in kinds(made, 0)
+    assert SAMPLE not in kinds(made, 1) and {PARAMETER, ATTRIBUTE} <= kinds(made, 1)
+    for name, w in made.weights.items():
+        assert w.uses[0] == "gathered", (name, str(made))
+        if len(w.shape) == 2 and w.scope:
+            assert w.uses[1] in ("column", "row"), (name, str(made))
+    assert all(largest(made).values())
+
+
+def test_every_recipe_is_tested_here() -> None:
+    """one_weird_trick is in test_strategies: it needs convolutions."""
+    assert set(RECIPES) == {"single", "ddp", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "one_weird_trick"}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.layout import cutters, fits
+from autopar.layout import Layout, cutters, fits
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
 from autopar.problem.graph import Op, Program, Ref
@@ -109,19 +109,22 @@ def _node(cluster: Cluster, options: list[Choice], keep: Kept, program: Program,
     seconds, memory, update = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options))
     place = {op.name: m for m, op in enumerate(cluster.members)}
     for i, combo in enumerate(options):
-        layouts = [[tuple(joint.options[m].outs[o].value for joint in combo) for o in range(len(op.call.outs))]
-                   for m, op in enumerate(cluster.members)]
         for member, op in enumerate(cluster.members):
             seconds[i] += prices.op_s(op, tuple(joint.options[member] for joint in combo))
             if op.role in HOLDERS:
-                memory[i] += prices.rest_bytes(op, layouts[member][0])
-                update[i] += prices.update_s(op, layouts[member][0])
+                memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
+                update[i] += prices.update_s(op, _lies(combo, member, 0))
             elif op.extra_bytes:
-                memory[i] += prices.local_bytes(op.extra_bytes, layouts[member][0]) * op.count
+                memory[i] += prices.local_bytes(op.extra_bytes, _lies(combo, member, 0)) * op.count
         for name, output in keep.own:
             size = program.bytes_of((name, output))
-            memory[i] += prices.local_bytes(size, layouts[place[name]][output]) * program.ops[name].count
+            memory[i] += prices.local_bytes(size, _lies(combo, place[name], output)) * program.ops[name].count
     return Node(cluster.name, labels, seconds + update, memory, seconds * prices.overlap, group)
+
+
+def _lies(combo: Choice, member: int, output: int) -> Layout:
+    """How an output of a member lies under one choice."""
+    return tuple(joint.options[member].outs[output].value for joint in combo)
 
 
 def _links(program: Program, home: Mapping[str, tuple[int, int]]) -> list[_Link]:

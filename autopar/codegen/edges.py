@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.layout import NO_GRAD, Layout, Step, parse, show, steps
+from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 
@@ -54,6 +54,8 @@ class Reshard:
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
+        if any(map(is_placed, self.dst.value)):
+            return False  # only the ranks that compute would gather again
         return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))
 
     @property

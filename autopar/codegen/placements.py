@@ -106,13 +106,15 @@ def write_placed(writer: ScopeWriter, ops: Sequence[Op]) -> None:
     for line in _call(f"{', '.join(names)} = placed({spot[0]}, {spot[1]}, {function}, ", operands, f", {', '.join(outs)}, mesh=MESH)"):
         writer.say(line, " ".join(layouts) if line.endswith("mesh=MESH)") else "")
     writer.context.algorithms["placed"] = None
+    for op in ops:  # one, where there are probes
+        writer.probe(op)
 
 
 def _call(head: str, operands: str, tail: str) -> list[str]:
     """The call on one line, or with its operands on lines of their own."""
     if len(head + operands + tail) <= 120:
         return [head + operands + tail]
-    inside = textwrap.wrap(operands[1:-1].rstrip(","), 110, break_long_words=False, break_on_hyphens=False)
+    inside = textwrap.wrap(operands[1:-1].rstrip(",") + ",", 110, break_long_words=False, break_on_hyphens=False)
     return [f"{head}(", *(f"    {line}" for line in inside), f"){tail}"]
 
 
@@ -121,6 +123,8 @@ def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
     program = writer.context.program
     reads = [ref for op in program.ops.values() if op.name not in inside for ref in op.operands]
     reads += [ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)]
+    if writer.context.probes:
+        return [(op.name, index) for op in inside.values() for index in range(len(op.call.outs))]
     return [ref for ref in dict.fromkeys(reads) if ref[0] in inside]
 
 

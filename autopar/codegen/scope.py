@@ -20,7 +20,7 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, seeded_text
 from autopar.codegen.context import Context
-from autopar.codegen.edges import Pair, Reshard, in_pair, out_pair
+from autopar.codegen.edges import Pair, Reshard, in_pair, needed, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import show
@@ -50,7 +50,7 @@ class ScopeWriter:
             if op is None and node.op not in ("call_module", "output"):
                 continue
             spot = self._spot(op)
-            if together and (spot != self._spot(together[0]) or self.context.probes):
+            if together and (spot != self._spot(together[0]) or self.context.probes or self._moves(op, together)):
                 write_placed(self, together)
                 together = []
             if op is not None and spot is not None:
@@ -77,6 +77,12 @@ class ScopeWriter:
 
     def _spot(self, op: Op | None) -> Spot | None:
         return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
+
+    def _moves(self, op: Op | None, together: Sequence[Op]) -> bool:
+        """Whether `op` wants a value of `together` in another layout: reshards stand outside local functions, all ranks run them."""
+        inside = {other.name: other for other in together}
+        return op is not None and any(ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
+                                      for i, ref in enumerate(op.operands))
 
     def _spots(self) -> dict[fx.Node, Spot]:
         """Where placed nodes run; a run of blocks is where its blocks are."""
@@ -132,7 +138,7 @@ class ScopeWriter:
     def _base(self, ref: Ref) -> str:
         op = self.context.program.ops[ref[0]]
         if op.role in ("param", "buffer", "constant"):
-            return re.sub(r"\W", "_", self.context.short_name(op))
+            return re.sub(r"\W|^(?=\d)", "_", self.context.short_name(op))
         return self.names[ref]
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
@@ -151,15 +157,16 @@ class ScopeWriter:
             name = self.fresh(op.node.name)
             self.names[op.name, 0] = name
             self.say(f"{name} = {text}", self._layout((op.name, 0)))
-            self._probe(op)
+            self.probe(op)
             return
         names = [self.fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
         self.names.update({(op.name, i): name for i, name in enumerate(names)})
         self.say(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}", self._layout((op.name, 0)))
-        self._probe(op)
+        self.probe(op)
 
-    def _probe(self, op: Op) -> None:
-        if self.context.probes:
+    def probe(self, op: Op) -> None:
+        """Reports what `op` gave, outside local functions: a probe puts values together on all ranks."""
+        if self.context.probes and not self.indent:
             for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
                 self.say(probes.probe(name, self.names[op.name, i], out_pair(self.context.plan, (op.name, i)), op.call.outs[i]))
 
@@ -174,7 +181,7 @@ class ScopeWriter:
         args = tuple(self._argument(a, queue) for a in node.args)
         kwargs = {k: self._argument(v, queue) for k, v in node.kwargs.items()}
         layouts = [Pair.of(text).value for text in plan.nodes[op.name].outs]
-        outs = tuple(tuple(size_text.shape(t.shape, layout, self.context.sizes))
+        outs = tuple(tuple(size_text.shape(t.shape, layout, self.context.sizes, self.context.batch_axes))
                      for t, layout in zip(op.call.outs, layouts, strict=True))
         written = Written(args, kwargs, node.args, outs)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)

@@ -83,7 +83,7 @@ def find(program: Program, clusters: Sequence[Cluster]) -> Branches:
     while pending:
         join = pending.pop()
         heads = under.get(join, [])
-        chosen = _independent(graph, clusters, heads, under) if join == _EXIT or clusters[join].scope == "" else []
+        chosen = _independent(program, graph, clusters, heads, under) if join == _EXIT or clusters[join].scope == "" else []
         if len(chosen) > 1:
             for index, members in enumerate(chosen):
                 found.of.update({op.name: Branch(regions, index) for m in members for op in clusters[m].members})
@@ -109,10 +109,10 @@ def _graph(program: Program, clusters: Sequence[Cluster]) -> nx.DiGraph:
     return graph
 
 
-def _independent(graph: nx.DiGraph, clusters: Sequence[Cluster], heads: Sequence[int],
+def _independent(program: Program, graph: nx.DiGraph, clusters: Sequence[Cluster], heads: Sequence[int],
                  under: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """The branches that end in `heads`, largest first, that can be placed and have no path between them."""
-    branches = [(h, members) for h in heads if _placeable(members := _subtree(h, under), clusters)]
+    branches = [(h, members) for h in heads if _placeable(members := _subtree(h, under), clusters, program)]
     branches.sort(key=lambda b: (-_work(b[1], clusters), b[0]))
     chosen: list[list[int]] = []
     taken: list[int] = []
@@ -133,13 +133,19 @@ def _subtree(head: int, under: Mapping[int, Sequence[int]]) -> list[int]:
     return sorted(found)
 
 
-def _placeable(members: Sequence[int], clusters: Sequence[Cluster]) -> bool:
+def _placeable(members: Sequence[int], clusters: Sequence[Cluster], program: Program) -> bool:
+    """Whether all of a branch can be placed: dense enough, no scalars, whole runs of blocks. A run may not start at a value from
+    outside that gets a gradient: its first block would sum it alone, and the branches would wait for each other there."""
     ops = [op for m in members for op in clusters[m].members]
     if any(op.role not in ("op", "port") or not all(t.shape for t in op.call.outs) for op in ops):
         return False
     scopes = dict.fromkeys(op.scope for op in ops if op.scope)
     if any(c.scope in scopes and c.members[0].role not in _STILL and i not in members for i, c in enumerate(clusters)):
         return False  # half of a block
+    names = dict.fromkeys(op.name for op in ops)
+    for run in (program.runs[scope] for scope in scopes):
+        if any(ref[0] not in names and program.ops[ref[0]].call.outs[ref[1]].grad for ref in run.feeds):
+            return False
     return sum(op.count for op in ops if op.flops > 0 and any(op.weight)) >= LEAST_DENSE
 
 

@@ -19,7 +19,7 @@ from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s, step_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
-from autopar.layout import NO_GRAD, Layout, Step, fraction, steps
+from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, steps
 from autopar.problem.graph import Op
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.language import Option, Use
@@ -138,7 +138,8 @@ class Prices:
         still = tuple("R" for _ in self.sizes)
         backward, _ = self._changes([still if NO_GRAD in c[1] else c[1] for c in columns],
                                     [still if NO_GRAD in r[1] else r[1] for r in rows], size_bytes)
-        twice = gathers & graded & np.array([*again] or [False] * len(columns))
+        once = [any(map(is_placed, target)) for target in targets]  # codegen.edges.Reshard.regathers says why
+        twice = gathers & graded & np.array([*again] or [False] * len(columns)) & ~np.array(once)
         return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward.T, 0.0)
 
     def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:

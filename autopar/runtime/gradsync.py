@@ -24,7 +24,7 @@ from autopar.errors import RunError
 from autopar.layout import Layout, Step, steps
 from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import relayout_later
+from autopar.runtime.moves import relayout_later, step_bytes
 from autopar.runtime.params import Held
 
 BUCKET_BYTES = 25_000_000  # as torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link
@@ -128,7 +128,7 @@ class GradSync:
         if counting():
             for held, grad in zip(bucket.ready, grads, strict=True):
                 for step in sync_steps(held, self.mesh):
-                    record(step.kind, step.axis, grad.numel() * grad.element_size(), held.name)
+                    record(step.kind, step.axis, step_bytes(step, held.info.shape, grad.element_size(), self.mesh), held.name)
 
     @torch.no_grad()
     def _finish(self) -> None:

@@ -64,8 +64,9 @@ def _note(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> None:
 
 
 def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
-    """Bytes of the tensor as one rank would hold it without the cut on the step's axis (see count.Counted)."""
-    layout = (*step.before[:step.axis], "R", *step.before[step.axis + 1:])
+    """Bytes of the tensor as one rank would hold it without the cut on the step's axis (see count.Counted); for a value placed
+    on one coordinate the rank there, so that all ranks count alike."""
+    layout = tuple("R" if axis == step.axis or is_placed(entry) else entry for axis, entry in enumerate(step.before))
     return torch.Size(local_shape(shape, layout, mesh.sizes, mesh.coord)).numel() * itemsize
 
 

@@ -198,7 +198,7 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
 
 def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float,
                 best: Candidate | None) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, then solve them in the order of their bounds, until no bound promises better than the best."""
+    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best."""
     request = planner.request
     seen: list[Candidate] = []
     for sizes in meshes:
@@ -209,7 +209,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
     known = min((c.cost.time_s for c in (best, *seen) if c is not None), default=math.inf)
     found = min(seen, key=lambda c: c.cost.time_s, default=None)
     bounds: list[float] = []
-    for first in sorted(seen, key=lambda c: c.solution.bound_s):
+    for first in sorted(seen, key=lambda c: c.cost.time_s):
         left = deadline - time.monotonic()
         if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
             bounds.append(first.solution.bound_s)
@@ -224,7 +224,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
 
 
 GLANCE_S = 2.0  # seconds for the first look at a mesh
-CLOSE = 0.005  # relative: prices are less exact than this
+CLOSE = 0.01  # relative: prices are less exact than this
 
 
 def spaces(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -24,6 +24,7 @@ from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice,
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
+_DUAL_S = 0.7  # seconds, at most: most of what it proves it proves early, the LP does the rest
 _LP_ROUNDS = 4
 _WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
 
@@ -94,7 +95,7 @@ def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, s
     """
     kept = [np.arange(len(node.labels)) for node in problem.nodes]
     run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed, cutoff_s, gap)
-    note = _solve(run, min(2.0, _DUAL_SHARE * time_limit_s))
+    note = _solve(run, min(_DUAL_S, _DUAL_SHARE * time_limit_s))
     return Exact(run.best, run.bound_s, note)
 
 

@@ -44,7 +44,7 @@ def glance(problem: Problem, *, time_limit_s: float) -> Solution:
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 
 
-GLANCE_ROUNDS = 12
+GLANCE_ROUNDS = 6
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:

@@ -169,7 +169,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
-RECIPE_S = 1.0  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
+RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
 
 
 def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:

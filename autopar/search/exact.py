@@ -24,7 +24,7 @@ from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice,
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
-_DUAL_S = 0.7  # seconds, at most: most of what it proves it proves early, the LP does the rest
+_DUAL_S = 0.4  # seconds, at most: most of what it proves it proves early, the LP does the rest
 _LP_ROUNDS = 4
 _WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
 

@@ -122,8 +122,9 @@ class Plan:
         except (TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"plan is malformed: {error}") from error
 
-    def check(self, graph_hash: str, nodes: Iterable[str]) -> None:
-        """Raise PlanError, naming what differs, unless the plan was made for the graph with this hash and these nodes."""
+    def check(self, graph_hash: str, nodes: Iterable[str], source: str = "the model") -> None:
+        """Raise PlanError, naming what differs, unless the plan was made for the graph with this hash and these nodes.
+        `source` is what gave that graph, for the message."""
         if graph_hash == self.graph_hash:
             return
         now = dict.fromkeys(nodes)
@@ -131,7 +132,7 @@ class Plan:
         parts = [f"{len(self.nodes)} nodes planned, {len(now)} now"] if len(self.nodes) != len(now) else []
         parts += [f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for what, names in (("gone", gone), ("new", new)) if names]
         parts = parts or ["the same nodes with other sizes or arguments"]
-        raise PlanError(f"the plan for {self.model} is for another graph than the model gives now ({'; '.join(parts)}; "
+        raise PlanError(f"the plan for {self.model} is for another graph than {source} gives now ({'; '.join(parts)}; "
                         f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again")
 
     def save(self, path: str | Path) -> None:

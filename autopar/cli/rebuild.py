@@ -16,7 +16,6 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model
-from autopar.problem.graph import read
 from autopar.problem.prices import Settings
 from autopar.recipes import roles
 
@@ -73,8 +72,7 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     source = Source.of(plan, where)
     loaded = source.load(plan, device="cpu" if weights else "meta")
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=plan.mode, progress=progress)
-    if captured.graph_hash != plan.graph_hash:
-        raise PlanError(f"plan {where} is for another graph than {source.model} gives now ({difference(plan, captured)}): plan the model again")
+    plan.check(captured.graph_hash, captured.nodes, source.model)
     if not weights and _lacks_values(captured):
         return rebuild(where, progress, weights=True)  # buffers that are computed when the model is made, as rope tables
     return Rebuilt(plan, source, loaded, captured)
@@ -89,19 +87,6 @@ def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
 def _lacks_values(captured: Captured) -> bool:
     held = [node.meta["fqn"] for node in captured.gm.graph.nodes if node.meta.get("role") == "constant"]
     return any("have no values" in note for note in captured.notes) or any(name not in captured.constants for name in held)
-
-
-def difference(plan: Plan, captured: Captured) -> str:
-    """What differs between the graph of a plan and the captured one, in a few words."""
-    program = read(captured.gm, captured.hints, training=plan.mode == "train")
-    gone = [name for name in plan.nodes if name not in program.ops]
-    new = [name for name in program.ops if name not in plan.nodes]
-    parts = [f"{len(plan.nodes)} nodes planned, {len(program.ops)} now"] if len(plan.nodes) != len(program.ops) else []
-    for what, names in (("gone", gone), ("new", new)):
-        if names:
-            parts.append(f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
-    parts.append(f"hash {plan.graph_hash[:12]} planned, {captured.graph_hash[:12]} now")
-    return "; ".join(parts if len(parts) > 1 else ["the same nodes with other sizes or arguments", *parts])
 
 
 def settings(plan: Plan) -> Settings:

@@ -6,7 +6,6 @@ import json as json_text
 from pathlib import Path
 
 import torch
-from torch import fx
 
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
@@ -15,8 +14,6 @@ from autopar.errors import PlanError
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, verify
 
-aten = torch.ops.aten
-DROPOUTS = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}  # operator -> position of the probability
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -37,18 +34,5 @@ def case(rebuilt: Rebuilt, dtype: torch.dtype = torch.float64, batch: int | None
     """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, at another batch or sequence than
     planned where they are given."""
     loaded = rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
-    made = case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), by_name(loaded, rebuilt.captured.input_names), dtype)
-    keep_all(made.gm)
-    return made
-
-
-def keep_all(gm: fx.GraphModule) -> None:
-    """Set every dropout of a captured graph to drop nothing: what is dropped at random cannot be compared."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target in DROPOUTS:
-                    at = DROPOUTS[node.target]
-                    node.args = (*node.args[:at], 0.0, *node.args[at + 1:]) if len(node.args) > at else node.args
-                    node.kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in node.kwargs.items()}
-            module.recompile()
+    batch_by_name = by_name(loaded, rebuilt.captured.input_names)
+    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), batch_by_name, dtype)

@@ -13,7 +13,6 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
-from passes import facts
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -95,11 +94,6 @@ class Context:
                 size = shape[dim_of(entry)]
                 names.append(f"dim {dim_of(entry)}" if isinstance(size, int) else str(size))
         return " " + " to ".join(names) if names else ""
-
-
-def where(op: Op) -> str:
-    """Module path and source line of an op, for messages and comments."""
-    return facts.where(op.node)
 
 
 def _bytes(size: float) -> str:

@@ -231,10 +231,3 @@ def _footer() -> str:
 if __name__ == "__main__":  # torchrun --nproc-per-node=<ranks> sharded.py
     main(Model)
 '''
-
-
-def compiles(source: str) -> Any:
-    """The code object of an emitted file; raises SyntaxError when it is none."""
-    return compile(source, "sharded.py", "exec")
-
-

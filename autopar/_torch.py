@@ -81,6 +81,45 @@ def tracing() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`q [b, h, l, d]`, `k, v [b, h, s, d]` -> the attention `[b, h, l, d]` and its log-sum-exp `[b, h, l]`, by the fused kernel of
+    the device. No autograd.
+
+    Public attention does not return the log-sum-exp, without which parts cannot be merged; torch's own context parallelism
+    (torch.distributed.tensor.experimental) calls the same two operators.
+    """
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v for one part of an attention whose whole result is `out` with log-sum-exp `lse`."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    else:
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
+        grads = aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, causal,
+                                                                  unused, unused, scale=scale)
+    return grads[0], grads[1], grads[2]
+
+
+def flash_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether `flash_attention` has a kernel for these operands (contiguous, one head of k per head of q)."""
+    if q.shape[-1] != v.shape[-1] or q.dtype != k.dtype or q.dtype != v.dtype:
+        return False
+    if q.device.type == "cpu":
+        return q.is_floating_point()
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+    return q.device.type == "cuda" and q.shape[-1] % 8 == 0 and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, False))
+
+
 class Watch(TorchDispatchMode):
     """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside."""
 

@@ -21,7 +21,7 @@ from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
 from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, steps
 from autopar.problem.graph import Op
-from autopar.rules.algorithms import ALGORITHMS
+from autopar.rules.algorithms import ALGORITHMS, Site
 from autopar.rules.language import Option, Use
 
 Pair = tuple[Layout, Layout]  # layouts of a value and of its gradient
@@ -114,13 +114,13 @@ class Prices:
 
     def _algorithms(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds of the collectives inside the runtime algorithms that the options need."""
+        training = self.settings.training and any(t.grad for t in op.call.outs)
         seconds = 0.0
         for axis, option in enumerate(options):
             if option.run:
-                algorithm = ALGORITHMS[option.run]
-                training = self.settings.training and any(t.grad for t in op.call.outs)
-                moved = algorithm.row_bytes(op.call.ins, options, self.sizes)
-                seconds += sum(collective_s(kind, moved, self.mesh.axes[axis]) for kind in algorithm.kinds(training=training))
+                site = Site(op.call.ins, options, self.sizes, axis, op.out_dtypes[0].itemsize)
+                seconds += sum(collective_s(inner.kind, inner.nbytes(site), self.mesh.axes[axis])
+                               for inner in ALGORITHMS[option.run].inner(training=training))
         return seconds
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import fraction
@@ -16,30 +16,55 @@ from autopar.rules.language import Option, Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Site:
+    """One call of an algorithm, as far as the size of what it moves depends on it.
+
+    `options` and `sizes` have one entry per mesh axis; `axis` is the one that the collective runs on. `itemsize` is the bytes of
+    one element of the operator's first output.
+    """
+
+    operands: Sequence[Tensor]
+    options: Sequence[Option]
+    sizes: tuple[int, ...]
+    axis: int
+    itemsize: int
+
+    def local_numel(self, operand: int, *, dims: int) -> float:
+        """Elements of the first `dims` dims of an operand on one rank."""
+        tensor = self.operands[operand]
+        kept = tuple(f"S{d}" for d in range(dims))
+        layout = tuple(o.ins[operand].value for o in self.options)
+        layout = tuple(e if e.partition("/")[0] in kept else "R" for e in layout)
+        return math.prod(tensor.sizes[:dims]) * fraction(layout, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them."""
+
+    kind: str
+    nbytes: Callable[[Site], float]
+
+
+@dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`forward` and `backward` list the inner collectives; each moves one number per row of operand `rows` (its dims but the
-    last), `itemsize` bytes each."""
+    """The inner collectives of one call, forward and backward, in the order in which they run."""
 
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-    rows: int = 0
-    itemsize: int = 4
+    forward: tuple[Inner, ...] = ()
+    backward: tuple[Inner, ...] = ()
 
-    def kinds(self, *, training: bool) -> tuple[str, ...]:
+    def inner(self, *, training: bool) -> tuple[Inner, ...]:
         """The inner collectives of one call, backward included when training."""
         return (*self.forward, *(self.backward if training else ()))
 
-    def row_bytes(self, operands: Sequence[Tensor], options: Sequence[Option], sizes: tuple[int, ...]) -> float:
-        """Bytes that one inner collective moves on one rank."""
-        tensor = operands[self.rows]
-        layout = tuple(o.ins[self.rows].value for o in options)
-        last = f"S{len(tensor.shape) - 1}"
-        rows = tuple("R" if e.startswith(last) else e for e in layout)
-        return math.prod(tensor.sizes[:-1]) * fraction(rows, sizes) * self.itemsize
+
+def _statistic(site: Site) -> float:
+    """One number per row of operand 0, at least a float32."""
+    return site.local_numel(0, dims=len(site.operands[0].shape) - 1) * max(4, site.itemsize)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "causal_rows": Algorithm(),
-    "cross_entropy": Algorithm(forward=("all_reduce",) * 2),
+    "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),
 }

@@ -34,6 +34,7 @@ from autopar.layout import NO_GRAD, Entry, shard
 
 Size: TypeAlias = int | sympy.Expr
 Shape = tuple[Size, ...]
+Together = Sequence[tuple[tuple[str, ...], str]]  # (factors that one axis cuts at once, the runtime algorithm for it)
 
 _WORD = re.compile(r"\.\.\.|\([^)]*\)|\{[^}]*\}|[^\s]+")
 
@@ -257,13 +258,14 @@ def _spread(dims: Sequence[Dim | None], tensor: Tensor, rank: int, text: str) ->
 
 
 def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str = "P",
-            sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
+            sections: Sequence[tuple[int, ...]] = (), together: Together = ()) -> list[Option]:
     """Everything that `call` can do on an axis of `ways` ranks, by rule `text`; replicated first.
 
     `linear` is "", "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul) or
     "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists
     sections in absolute sizes that dims of other operators are known to have (fused projections): a plain factor whose
-    size is their sum may be cut section by section.
+    size is their sum may be cut section by section. `together` lists sets of factors that may be cut at once, with the
+    runtime algorithm of each; a tensor may have one factor of a set.
     """
     spec = parse(text)
     if not call.ins and spec.ins == ((),):
@@ -275,7 +277,9 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
     for group in shaped.groups():
         if any(f in spec.whole or f == "1" for f in group):
             continue
-        out += _split(shaped, group, ways, reduce, sections)
+        out += _split(shaped, group, ways, reduce, sections, dict(spec.runs).get(group[0], ""))
+    for group, run in together:
+        out += _split(shaped, group, ways, reduce, (), run)
     return out + _linear(call, linear)
 
 
@@ -293,11 +297,10 @@ def _use(tensor: Tensor, value: Entry, grad: Entry) -> Use:
 
 
 def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
-           sections: Sequence[tuple[int, ...]]) -> list[Option]:
+           sections: Sequence[tuple[int, ...]], run: str) -> list[Option]:
     call = shaped.call
     if not all(shaped.divides(f, ways) for f in group):
         return []
-    run = dict(shaped.spec.runs).get(group[0], "")
     variants: list[tuple[int, ...]] = [(1,)]
     if len(group) == 1 and shaped.plain(group[0]):
         variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
@@ -307,7 +310,7 @@ def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
         outs = tuple(_place_use(shaped, group, dims, t, cut, True, reduce) for dims, t in zip(shaped.outs, call.outs, strict=True))
         if reduce != "P" and any(u.value == reduce and t.grad for u, t in zip(outs, call.outs, strict=True)):
             continue  # the gradient of a maximum goes to one rank only: no layout describes it
-        name = "|".join(group) + ("" if len(cut) == 1 else "/" + ":".join(map(str, cut)))
+        name = ("+" if run else "|").join(group) + ("" if len(cut) == 1 else "/" + ":".join(map(str, cut)))
         found.append(Option(name, ins, outs, run, split=True))
     return found
 

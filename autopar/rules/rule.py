@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.rules.language import Call, Option, options
+from autopar.rules.language import Call, Option, Together, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,15 @@ class Rule:
     `spec` is a rule string, or a function that writes it for one call. `linear` is "", "all" (linear in all operands
     together: add, view, sum), "each" (linear in each operand alone: mul, matmul), "first" (linear in the first: div),
     operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
-    leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers.
+    leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers. `together` says for one call which factors can also be cut
+    together by one axis, each set with the runtime algorithm that makes it right.
     """
 
     spec: str | Callable[[Call], str]
     linear: str | Callable[[Call], str] = ""
     reduce: str = "P"
     random: bool = False
+    together: Callable[[Call], Together] = lambda call: ()
 
     def text(self, call: Call) -> str:
         """The rule string for one call."""
@@ -30,4 +32,5 @@ class Rule:
     def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
         """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
         linear = self.linear if isinstance(self.linear, str) else self.linear(call)
-        return options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections)
+        return options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,
+                       together=self.together(call))

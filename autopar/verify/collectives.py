@@ -28,8 +28,8 @@ def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
             if run:
                 op = program.ops[name]
                 trained = any(t.grad for t in op.call.outs)
-                for kind in ALGORITHMS[run].kinds(training=trained):
-                    found[kind, axis] += op.count
+                for inner in ALGORITHMS[run].inner(training=trained):
+                    found[inner.kind, axis] += op.count
     return found
 
 

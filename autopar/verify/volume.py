@@ -11,7 +11,7 @@ from autopar.cost.comm import group_bytes
 from autopar.layout import Layout, cutters
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program
-from autopar.rules.algorithms import ALGORITHMS
+from autopar.rules.algorithms import ALGORITHMS, Site
 from autopar.rules.language import Option, Use
 from autopar.runtime.count import Counted
 from autopar.verify.collectives import MOVING, Key, moving
@@ -46,11 +46,9 @@ def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
 
 def _inside(found: Counter[Key], op: Op, node: NodePlan, axis: int, mesh: tuple[int, ...]) -> None:
     """Add the collectives that the runtime algorithm of `op` runs on `axis`."""
-    algorithm = ALGORITHMS[node.runs[axis]]
-    wider = op.out_dtypes[0].itemsize / algorithm.itemsize  # a check in float64 moves twice the bytes of the plan's float32
-    moved = algorithm.row_bytes(op.call.ins, _options(node, len(mesh)), mesh) * max(1.0, wider)
-    for kind in algorithm.kinds(training=any(t.grad for t in op.call.outs)):
-        found[kind, axis] += round(moved) * op.count
+    site = Site(op.call.ins, _options(node, len(mesh)), mesh, axis, op.out_dtypes[0].itemsize)
+    for inner in ALGORITHMS[node.runs[axis]].inner(training=any(t.grad for t in op.call.outs)):
+        found[inner.kind, axis] += round(inner.nbytes(site)) * op.count
 
 
 def _options(node: NodePlan, axes: int) -> list[Option]:

@@ -51,14 +51,11 @@ class Bundle:
     def build(self, weights: Mapping[str, torch.Tensor] | None = None) -> ShardedModule:
         """The module on this rank, filled from whole `weights` by original name, or with parameters empty.
 
-        Raises RunError when the ranks do not fit the plan, or the weights the model.
+        Raises RunError when the ranks do not fit the plan, the weights the model, or where a constant has no value.
         """
         module: ShardedModule = self.namespace()["Model"]()
-        if weights is None:
-            module.load_constants(self.constants)
-        else:
-            module.load_full({**self.constants, **weights}, strict=False)
-        return module
+        module.load_constants(self.constants)
+        return module if weights is None else module.load_full(weights, strict=False)
 
     def save(self, folder: Path) -> Path:
         """Write the folder in one move: a reader sees all of it or nothing."""

@@ -18,7 +18,7 @@ from torch import nn
 LONGEST_PERIOD = 4
 KEPT = 3  # groups that stand for a run: its first two and, to see that nothing depends on depth, its last
 Key = tuple[str, str]  # (module path below the child, attribute)
-_INNER = frozenset(vars(nn.Module()))
+INNER = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -112,7 +112,7 @@ def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
         for kind in _HOOKS:
             table[path, kind] = _comparable(list(getattr(module, kind).values()))
         for name, value in vars(module).items():
-            if name not in _INNER:
+            if name not in INNER:
                 table[path, name] = _comparable(value)
     return table
 

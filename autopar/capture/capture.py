@@ -16,6 +16,7 @@ from autopar._torch import pytree
 from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
+from autopar.capture.constants import constants, fleeting
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.shadow import WithLoss, shadow
@@ -55,12 +56,13 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
     _check_loss(gm, mode, model)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
-    constants, missing = _constants(model, gm)
-    notes += [f"{', '.join(missing)} have no values: the model is on meta"] if missing else []
+    with clock("constants"):
+        values, valueless = constants(model, gm)
+    notes += valueless.values()
     structure, left_out = outputs_of(program)
     notes += left_out
-    return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), constants,
-                    graph_hash(gm), _fleeting(model), tuple(notes), clock.seconds)
+    return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
+                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless))
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
@@ -157,29 +159,6 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first for name, first in _first_names(model).items() if name != first}
-
-
-def _constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Values of what no state dict holds, and the names of those without one (the model is on meta)."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    found: dict[str, torch.Tensor] = {}
-    missing: list[str] = []
-    for node in gm.graph.nodes:
-        role, name = node.meta.get("role"), node.meta.get("fqn")
-        if role not in ("buffer", "constant") or name in persistent:
-            continue
-        value = buffers.get(name, gm.meta["constants"].get(name))
-        if value is None or value.is_meta:
-            missing.append(str(name))
-        else:
-            found[str(name)] = value.detach().cpu().clone()
-    return found, missing
-
-
-def _fleeting(model: nn.Module) -> tuple[str, ...]:
-    persistent = model.state_dict(keep_vars=True)
-    return tuple(name for name, _ in model.named_buffers() if name not in persistent)
 
 
 def _plain(structure: Any) -> Any:

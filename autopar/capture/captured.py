@@ -25,6 +25,7 @@ class Captured:
     fleeting     names of buffers that no state dict holds
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
+    valueless    names of constants without a value: the model is on meta and does not say how they are made
     """
 
     gm: fx.GraphModule
@@ -38,6 +39,7 @@ class Captured:
     fleeting: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    valueless: tuple[str, ...] = ()
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -73,8 +73,8 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     loaded = source.load(plan, device="cpu" if weights else "meta")
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=plan.mode, progress=progress)
     plan.check(captured.graph_hash, captured.nodes, source.model)
-    if not weights and _lacks_values(captured):
-        return rebuild(where, progress, weights=True)  # buffers that are computed when the model is made, as rope tables
+    if not weights and captured.valueless:
+        return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
     return Rebuilt(plan, source, loaded, captured)
 
 
@@ -82,11 +82,6 @@ def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
     """The inputs of a model by the names that its graph has for them."""
     given = {**dict(zip(names, loaded.args, strict=False)), **loaded.kwargs}
     return {name: given[name] for name in names}
-
-
-def _lacks_values(captured: Captured) -> bool:
-    held = [node.meta["fqn"] for node in captured.gm.graph.nodes if node.meta.get("role") == "constant"]
-    return any("have no values" in note for note in captured.notes) or any(name not in captured.constants for name in held)
 
 
 def settings(plan: Plan) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ from autopar.runtime.params import Held, distribute
 
 
 @torch.no_grad()
-def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool) -> None:
-    """Copy each rank's own pieces out of whole tensors; no communication.
+def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
+              held_already: Container[str] = ()) -> None:
+    """Copy each rank's own pieces out of whole tensors; no communication. Names in `held_already` may be missing.
 
     Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
     """
     held = list(held)
     names = {h.name: [h.name, *(alias for alias, name in aliases.items() if name == h.name)] for h in held}
     found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
-    missing = [name for name, value in found.items() if value is None]
+    missing = [name for name, value in found.items() if value is None and name not in held_already]
     known = {n for ns in names.values() for n in ns}
     unknown = [name for name in state if name not in known] if strict else []
     wrong = [f"{h.name}: got {tuple(value.shape)}, wanted {h.info.shape}" for h in held
@@ -38,8 +39,8 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
                                  (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if items))
     for h in held:
         value = found[h.name]
-        assert value is not None, "missing names were reported"
-        h.local.copy_(own(value.detach(), h.info.entries, mesh.sizes, mesh.coord))
+        if value is not None:
+            h.local.copy_(own(value.detach(), h.info.entries, mesh.sizes, mesh.coord))
 
 
 @torch.no_grad()

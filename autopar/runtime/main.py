@@ -8,9 +8,11 @@ Without `--batch` it draws one at the planned sizes: normal floats, and ids that
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime.module import ShardedModule
+
+CONSTANTS = "constants.pt"  # beside the emitted file, where it was saved: what no state dict holds
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
@@ -35,6 +39,9 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if mesh.device_type == "cuda" else "gloo")
     model = model_class(seed=options.seed)
+    constants = Path(inspect.getfile(model_class)).parent / CONSTANTS
+    if constants.is_file():
+        model.load_constants(torch.load(constants, map_location="cpu", weights_only=True))
     if options.weights:
         model.load_full(torch.load(options.weights, map_location="cpu"))
     else:
@@ -81,7 +88,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
 @torch.no_grad()
 def initialise(model: ShardedModule, seed: int) -> None:
     """Small random weights for trying a plan out: normal(0, 0.02), ones for vectors called weight, zeros for the rest; the same on
-    every mesh, because each whole tensor is drawn from its own seed."""
+    every mesh, because each whole tensor is drawn from its own seed. Constants that are loaded stay."""
     state = {}
     for number, (name, info) in enumerate(model.declared().items()):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
@@ -91,4 +98,4 @@ def initialise(model: ShardedModule, seed: int) -> None:
         elif name.endswith("weight"):
             whole.fill_(1)
         state[name] = whole
-    model.load_full(state)
+    model.load_full({name: whole for name, whole in state.items() if name not in model.constant_names()})

@@ -65,6 +65,7 @@ class ShardedModule(nn.Module):
         self._held: dict[str, Held] = {}
         self._spread: list[Spread] = []
         self._agreed = False
+        self._constant: dict[str, None] = {}  # names that `load_constants` has filled
         self._declare(type(self), "", self)
         for scope, (kind, prefixes) in self.RUNS.items():
             self.runs[scope] = [kind() for _ in prefixes]
@@ -96,6 +97,10 @@ class ShardedModule(nn.Module):
     def buffer_names(self) -> list[str]:
         """The names of buffers, in order."""
         return [name for name, h in self._held.items() if not isinstance(h.tensor, nn.Parameter)]
+
+    def constant_names(self) -> list[str]:
+        """The names of buffers that hold values of their own: what `load_constants` has filled."""
+        return list(self._constant)
 
     # -- running
 
@@ -191,15 +196,24 @@ class ShardedModule(nn.Module):
     # -- state
 
     def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
-        """Fill parameters and buffers from whole tensors under original names, without communication. Raises RunError on names
-        and shapes that do not fit; `strict=False` ignores unknown names."""
-        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict)
+        """Fill parameters and buffers from whole tensors under original names, without communication. What `load_constants` has
+        filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False` ignores unknown names."""
+        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant)
         return self
 
     def load_constants(self, constants: Mapping[str, Tensor]) -> Self:
-        """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict."""
+        """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict.
+
+        Raises RunError where a buffer that no state dict holds is not among them.
+        """
+        missing = [name for name, held in self._held.items() if not held.info.persistent and name not in constants]
+        if missing:
+            raise RunError(f"the plan has no values of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}, which no state dict "
+                           "holds: it was made from a model on meta that does not say how they are computed (see the plan's notes). Plan "
+                           "the model again with real weights")
         chosen = [held for name, held in self._held.items() if name in constants]
         checkpoint.load_full(chosen, {}, constants, self.MESH, strict=False)
+        self._constant.update(dict.fromkeys(held.name for held in chosen))
         return self
 
     def full_state_dict(self) -> dict[str, Tensor]:

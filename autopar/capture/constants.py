@@ -1,0 +1,62 @@
+"""Tensors that no state dict holds: literals, and buffers that a model computes when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.recompute import recompute
+
+
+def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Values on the CPU of all that the graph and its blocks read and no state dict holds; and what has none, with a note that
+    says why and what to do. What is on meta is recomputed."""
+    persistent = set(model.state_dict(keep_vars=True))
+    held = {**gm.meta["constants"], **dict(model.named_buffers(remove_duplicate=False))}
+    found: dict[str, torch.Tensor] = {}
+    empty: list[str] = []
+    for name in _read(gm):
+        if name in persistent:
+            continue
+        value = held.get(name, _attribute(model, name))
+        value = _attribute(model, name) if value is None or value.is_meta else value  # the graph's own may be the shadow's
+        if value is None or value.is_meta:
+            empty.append(name)
+        else:
+            found[name] = value.detach().cpu().clone()
+    again, why = recompute(model, [name for name in empty if _attribute(model, name) is not None])
+    notes = {name: _note(model, name, why.get(name, "it is no attribute of the model")) for name in empty if name not in again}
+    values = found | again
+    return {name: values[name] for name in _read(gm) if name in values}, notes
+
+
+def fleeting(model: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers that no state dict holds."""
+    persistent = model.state_dict(keep_vars=True)
+    return tuple(name for name, _ in model.named_buffers() if name not in persistent)
+
+
+def _read(gm: fx.GraphModule) -> Iterator[str]:
+    """Names of the buffers and constants of the graph, those of all instances of its blocks included."""
+    for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
+        for node in graph.graph.nodes:
+            if node.op == "placeholder" and node.meta.get("role") in ("buffer", "constant"):
+                yield from node.meta.get("fqns") or [str(node.meta["fqn"])]
+
+
+def _attribute(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The tensor of that name in the model, a buffer or a plain attribute of a module; None if there is none."""
+    path, _, key = name.rpartition(".")
+    modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    value = getattr(modules.get(path), key, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _note(model: nn.Module, name: str, why: str) -> str:
+    path = name.rpartition(".")[0]
+    owner = dict(model.named_modules(remove_duplicate=False)).get(path)
+    kind = "the model" if owner is None else f"{type(owner).__name__}{f' at {path}' if path else ''}"
+    return (f"{name} of {kind} has no values, because the model is on meta ({why}): what is planned can be looked at but not run. Build "
+            "the model with real weights, or give that module a reset_parameters that fills it")

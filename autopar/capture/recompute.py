@@ -1,0 +1,176 @@
+"""Values of what a model computes when it is made (rope tables, position ids), for a model on the meta device.
+
+A module says in three ways how its tensors are made: its `reset_parameters`, the `_init_weights(module)` of a Hugging Face model that it
+is in, and its constructor, run again with the arguments that it has kept as attributes. All of them are run on copies whose weights
+stay on meta, so nothing of their size is made. The values of a way count only where it gives the same ones for two different contents
+of the tensor before: then it has written all of it, and not at random. Where several ways give values, they must agree.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture import alike
+from autopar.capture.shadow import shadow
+
+Values = dict[str, torch.Tensor]
+RAISED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What code that makes tensors raises where it cannot live with weights that have no values: then that way gives nothing."""
+WEIGHTS = (torch.empty, torch.empty_like, torch.rand, torch.randn, torch.normal)
+"""How weights begin: uninitialised or at random. No value that can be recomputed does."""
+FACTORY = ("device", "dtype")  # arguments of constructors that say where and in what tensors are made, not what they hold
+
+
+def recompute(model: nn.Module, names: list[str]) -> tuple[Values, dict[str, str]]:
+    """Values on the CPU of the tensors `names` of `model`, buffers or plain attributes; and for each that has none, why."""
+    found: Values = {}
+    why: dict[str, str] = {}
+    by_owner: dict[str, list[str]] = {}
+    for name in names:
+        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for path, wanted in by_owner.items():
+            answers, said = _answers(model, path, [name.rpartition(".")[2] for name in wanted])
+            for name in wanted:
+                given = {way: values[key] for way, values in answers.items() if (key := name.rpartition(".")[2]) in values}
+                if given and _agree(list(given.values())):
+                    found[name] = next(iter(given.values()))
+                else:
+                    why[name] = f"{' and '.join(given)} give different values" if given else "; ".join(said)
+    return found, why
+
+
+def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Values], list[str]]:
+    """What each way gives for the tensors `keys` of the module at `path`; and what each that gives nothing says."""
+    answers: dict[str, Values] = {}
+    said: list[str] = []
+    for way, give in (("reset_parameters", _reset), ("_init_weights", _init_weights), ("its constructor", _again)):
+        try:
+            answers[way] = give(model, path, keys)
+        except RAISED as error:
+            said.append(f"{way}: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
+        else:
+            said += [f"{way} does not make it"] if not answers[way] else []
+    return answers, said
+
+
+def _reset(model: nn.Module, path: str, keys: list[str]) -> Values:
+    if not callable(getattr(model.get_submodule(path), "reset_parameters", None)):
+        raise AttributeError("there is none")
+    return _written(model.get_submodule(path), keys, lambda copy: copy.reset_parameters())
+
+
+def _init_weights(model: nn.Module, path: str, keys: list[str]) -> Values:
+    parts = path.split(".") if path else []
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]  # the module itself, then outwards
+    write: Any = next((found for module in around if callable(found := getattr(module, "_init_weights", None))), None)
+    if write is None:
+        raise AttributeError("there is none")
+    return _written(model.get_submodule(path), keys, write)
+
+
+def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) -> Values:
+    """The tensors that `write` fills in a copy of `owner`, whatever was in them."""
+    runs: list[Values] = []
+    for number in (0, 1):
+        copy = shadow(owner)
+        for key in keys:
+            before = _poison(getattr(copy, key), number)
+            if key in copy._buffers:
+                copy._buffers[key] = before
+            else:
+                setattr(copy, key, before)
+        torch.manual_seed(number)
+        with _light():
+            write(copy)
+        runs.append(_like(copy, owner, keys))
+    return {key: value for key, value in runs[0].items() if key in runs[1] and same(value, runs[1][key])}
+
+
+def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
+    """The tensors of a second module, made with what the first was made with. It must be like the first in all that can be seen."""
+    owner = model.get_submodule(path)
+    given = _kept_arguments(owner)
+    runs: list[Values] = []
+    for number in (0, 1):
+        torch.manual_seed(number)
+        with _light():
+            made = type(owner)(**given)
+        made.train(owner.training)
+        if _shape_of(made) != _shape_of(owner):
+            raise ValueError("run again with the arguments that are kept it makes another module")
+        runs.append(_like(made, owner, keys))
+    return {key: value for key, value in runs[0].items() if key in runs[1] and same(value, runs[1][key])}
+
+
+def _kept_arguments(owner: nn.Module) -> dict[str, Any]:
+    """The constructor's arguments, from attributes of the same names. Raises ValueError where one is not kept: not even a default is
+    taken on trust."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(owner).__init__).parameters.items():
+        if name == "self" or (name in FACTORY and parameter.default is None):
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY) or name not in vars(owner):
+            raise ValueError(f"{type(owner).__name__} does not keep the argument {name} as an attribute")
+        found[name] = vars(owner)[name]
+    return found
+
+
+def _shape_of(module: nn.Module) -> dict[Any, str]:
+    """All that is plain below a module and does not depend on the dtype that it was cast to, comparable."""
+    table: dict[Any, str] = {}
+    for path, part in module.named_modules():
+        table[path, ":class"] = type(part).__qualname__
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            table[path, name] = str(None if tensor is None else tuple(tensor.shape))
+        for name, value in vars(part).items():
+            if name not in alike.INNER and isinstance(value, (bool, int, float, str)):
+                table[path, name] = repr(value)
+    return table
+
+
+def _like(copy: nn.Module, owner: nn.Module, keys: list[str]) -> Values:
+    """The tensors of `copy` that have values and the sizes of those of `owner`, in the dtype of `owner`."""
+    found: Values = {}
+    for key in keys:
+        value, wanted = getattr(copy, key, None), getattr(owner, key)
+        if isinstance(value, torch.Tensor) and not value.is_meta and value.shape == wanted.shape:
+            found[key] = value.detach().to(wanted.dtype).cpu().clone()
+    return found
+
+
+def _poison(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """A tensor on the CPU that says that it was not written: its content differs between number 0 and 1."""
+    return torch.full(tensor.shape, bool(number) if tensor.dtype == torch.bool else 3 + 8 * number, dtype=tensor.dtype, device="cpu")
+
+
+def _agree(values: list[torch.Tensor]) -> bool:
+    return all(same(values[0], other) for other in values[1:])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit the same values."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+class _Uninitialised(TorchFunctionMode):
+    """What weights begin as goes to meta; all else is made on the CPU, also where the caller is building on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
+        if func in WEIGHTS and given.get("device") is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+@contextmanager
+def _light() -> Iterator[None]:
+    with torch.device("cpu"), _Uninitialised():
+        yield

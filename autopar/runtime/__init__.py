@@ -57,7 +57,7 @@ What a user sees: `Model().load_full(state_dict)`, `model(*local_batch)`, `model
 '''
 
 from autopar.runtime.count import Counted, count
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import Ranks, launch
 from autopar.runtime.main import main
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.module import Block, ShardedModule
@@ -73,6 +73,7 @@ __all__ = [
     "Mesh",
     "Outputs",
     "Param",
+    "Ranks",
     "ShardedModule",
     "count",
     "gather",

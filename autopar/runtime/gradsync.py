@@ -182,9 +182,10 @@ def _grad(held: Held) -> Tensor:
 
 
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    param = held.tensor
+    """Add to `param.grad`, in memory as the parameter lies: fused optimizers read both as flat arrays without looking at strides."""
+    param, local = held.tensor, held.local
     for grad in grads:
         if param.grad is None:
-            param.grad = wrap_like(grad, param)
+            param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:
             local_of(param.grad).add_(grad)

@@ -2,6 +2,10 @@
 
     launch(fn, 4, x)    # fn(x) on 4 ranks with torch.distributed up; a list of the 4 results
 
+    with Ranks(4) as ranks:         # the same ranks for many jobs: groups, imports and caches are made once
+        ranks.run(fn, x)
+        ranks.run(other, y)
+
 Ranks are forked where that is safe (half a second for four) and spawned otherwise; they meet through a file, so no port is
 taken. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed.
 """
@@ -19,9 +23,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -49,45 +54,149 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 6
     `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda"). Raises RunError with the traceback of the first rank
     that failed, or with the ranks that were not done within `timeout_s`; all other ranks are stopped then.
     """
-    if nprocs < 1:
-        raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
-    context: Any = multiprocessing.get_context("fork" if _can_fork() else "spawn")
-    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
-        ends, children = [], []
+    team = _Team.start(nprocs, lambda rank: (partial(fn, *args),), timeout_s, device_type)
+    try:
+        return _collect(team, timeout_s)
+    finally:
+        team.stop()
+
+
+class Ranks:
+    """`nprocs` local ranks that live for many jobs; they start with the first one. After a job that failed they are stopped, and the
+    next job has new ones: nothing of a failed job is left. Use it as a context manager, or call `stop` in the end."""
+
+    def __init__(self, nprocs: int, *, timeout_s: float = 600.0, device_type: str = "cpu") -> None:
+        self.nprocs, self.timeout_s, self.device_type = nprocs, timeout_s, device_type
+        self._team: _Team | None = None
+        self._doors: list[Connection] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `launch`; `fn` and `args` must be picklable, because the ranks may be older than they are. Raises RunError as `launch`."""
+        job = pickle.dumps((fn, args))
+        team = self._team or self._start()
+        done = False
+        try:
+            for door in self._doors:
+                with contextlib.suppress(BrokenPipeError):  # a rank that died: collecting says how
+                    door.send_bytes(job)
+            results = _collect(team, self.timeout_s)
+            done = True
+            return results
+        finally:
+            if not done:
+                self.stop()
+
+    def _start(self) -> _Team:
+        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.nprocs)]
+        self._team = _Team.start(self.nprocs, lambda rank: _Inbox(pairs[rank][0]), self.timeout_s, self.device_type)
+        for there, _ in pairs:
+            there.close()
+        self._doors = [here for _, here in pairs]
+        return self._team
+
+    def stop(self) -> None:
+        """End the ranks, if there are any."""
+        if self._team is not None:
+            self._team.stop()
+        for door in self._doors:
+            door.close()
+        self._team, self._doors = None, []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inbox:
+    """The jobs that come through a pipe, until the other end is closed."""
+
+    end: Connection
+
+    def __iter__(self) -> Iterator[Job]:
+        with contextlib.suppress(EOFError):
+            while True:
+                yield partial(_call, self.end.recv_bytes())
+
+
+def _call(job: bytes) -> Any:
+    fn, args = pickle.loads(job)
+    return fn(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """The processes of some ranks and the pipes in which they report."""
+
+    ends: list[Connection]
+    children: list[Any]
+    folder: tempfile.TemporaryDirectory[str]
+
+    @staticmethod
+    def start(nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str) -> _Team:
+        """Start them; rank r does `jobs(r)`, one report each."""
+        if nprocs < 1:
+            raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
+        context: Any = multiprocessing.get_context("fork" if _can_fork() else "spawn")
+        team = _Team([], [], tempfile.TemporaryDirectory(prefix="autopar-"))
         try:
             for rank in range(nprocs):
                 here, there = context.Pipe(duplex=False)
-                store = os.path.join(folder, "store")
+                store = os.path.join(team.folder.name, "store")
                 child = context.Process(target=_rank, daemon=True, name=f"rank{rank}",
-                                        args=(there, os.getpid(), fn, args, rank, nprocs, store, device_type, timeout_s))
+                                        args=(there, os.getpid(), jobs(rank), rank, nprocs, store, device_type, timeout_s))
                 child.start()
                 there.close()
-                ends.append(here)
-                children.append(child)
-            return _collect(ends, children, timeout_s)
-        finally:
-            _stop(children)
-            for end in ends:
-                end.close()
+                team.ends.append(here)
+                team.children.append(child)
+        except BaseException:
+            team.stop()
+            raise
+        return team
+
+    def stop(self) -> None:
+        """End them, whatever they do."""
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                if child.is_alive():
+                    child.kill()
+        for child in self.children:
+            child.join()
+            child.close()
+        for end in self.ends:
+            end.close()
+        self.folder.cleanup()
 
 
 def _can_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
 
 
-def _rank(end: Connection, parent: int, fn: Callable[..., Any], args: Sequence[Any], rank: int, nprocs: int, store: str,
-          device_type: str, timeout_s: float) -> None:
+def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
+          timeout_s: float) -> None:
     _die_with(parent)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
-    with _Reporting(end) as report:
-        if device_type == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
-                                world_size=nprocs, timeout=timedelta(seconds=timeout_s))
-        report.value = pickle.dumps(fn(*args))
+    for number, job in enumerate(jobs):
+        with _Reporting(end) as report:
+            if number == 0:
+                _join(rank, nprocs, store, device_type, timeout_s)
+            report.value = pickle.dumps(job())
     # Wait until the caller has all results and stops us: a rank that leaves early breaks collectives still under way elsewhere.
     time.sleep(timeout_s)
+
+
+def _join(rank: int, nprocs: int, store: str, device_type: str, timeout_s: float) -> None:
+    """Meet the others."""
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=nprocs, timeout=timedelta(seconds=timeout_s))
 
 
 class _Reporting:
@@ -116,21 +225,22 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _collect(ends: Sequence[Connection], children: Sequence[Any], timeout_s: float) -> list[Any]:
+def _collect(team: _Team, timeout_s: float) -> list[Any]:
+    """The next result of every rank. Raises RunError with the first error."""
     reports: dict[int, _Report] = {}
     deadline, failed = time.monotonic() + timeout_s, False
-    while len(reports) < len(ends):
-        waiting = {end: rank for rank, end in enumerate(ends) if rank not in reports}
+    while len(reports) < len(team.ends):
+        waiting = {end: rank for rank, end in enumerate(team.ends) if rank not in reports}
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         for end in ready:
             rank = waiting[end]  # type: ignore[index]
-            reports[rank] = _receive(ends[rank], children[rank])
+            reports[rank] = _receive(team.ends[rank], team.children[rank])
             if not reports[rank].ok and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
         if not ready:
             break
-    _raise_first(reports, len(ends), timeout_s)
-    return [pickle.loads(reports[rank].value) for rank in range(len(ends))]
+    _raise_first(reports, len(team.ends), timeout_s)
+    return [pickle.loads(reports[rank].value) for rank in range(len(team.ends))]
 
 
 def _receive(end: Connection, child: Any) -> _Report:
@@ -154,13 +264,3 @@ def _raise_first(reports: dict[int, _Report], nprocs: int, timeout_s: float) -> 
     if late:
         raise RunError(f"ranks {late} of {nprocs} were not done after {timeout_s:g} s, all ranks were stopped; "
                        "ranks that wait for each other in different collectives look like this")
-
-
-def _stop(children: Sequence[Any]) -> None:
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            if child.is_alive():
-                child.kill()
-    for child in children:
-        child.join()
-        child.close()

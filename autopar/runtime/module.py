@@ -174,13 +174,17 @@ class ShardedModule(nn.Module):
         self._spread.append(Spread(dst, tuple(shape)))
         return reshard(value, f"{layout} -> {show(dst)}", grad=f"{show(dst)} -> {show(dst)}", shape=shape, mesh=self.MESH)
 
+    def spreads(self) -> dict[int, Spread]:
+        """How each cut output of the last call lies, by its number among the outputs; the others (the loss) are whole everywhere."""
+        spread = iter(self._spread)
+        roles = [role for role, _ in self._results()] or ["output"] * len(self._spread)
+        return {index: next(spread) for index, role in enumerate(roles) if role == "output"}
+
     @torch.no_grad()
     def full(self, outputs: Any) -> Any:
         """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
-        spread = list(self._spread)
-        roles = [role for role, _ in self._results()] or ["output"] * len(spread)
-        at = {index: spread.pop(0) for index, role in enumerate(roles) if role == "output"}
-        structure = self._structure(len(roles))
+        at = self.spreads()
+        structure = self._structure(len(self._results()) or len(at))
         numbers = [i for i in leaves(structure) if isinstance(i, int) and not isinstance(i, bool)]
         tensors = [leaf for leaf, i in zip(leaves(outputs), leaves(structure), strict=True) if i in numbers]
         values = {i: self._whole(tensor, at.get(i)) for i, tensor in zip(numbers, tensors, strict=True)}

@@ -1,16 +1,38 @@
-"""The one measure of difference that a verification uses."""
+"""The one measure of difference that a verification uses, for whole tensors and for the parts that ranks have."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+
+CHUNK = 1 << 20  # elements compared at a time: the difference of two large tensors needs no third one beside them
 
 
 def difference(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference relative to max(1, largest wanted absolute value); infinity where shapes differ or one is missing."""
+    """Largest absolute difference relative to `scale(wanted)`; infinity where shapes differ, one is missing or not a number."""
+    return gap(got, wanted) / scale(wanted)
+
+
+def scale(wanted: Tensor) -> float:
+    """What differences are relative to: max(1, largest absolute value)."""
+    if wanted.numel() == 0:
+        return 1.0
+    low, high = wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax()
+    return max(1.0, abs(float(low)), abs(float(high)))
+
+
+def gap(got: Tensor | None, wanted: Tensor) -> float:
+    """Largest absolute difference; infinity where shapes differ, `got` is missing, or a difference is not a number."""
     if got is None or got.shape != wanted.shape:
-        return float("inf")
+        return math.inf
     if wanted.numel() == 0:
         return 0.0
-    gap = (got.double() - wanted.double()).abs().max().item()
-    scale = max(1.0, wanted.double().abs().max().item())
-    return float("inf") if gap != gap else gap / scale
+    if got.dtype != wanted.dtype or not wanted.is_floating_point():
+        got, wanted = got.double(), wanted.double()
+    if wanted.dim() == 0:
+        got, wanted = got[None], wanted[None]
+    rows = max(1, CHUNK * wanted.shape[0] // wanted.numel())
+    found = [float((a - b).abs().max()) for a, b in zip(got.split(rows), wanted.split(rows), strict=True)]
+    return math.inf if any(map(math.isnan, found)) else max(found)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from autopar.bundle import Bundle
 from autopar.codegen.edges import Pair
 from autopar.layout import NO_GRAD, Layout, show
-from autopar.runtime import Block, ShardedModule, reshard
+from autopar.runtime import reshard
 from autopar.verify.compare import difference
+from autopar.verify.step import Light
 
 
 class _Probes:
@@ -41,16 +41,16 @@ class _Probes:
         self.gradients[name, number] = self._whole(grad.detach(), layout, shape)
 
 
-def first_difference(source: str, case: dict[str, Any], path: str, tolerance: float) -> str:
-    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does."""
-    module = Bundle(case["plan"], source, case["constants"]).build(case["weights"])
+def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
+    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does. `wanted` has the
+    value and the gradient of every node, one pair per instance of its block."""
+    module = light.build(source)
     probes = _Probes(module.MESH)
-    ShardedModule.probe = Block.probe = lambda *args: probes(*args)  # type: ignore[attr-defined]  # of this process only
-    type(module).STRUCTURE = None
-    outputs = module(*module.shard_batch(**case["batch"]))
-    if case["plan"].mode == "train":
+    for kind in (type(module), *(block for block, _ in module.RUNS.values())):
+        setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
+    outputs = module(*module.shard_batch(**light.batch))
+    if light.plan.mode == "train":
         outputs["loss"].backward()
-    wanted = torch.load(path, weights_only=True)
     for name, number, value in probes.values:
         if difference(value, wanted[name][number][0]) > tolerance:
             return f"{name} (value{_instance(number, wanted[name])})"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import Ranks, launch
 
 
 def _rank_and_threads(offset):
@@ -67,7 +67,7 @@ def test_no_rank_is_an_error():
 
 _PARENT = """
 import os, sys, time
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import Ranks, launch
 def body():
     print(os.getpid(), flush=True)
     time.sleep(600)
@@ -95,3 +95,41 @@ def _alive(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def _pid(offset):
+    total = torch.full((), dist.get_rank())
+    dist.all_reduce(total)
+    return int(total) + offset, os.getpid()
+
+
+def _fails_on_1():
+    if dist.get_rank() == 1:
+        raise ValueError("a job that fails")
+    dist.barrier()
+
+
+def test_living_ranks_do_many_jobs_and_end():
+    with Ranks(3) as ranks:
+        first, second = ranks.run(_pid, 10), ranks.run(_pid, 20)
+        assert [r[0] for r in first] == [13] * 3 and [r[0] for r in second] == [23] * 3
+        assert [r[1] for r in first] == [r[1] for r in second]
+        assert all(_alive(pid) for _, pid in first)
+    assert not any(_alive(pid) for _, pid in first)
+
+
+@pytest.mark.parametrize(("job", "said"), [(_fails_on_1, "ValueError: a job that fails"), (_killed, "killed by SIGKILL")])
+def test_a_job_that_fails_on_living_ranks_is_told_and_the_next_has_new_ones(job, said):
+    with Ranks(2) as ranks:
+        before = ranks.run(_pid, 0)
+        with pytest.raises(RunError, match=rf"(?s)rank 1 of 2 failed.*{said}"):
+            ranks.run(job)
+        assert not any(_alive(pid) for _, pid in before)
+        after = ranks.run(_pid, 0)
+        assert [r[0] for r in after] == [1, 1]
+        assert not {pid for _, pid in before} & {pid for _, pid in after}
+
+
+def test_living_ranks_that_hang_are_stopped():
+    with Ranks(2, timeout_s=2) as ranks, pytest.raises(RunError, match=r"ranks \[1\] of 2 were not done after 2 s"):
+        ranks.run(_hangs)

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
 from autopar.errors import RunError
-from autopar.runtime import Mesh, Param, ShardedModule, count, reshard
+from autopar.runtime import Mesh, Param, ShardedModule, count, gather, reshard
 from autopar.runtime.gradsync import GradSync
 from tests.helpers.emitted import Plain, batch, sharded
 from tests.helpers.ranks import on_ranks
@@ -184,3 +184,34 @@ def test_another_number_of_ranks_is_an_error():
         on_ranks(2, sharded((2, 2)))
     with pytest.raises(RunError, match="is not initialised"):
         sharded((2, 2))()
+
+
+def _strides():
+    class Uneven(ShardedModule):
+        MESH = Mesh((4,), ("x",), "cpu")
+        INPUTS = {"x": "S0"}  # noqa: RUF012
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS = {"w": Param((6, 10), "float64", "S1"), "v": Param((10, 6), "float64", "R", sync=(0,))}  # noqa: RUF012
+
+        def forward(self, x):
+            w = gather(self.w["w"], "S1 -> R", grad="P -> S1", shape=(6, 10), mesh=self.MESH, name="w")
+            return (reshard((x @ w @ self.w["v"]).square().sum(), "P -> R", grad="R -> R", shape=(), mesh=self.MESH),)
+
+    generator = torch.Generator().manual_seed(0)
+    state = {n: torch.randn(*p.shape, dtype=torch.float64, generator=generator) for n, p in Uneven.PARAMS.items()}
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    whole = {n: t.clone().requires_grad_() for n, t in state.items()}
+    model = Uneven().load_full(state)
+    mine, theirs = torch.optim.AdamW(model.parameters(), fused=True), torch.optim.AdamW(whole.values())
+    for _ in range(2):
+        (x @ whole["w"] @ whole["v"]).square().sum().backward()
+        model.train_step(*model.shard_batch(x))
+        assert [p.grad.to_local().stride() for p in model.parameters()] == [p.to_local().stride() for p in model.parameters()]
+        mine.step()
+        theirs.step()
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, whole[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_lie_in_memory_as_their_parameters_so_that_fused_optimizers_are_exact():
+    on_ranks(4, _strides)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.recipes import RECIPES
-from autopar.verify import Report, verify
+from autopar.verify import Report
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, batch_for, kinds, planned, subject
 
@@ -40,7 +40,7 @@ def test_every_recipe_every_model(entry: tuple[str, Sizes, str]) -> None:
     name, sizes, how = entry
     who = subject(name)
     made = planned(who, sizes, how)
-    _right(verify(who.case(made, batch_for(how))))
+    _right(who.verified(made, batch_for(how)))
     assert how != "searched" or len(kinds(made)) > 1, "the search was to mix kinds of splits here"
 
 
@@ -49,7 +49,7 @@ def test_every_recipe_every_model(entry: tuple[str, Sizes, str]) -> None:
 def test_the_full_matrix(entry: tuple[str, Sizes, str]) -> None:
     name, sizes, how = entry
     who = subject(name)
-    _right(verify(who.case(planned(who, sizes, how), batch_for(how))))
+    _right(who.verified(planned(who, sizes, how), batch_for(how)))
 
 
 def test_the_fast_matrix_covers_everything() -> None:
@@ -67,13 +67,13 @@ OTHER_SIZES = [  # batch and sequence that were not planned for; 11 over 4 ranks
 @pytest.mark.parametrize(("name", "sizes", "how", "batch", "seq"), OTHER_SIZES)
 def test_other_sizes_than_planned(name: str, sizes: Sizes, how: str, batch: int, seq: int) -> None:
     who = subject(name)
-    _right(verify(who.case(planned(who, sizes, how), batch, seq)))
+    _right(who.verified(planned(who, sizes, how), batch, seq))
 
 
 @pytest.mark.parametrize(("name", "sizes", "how"), [("hf-gpt2", (4,), "megatron"), ("hf-resnet", (2,), "ddp"), ("hf-t5", (2, 2), "random 0")])
 def test_inference(name: str, sizes: Sizes, how: str) -> None:
     who = subject(name, "inference")
-    report = verify(who.case(planned(who, sizes, how)))
+    report = who.verified(planned(who, sizes, how))
     assert report.ok, (report.first, report.worst)
     assert {row.kind for row in report.rows} <= {"output", "buffer", "collectives"}
     assert {"output", "collectives"} <= {row.kind for row in report.rows}
@@ -81,7 +81,7 @@ def test_inference(name: str, sizes: Sizes, how: str) -> None:
 
 def test_bytes_are_compared_where_cuts_are_even() -> None:
     who = subject("mlp")
-    even = verify(who.case(planned(who, (2,), "zero3")))
+    even = who.verified(planned(who, (2,), "zero3"))
     assert any(row.name == "bytes: run = priced" for row in even.rows)
-    uneven = verify(who.case(planned(who, (4,), "zero3")))  # a bias of 10 over 4 ranks
+    uneven = who.verified(planned(who, (4,), "zero3"))  # a bias of 10 over 4 ranks
     assert not any(row.name.startswith("bytes") for row in uneven.rows)

@@ -30,7 +30,7 @@ def _swap(old: str, new: str) -> Callable[[str], str]:
 PLANTED = {
     # the partial gradients of a column-parallel product are taken for whole ones
     "wrong gradient layout": ("gpt", (2, 2), "tp_zero3", _swap(
-        r'reshard\(layer_norm_1, "S0,R -> S0,R", grad="S0,P -> S0,R"', r'reshard(layer_norm_1, "S0,R -> S0,R", grad="S0,R -> S0,R"'),
+        r'(reshard\(layer_norm_1, "[^"]*", grad=")S0,P( -> )', r'\1S0,R\2'),
         r"blocks_0/layer_norm_1 \(gradient, block 1\)"),
     # a row-parallel product is not summed up
     "missing reduction": ("gpt", (2, 2), "tp_zero3", _swap(

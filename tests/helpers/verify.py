@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from autopar.capture import Captured, capture
@@ -29,7 +28,9 @@ from autopar.problem.types import Problem, Solution
 from autopar.recipes import roles
 from autopar.search import SEARCHES, Search
 from autopar.search.feasible import least_memory
-from autopar.verify import Case, case_of
+from autopar.verify import Case, Report, case_of, verify
+from autopar.verify.reference import Results
+from tests.helpers.ranks import living
 from tests.helpers.tiny import TINY
 
 BATCH, SEQ = 8, 16
@@ -44,15 +45,27 @@ class Subject:
     mode: str
     captured: Captured
     weights: Mapping[str, Tensor]
+    cases: dict[tuple[int, int], Case] = field(default_factory=dict)
+    references: dict[tuple[int, int], Results] = field(default_factory=dict)
 
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """A global batch by input name."""
         loaded = load(TINY[self.name], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
         return dict(zip(self.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
 
-    def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ, dtype: torch.dtype = torch.float64) -> Case:
-        """What `verify` takes."""
-        return case_of(self.captured, made, self.weights, self.batch(batch, seq), dtype)
+    def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Case:
+        """What `verify` takes; all but the plan is made once per size of batch."""
+        key = (batch, seq)
+        if key not in self.cases:
+            self.cases[key] = case_of(self.captured, made, self.weights, self.batch(batch, seq))
+        return replace(self.cases[key], plan=made)
+
+    def verified(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Report:
+        """`verify` on living ranks; one device computes once per size of batch."""
+        case, key = self.case(made, batch, seq), (batch, seq)
+        if key not in self.references:
+            self.references[key] = case.reference()
+        return verify(case, reference=self.references[key], ranks=living(made.ranks))
 
 
 @cache

@@ -1,0 +1,83 @@
+"""What is verified: a graph, its plan, weights and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture import Captured, lift
+from autopar.codegen.edges import Edges, edges
+from autopar.codegen.module import Names, emit
+from autopar.plan import Plan
+from autopar.problem.graph import Program, read
+from autopar.verify.randomness import keep_all
+from autopar.verify.reference import Results, train_step
+from autopar.verify.step import Light
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is verified: the graph (all floats lifted to the dtype of the check), its plan and names, the weights by fqn,
+    buffers and constants included, and the global batch by input name. `notes` says what the comparison leaves out; `mutate`
+    changes the emitted text: that is how tests plant errors."""
+
+    gm: fx.GraphModule
+    plan: Plan
+    names: Names
+    weights: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
+    mutate: Callable[[str], str] = str
+
+    @property
+    def training(self) -> bool:
+        """Whether gradients and an optimizer step are compared too."""
+        return self.plan.mode == "train"
+
+    @property
+    def light(self) -> Light:
+        """What a rank needs of it: no graph."""
+        return Light(self.plan, self.weights, self.constants, self.batch)
+
+    def source(self, *, probes: bool = False) -> str:
+        """The emitted text."""
+        return self.mutate(emit(self.gm, self.plan, self.names, probes=probes))
+
+    def reference(self, *, record: bool = False) -> Results:
+        """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
+        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record)
+
+    def edges(self) -> tuple[Program, Edges]:
+        """The program at the sizes of this batch, and its edges under the plan: what is priced."""
+        program = read(self.gm, sizes(self), training=self.training)
+        return program, edges(program, self.plan)
+
+
+def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor],
+            dtype: torch.dtype = torch.float64) -> Case:
+    """The case of a captured model: graph, weights and floating inputs lifted to `dtype`. `weights` are whole tensors by
+    original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
+    (`verify.randomness`); its notes say so."""
+    def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
+
+    names = Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting)
+    gm = lift(captured.gm, dtype)
+    notes = keep_all(gm)
+    return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """The symbolic sizes of this batch (not those that were planned)."""
+    found = dict(case.plan.hints)
+    for node in case.gm.graph.nodes:
+        if node.meta.get("role") == "input":
+            for dim, size in enumerate(node.meta["val"].shape):
+                for name, symbol in case.gm.meta["symbols"].items():
+                    if not isinstance(size, int) and size.node.expr == symbol:
+                        found[name] = case.batch[node.meta["input"]].shape[dim]
+    return found

@@ -3,8 +3,9 @@
     python -m benchmarks.verify [--quick] [--models hf-gpt2 mlp ...] [--meshes 4 2x2 2x2x2]
 
 Columns: the worst relative difference of any output, gradient, parameter after an AdamW step or buffer (tolerance 1e-9), the
-collectives that one rank ran, how many of them differ from the priced ones (0 is right), and the seconds that it took. `searched`,
-`few`, `thrifty` and `random` plans are explained in tests/helpers/verify.py. --quick: one mesh per model and fewer plans.
+collectives that one rank ran, how many of them differ from the priced ones (0 is right), and the seconds that it took, planning
+included. `searched`, `few`, `thrifty` and `random` plans are explained in tests/helpers/verify.py, the matrix in
+tests/helpers/matrix.py; b and s are the sizes of the batch where they are not those that were planned. --quick: every 13th.
 """
 
 from __future__ import annotations
@@ -17,39 +18,22 @@ import warnings
 from tabulate import tabulate
 
 from autopar.errors import AutoparError
-from autopar.recipes import RECIPES
-from autopar.verify import verify
+from tests.helpers.matrix import Entry, entries
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import Sizes, batch_for, planned, subject
-
-EXTRA = ("searched", "few", "thrifty", "random 0")
-QUICK = ("searched", "random 0")
 
 
-def one(name: str, sizes: Sizes, how: str) -> dict[str, object]:
+def one(entry: Entry) -> dict[str, object]:
     """One row of the table."""
     start = time.perf_counter()
-    row: dict[str, object] = {"model": name, "plan": how, "mesh": "x".join(map(str, sizes))}
-    who = subject(name)
+    row: dict[str, object] = {"what": str(entry)}
     try:
-        report = verify(who.case(planned(who, sizes, how), batch_for(how)))
+        report = entry.run()
     except AutoparError as error:
         return row | {"ok": "NO", "first": str(error).strip().splitlines()[-1][:80]}
     values = [r.error for r in report.rows if r.kind != "collectives"]
     wrong = sum(r.error for r in report.rows if r.kind == "collectives")
-    return row | {"ok": "yes" if report.ok else "NO", "worst error": f"{max(values):.1e}", "collectives": report.collectives,
-                  "not as priced": int(wrong), "seconds": f"{time.perf_counter() - start:.1f}", "first": report.first}
-
-
-def jobs(models: list[str], meshes: list[Sizes], quick: bool) -> list[tuple[str, Sizes, str]]:
-    """What to run."""
-    found = []
-    for number, name in enumerate(models):
-        for sizes in meshes if not quick else [meshes[number % len(meshes)]]:
-            recipes = [r.name for r in RECIPES.values() if len(r.roles) == len(sizes)]
-            plans = [recipes[number % len(recipes)], *QUICK] if quick and recipes else [*recipes, *(QUICK if quick else EXTRA)]
-            found += [(name, sizes, how) for how in plans]
-    return found
+    return row | {"ok": "yes" if report.ok else "NO", "worst error": max(values), "collectives": report.collectives,
+                  "not as priced": int(wrong), "seconds": time.perf_counter() - start, "first": report.first}
 
 
 def main() -> int:
@@ -60,16 +44,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    todo = jobs(options.models, [tuple(map(int, mesh.split("x"))) for mesh in options.meshes], options.quick)
+    todo = entries(tuple(options.models), tuple(tuple(map(int, mesh.split("x"))) for mesh in options.meshes))
+    todo = todo[::13] if options.quick else todo
     rows = []
-    for number, job in enumerate(todo):
-        print(f"\r{number + 1}/{len(todo)} {' '.join(map(str, job))}".ljust(60), end="", file=sys.stderr, flush=True)
-        rows.append(one(*job))
-    print(file=sys.stderr)
-    print(tabulate(rows, headers="keys", disable_numparse=True))
-    bad = [row for row in rows if row["ok"] != "yes"]
-    print(f"\n{len(rows) - len(bad)} of {len(rows)} within 1e-9 of one device, collectives as priced")
-    return 1 if bad else 0
+    for number, entry in enumerate(todo):
+        rows.append(one(entry))
+        print(f"{number + 1}/{len(todo)} {entry}: {rows[-1]}", file=sys.stderr, flush=True)
+    print(tabulate(rows, headers="keys", floatfmt=("", "", ".1e", "", "", ".1f")))
+    right = [row for row in rows if row["ok"] == "yes"]
+    worst = max((float(str(row["worst error"])) for row in rows if "worst error" in row), default=float("nan"))
+    print(f"\n{len(right)} of {len(rows)} within 1e-9 of one device, collectives as priced; worst error {worst:.1e}; "
+          f"{sum(float(str(row.get('seconds', 0))) for row in rows):.0f} s")
+    return 1 if len(right) < len(rows) else 0
 
 
 if __name__ == "__main__":

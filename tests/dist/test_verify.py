@@ -7,10 +7,11 @@ import pytest
 
 from autopar.recipes import RECIPES
 from autopar.verify import Report
+from tests.helpers.matrix import MESHES, Entry, entries
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import Sizes, batch_for, kinds, planned, subject
+from tests.helpers.verify import Sizes, kinds, planned, subject
 
-FAST = [
+FAST: list[tuple[str, Sizes, str]] = [
     ("hf-gpt2", (2,), "ddp"), ("hf-gpt2", (4,), "megatron"), ("hf-llama", (4,), "tp_sp"), ("hf-llama-2kv", (2, 2), "tp_zero3"),
     ("hf-bert", (4,), "zero3"), ("hf-t5", (2, 2), "hsdp"), ("hf-vit", (4,), "tp"), ("hf-resnet", (2,), "ddp"),
     ("hf-mixtral", (2,), "zero3"), ("hf-phi3", (2,), "tp"), ("hf-neox", (2,), "tp_sp"), ("hf-bloom", (4,), "megatron"),
@@ -19,14 +20,7 @@ FAST = [
     ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
     ("moe", (4,), "random 4"),
 ]
-MESHES: tuple[Sizes, ...] = ((4,), (2, 2), (2, 2, 2))
-SLOW = [(name, sizes, how) for name in TINY for sizes in MESHES
-        for how in (*(r.name for r in RECIPES.values() if len(r.roles) == len(sizes)), "searched", "few", "thrifty",
-                    *(f"random {seed}" for seed in range(4))) if (name, sizes, how) not in FAST]
-
-
-def _id(entry: tuple[str, Sizes, str]) -> str:
-    return f"{entry[0]}-{'x'.join(map(str, entry[1]))}-{entry[2].replace(' ', '')}"
+SLOW = [entry for entry in entries() if entry.batch is not None or (entry.model, entry.mesh, entry.how) not in FAST]
 
 
 def _right(report: Report) -> None:
@@ -35,21 +29,21 @@ def _right(report: Report) -> None:
     assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
 
 
-@pytest.mark.parametrize("entry", FAST, ids=_id)
-def test_every_recipe_every_model(entry: tuple[str, Sizes, str]) -> None:
-    name, sizes, how = entry
-    who = subject(name)
-    made = planned(who, sizes, how)
-    _right(who.verified(made, batch_for(how)))
-    assert how != "searched" or len(kinds(made)) > 1, "the search was to mix kinds of splits here"
+@pytest.mark.parametrize("entry", [Entry(*entry) for entry in FAST], ids=str)
+def test_every_recipe_every_model(entry: Entry) -> None:
+    _right(entry.run())
+
+
+def test_the_searched_plans_mix_kinds_of_splits() -> None:
+    for name, sizes, how in FAST:
+        if how == "searched":
+            assert len(kinds(planned(subject(name), sizes, how))) > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", SLOW, ids=_id)
-def test_the_full_matrix(entry: tuple[str, Sizes, str]) -> None:
-    name, sizes, how = entry
-    who = subject(name)
-    _right(who.verified(planned(who, sizes, how), batch_for(how)))
+@pytest.mark.parametrize("entry", SLOW, ids=str)
+def test_the_full_matrix(entry: Entry) -> None:
+    _right(entry.run())
 
 
 def test_the_fast_matrix_covers_everything() -> None:

@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	env -u OMP_NUM_THREADS $(BIN)/python examples/demo.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -55,3 +56,11 @@ def test_options_in_the_pages_exist() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "cli.md", ROOT / "docs" / "clusters.md"):
         named = set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]*", page.read_text())) - {"--nproc-per-node"}
         assert named <= known, f"{page.name}: {named - known}"
+
+
+def test_the_demo_runs_on_a_small_model() -> None:
+    done = subprocess.run([sys.executable, "examples/demo.py", f"hf:{ROOT}/models/hf/tiny/gpt2.json"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "All values agree with the single device" in done.stdout
+    assert done.stdout.count("gloo ranks: ") == 2 and "strategy         ddp" in done.stdout

@@ -59,7 +59,7 @@ def test_options_in_the_pages_exist() -> None:
 
 
 def test_the_demo_runs_on_a_small_model() -> None:
-    done = subprocess.run([sys.executable, "examples/demo.py", f"hf:{ROOT}/models/hf/tiny/gpt2.json"], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, "examples/demo.py", f"{ROOT}/models/mlp.py:tiny"], cwd=ROOT, capture_output=True,
                           text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr + done.stdout
     assert "All values agree with the single device" in done.stdout

@@ -12,6 +12,7 @@ from passes.batch_norm import batch_norm
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
+from passes.experts import experts
 from passes.fold_repeats import fold_repeats
 from passes.grouped import grouped
 from passes.inline_no_grad import inline_no_grad
@@ -38,6 +39,7 @@ NORMALIZE: tuple[Pass, ...] = (
     grouped,
     matmul,
     sink_flatten,
+    experts,
     split_ops,
     losses,
     means,

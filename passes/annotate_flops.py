@@ -56,7 +56,8 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
     if node.target is aten.scaled_dot_product_attention.default:
         return flops * ATTENTION_BACKWARD
     if node.target in FLOPS:
-        return flops * sum(carries[operand] for operand in edit.tensor_operands(node)[:2])
+        operands = edit.tensor_operands(node)
+        return flops * sum(carries[operands[position]] for position in FACTORS.get(node.target, range(min(2, len(operands)))))
     return flops
 
 
@@ -65,6 +66,13 @@ def _matmul(node: fx.Node) -> Size:
     if len(facts.shape(right)) == 1 or len(facts.shape(left)) == 1:
         return 2 * facts.numel(left if len(facts.shape(right)) == 1 else right)
     return 2 * facts.numel(node) * facts.shape(left)[-1]
+
+
+def _experts(node: fx.Node) -> Size:
+    """Both layers for each of the k rows of a token."""
+    _, chosen, _, up, down = edit.tensor_operands(node)
+    (_, wide, inner), (_, narrow, out) = facts.shape(up), facts.shape(down)
+    return 2 * facts.numel(chosen) * (wide * inner + narrow * out)
 
 
 def _convolution(node: fx.Node) -> Size:
@@ -123,11 +131,15 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.conv_transpose2d.input: _transposed_convolution,
     aten.einsum.default: _einsum,
     aten.linear.default: _matmul,
+    ops.experts: _experts,
     ops.grouped_matmul: _matmul,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.scaled_dot_product_attention.default: _attention,
 }
+
+FACTORS: dict[Any, tuple[int, ...]] = {ops.experts: (0, 3)}
+"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two."""
 
 PER_ELEMENT: dict[Any, int] = {
     aten.amax.default: 1,

@@ -24,12 +24,17 @@ def grouped(gm: fx.GraphModule) -> fx.GraphModule:
                 rows, weights, ends, *rest = [*node.args, *node.kwargs.values()]
                 if not any(item is not None for item in rest):
                     edit.replace(node, edit.call(gm.graph, ops.grouped_matmul, (rows, weights, ends), like=node))
-            elif node.target is aten.histc.default and _counts_integers(node):
-                edit.replace(node, edit.call(gm.graph, ops.count_each, (node.args[0], node.args[1]), like=node))
+            elif node.target is aten.histc.default and (numbers := _integers(node)) is not None:
+                counts = edit.call(gm.graph, ops.count_each, (numbers, node.args[1]), like=node)
+                edit.replace(node, edit.call(gm.graph, aten.to.dtype, (counts, facts.dtype(node)), like=node))
     return edit.finish(gm)
 
 
-def _counts_integers(node: fx.Node) -> bool:
+def _integers(node: fx.Node) -> fx.Node | None:
+    """The integers that the histogram `node` counts one by one, before a cast to float (CPUs count floats only); else None."""
     given = edit.args_of(node)
+    source = given["self"]
+    if source.target is aten.to.dtype and not facts.is_float(source.args[0]):
+        source = source.args[0]
     whole = given["min"] == 0 and given["max"] == given["bins"] - 1
-    return whole and not facts.is_float(node)
+    return source if whole and not facts.is_float(source) else None

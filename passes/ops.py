@@ -6,6 +6,8 @@ They are what one device computes; `autopar.rules` says how they split and `auto
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,3 +64,39 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     starts = [0, *(int(end) for end in ends.tolist())]
     pieces = [rows[start:end] @ weights[group] for group, (start, end) in enumerate(itertools.pairwise(starts))]
     return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - starts[-1], weights.shape[2])])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+}
+
+
+def expert_rows(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, activation: str) -> Tensor:
+    """Rows sorted by expert, each through the two layers of its expert: `[n, d], [e, d, f or 2 f], [e, f, o], [e] -> [n, o]`.
+
+    `activation` is a name in ACTIVATIONS. Where `up` is twice as wide as `down` takes, its first half gates the second. Rows
+    behind the last of `ends` give 0.
+    """
+    inner = grouped_matmul(rows, up, ends)
+    act = ACTIVATIONS[activation]
+    if up.shape[2] == 2 * down.shape[1]:
+        gate, value = inner.chunk(2, -1)
+        return grouped_matmul(act(gate) * value, down, ends)
+    return grouped_matmul(act(inner), down, ends)
+
+
+def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """A layer of experts: `hidden [..., d]`, the numbers `chosen [..., k]` of the experts of each token and their weights
+    `gates [..., k]` in the sum; experts as in `expert_rows`. Result: `[..., o]`, of the dtype that gates and results promote to.
+
+    Numbers that are no expert's (e and above) give 0.
+    """
+    shape = (*hidden.shape[:-1], down.shape[2])
+    if hidden.is_meta or isinstance(hidden, FakeTensor):  # sizes only: who goes where is data
+        return hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, gates.dtype))
+    numbers, order = chosen.flatten().sort(stable=True)
+    ends = count_each(numbers, up.shape[0]).cumsum(0)
+    results = expert_rows(hidden.flatten(0, -2)[order // chosen.shape[-1]], up, down, ends, activation)
+    weighted = results * gates.flatten()[order].unsqueeze(-1)
+    back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    return weighted[back].view(*chosen.shape, down.shape[2]).sum(-2)

@@ -101,6 +101,7 @@ SAVED: dict[Any, Row] = {
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
     ops.cross_entropy_each: _fixed(0, 1),
     ops.cross_entropy_sum: _fixed(0, 1),
+    ops.experts: _fixed(3, 4),  # and what autopar.rules.inside says
     ops.grouped_matmul: _crosswise,
 }
 

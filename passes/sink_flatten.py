@@ -6,6 +6,7 @@ softmax over the last dim, a pointwise op with a bias) do the same with and with
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,18 +22,20 @@ CONTRACTIONS = (aten.linear.default, aten.matmul.default)
 
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias, every change of sizes spelled `reshape`.
-    does: moves flattening reshapes behind matmuls, pointwise ops and softmaxes; cancels reshapes that undo each other.
+    does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes and top-k; cancels reshapes that undo each other.
     gives: matmuls that keep batch and sequence apart.
     """
     for node in edit.calls(gm):
         if node.target is aten.reshape.default:
-            _merge(node)
+            merge(node)
         elif node.target in CONTRACTIONS and _whole_weight(node):
             _sink(node, [node.args[0]])
         elif (node.target in UNARY or node.target in BINARY) or (node.target in LAST_DIM and _last(node)):
             _sink(node, list(node.all_input_nodes))
-        elif node.target is aten.layer_norm.default and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        elif _norm_of_last(node) or _keeps_last(node):
             _sink(node, [node.args[0]])
+        elif node.target is aten.topk.default:
+            _sink_topk(node)
     return edit.finish(gm)
 
 
@@ -66,6 +69,8 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     args = fx.map_arg(node.args, lambda n: found.get(n, n))
     if node.target in LAST_DIM:
         args = (args[0], -1, *args[2:])
+    if node.target is aten.sum.dim_IntList:
+        args = (args[0], [-1], *args[2:])
     with edit.before(node):
         new = edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]
         last = edit.size(new, -1)
@@ -73,8 +78,34 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     edit.replace(node, flat)
 
 
-def _merge(node: fx.Node) -> None:
-    """A reshape back to sizes that were there before, with only reshapes between, goes away."""
+def _norm_of_last(node: fx.Node) -> bool:
+    return node.target is aten.layer_norm.default and len(node.args[1]) == 1  # type: ignore[arg-type]
+
+
+def _keeps_last(node: fx.Node) -> bool:
+    """Whether `node` is a sum over the last dim of a matrix, which stays as a dim of size 1."""
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    given = edit.args_of(node)
+    return given["keepdim"] and list(given["dim"]) in ([-1], [1]) and len(facts.shape(node.args[0])) == 2  # type: ignore[arg-type]
+
+
+def _sink_topk(node: fx.Node) -> None:
+    """As `_sink`, for both results: values and their positions."""
+    source, given = flattened(node.args[0]), edit.args_of(node)
+    if source is None or given["dim"] not in (-1, 1):
+        return
+    with edit.before(node):
+        new = edit.call(node.graph, node.target, (source, given["k"], -1, given["largest"], given["sorted"]), like=node)  # type: ignore[arg-type]
+    for user in list(node.users):
+        with edit.before(user):
+            part = edit.call(node.graph, operator.getitem, (new, user.args[1]), like=user)
+            edit.replace(user, edit.call(node.graph, aten.reshape.default, (part, [-1, given["k"]]), like=user))
+    node.graph.erase_node(node)
+
+
+def merge(node: fx.Node) -> None:
+    """The reshape `node` back to sizes that were there before, with only reshapes between, goes away."""
     operand = node.args[0]
     while isinstance(operand, fx.Node):
         if facts.shape(operand) == facts.shape(node):

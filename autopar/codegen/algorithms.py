@@ -17,23 +17,25 @@ from autopar.errors import PlanError
 from autopar.layout import show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
+from passes import ops
 
 if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "placed", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
-"""Names that an emitted file may import from autopar.runtime.algorithms: no variable may hide them."""
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "placed", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
+"""Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
 def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
     """The call of the runtime algorithm that `op` needs under this plan, or None where the plain operator is right."""
     axes = tuple(a for a, run in enumerate(node.runs) if run)
     names = list(dict.fromkeys(run for run in node.runs if run))
-    if len(names) > 1:
+    writers = list(dict.fromkeys(ALGORITHM_TEXTS[name] for name in names))
+    if len(writers) > 1:
         raise ValueError(f"{op.name}: algorithms {names} on one operator")
-    if names:
-        return ALGORITHM_TEXTS[names[0]](op, node, call, axes, context)
+    if writers:
+        return writers[0](op, node, call, axes, context)
     if op.target in RANDOM_TEXTS:
         return RANDOM_TEXTS[op.target](op, node, call, context)
     return None
@@ -56,6 +58,15 @@ def _causal_rows(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], c
     context.algorithms["causal_rows"] = None
     named = "".join(f", {k}={v}" for k, v in call.kwargs.items() if k in ("scale", "enable_gqa"))
     return f"causal_rows({', '.join(call.args[:3])}, axes={axes}, mesh=MESH{named})"
+
+
+def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["experts_on_ranks"] = None
+    context.use(ops.expert_rows)
+    hidden, chosen, gates, up, down, activation = call.args
+    dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
+    return (f"experts_on_ranks(lambda rows, ends: expert_rows(rows, {up}, {down}, ends, {activation}), {hidden}, {chosen}, {gates}, "
+            f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
 
 
 def _dropout_p(call: Written) -> str:
@@ -84,6 +95,8 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "causal_rows": _causal_rows,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,
+    "expert_dispatch": _experts,
+    "own_experts": _experts,
 }
 
 RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {

@@ -24,6 +24,7 @@ from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
 from autopar.problem.saved import HOLDERS, Kept, kept
 from autopar.problem.types import Net, Node, Problem, Use
+from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.language import Use as TensorUse
 
@@ -114,8 +115,8 @@ def _node(cluster: Cluster, options: list[Choice], keep: Kept, program: Program,
             if op.role in HOLDERS:
                 memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
                 update[i] += prices.update_s(op, _lies(combo, member, 0))
-            elif op.extra_bytes:
-                memory[i] += prices.local_bytes(op.extra_bytes, _lies(combo, member, 0)) * op.count
+            elif op.extra_bytes or op.target in INSIDE:
+                memory[i] += prices.extra_bytes(op, tuple(joint.options[member] for joint in combo))
         for name, output in keep.own:
             size = program.bytes_of((name, output))
             memory[i] += prices.local_bytes(size, _lies(combo, place[name], output)) * program.ops[name].count

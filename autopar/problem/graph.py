@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -182,9 +182,10 @@ class _Reader:
 
     def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
         shape = facts.shape(node, index)
-        floating = facts.dtype(node, index).is_floating_point
+        dtype = facts.dtype(node, index)
+        floating = dtype.is_floating_point
         gradient = gradient and floating and (index is None or self._used(node, index))
-        return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating)
+        return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating, dtype.itemsize)
 
     def _used(self, node: fx.Node, index: int) -> bool:
         """Whether the loss depends on output `index` of a node that has several."""
@@ -225,7 +226,7 @@ class _Reader:
     def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
         tensor = self.program.ops[ref[0]].call.outs[ref[1]]
         kind = entry["kind"]
-        tensor = Tensor(tensor.shape, tensor.grad and kind == "loss", tensor.hint, tensor.floating)
+        tensor = replace(tensor, grad=tensor.grad and kind == "loss")
         batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
         self.program.ops[name] = Op(name, "", node, kind, Call(kind, (tensor,), {}, ()), (ref,), fqn=str(entry.get("target") or
                                     entry.get("name") or ""), weight=(False,), batch=(batch,), where="the model's outputs")

@@ -21,8 +21,10 @@ from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
 from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, steps
 from autopar.problem.graph import Op
-from autopar.rules.algorithms import ALGORITHMS, Site
+from autopar.rules.algorithms import ALGORITHMS
+from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option, Use
+from autopar.rules.site import Site
 
 Pair = tuple[Layout, Layout]  # layouts of a value and of its gradient
 
@@ -83,6 +85,8 @@ class Prices:
             return 0.0
         share = math.prod(1.0 / n for o, n in zip(options, self.sizes, strict=True) if o.split)
         moved = op.bytes * self._moved(op, options)
+        if op.target in INSIDE:
+            moved += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
         dtype = str(op.out_dtypes[0]).removeprefix("torch.")
         matmul = self._matmul(op, options, share)
         seconds = op_s(op.flops * share, moved, dtype, self.device, matmul=matmul)
@@ -118,7 +122,7 @@ class Prices:
         seconds = 0.0
         for axis, option in enumerate(options):
             if option.run:
-                site = Site(op.call.ins, options, self.sizes, axis, op.out_dtypes[0].itemsize)
+                site = Site(op.call.ins, options, self.sizes, axis)
                 seconds += sum(collective_s(inner.kind, inner.nbytes(site), self.mesh.axes[axis])
                                for inner in ALGORITHMS[option.run].inner(training=training))
         return seconds
@@ -175,6 +179,14 @@ class Prices:
         if op.role != "param":
             return self.local_bytes(math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize, layout) * op.count
         return self._held(op, layout).total
+
+    def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Bytes per device that the backward of one Op keeps beside tensors of the graph, all its instances."""
+        own = 0.0
+        if op.target in INSIDE and self.settings.training and any(t.grad for t in op.call.outs):
+            own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes))
+        layout = tuple(option.outs[0].value for option in options)
+        return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def update_s(self, op: Op, layout: Layout) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and

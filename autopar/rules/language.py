@@ -102,13 +102,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, and whether it
-    holds floating point numbers."""
+    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, whether it
+    holds floating point numbers, and the bytes of one element."""
 
     shape: Shape
     grad: bool = True
     hint: tuple[int, ...] = ()
     floating: bool = True
+    itemsize: int = 4
 
     @property
     def sizes(self) -> tuple[int, ...]:

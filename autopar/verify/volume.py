@@ -11,8 +11,9 @@ from autopar.cost.comm import group_bytes
 from autopar.layout import Layout, cutters
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program
-from autopar.rules.algorithms import ALGORITHMS, Site
+from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.language import Option, Use
+from autopar.rules.site import Site
 from autopar.runtime.count import Counted
 from autopar.verify.collectives import MOVING, Key, moving
 
@@ -46,7 +47,7 @@ def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
 
 def _inside(found: Counter[Key], op: Op, node: NodePlan, axis: int, mesh: tuple[int, ...]) -> None:
     """Add the collectives that the runtime algorithm of `op` runs on `axis`."""
-    site = Site(op.call.ins, _options(node, len(mesh)), mesh, axis, op.out_dtypes[0].itemsize)
+    site = Site(op.call.ins, _options(node, len(mesh)), mesh, axis)
     for inner in ALGORITHMS[node.runs[axis]].inner(training=any(t.grad for t in op.call.outs)):
         found[inner.kind, axis] += round(inner.nbytes(site)) * op.count
 

@@ -47,6 +47,8 @@ CONTRACTIONS: Samples = {
         case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(6, 5, 5)), case(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), f(4, 5, 5)),
         case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), f(4, 1, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2))],
     ops.count_each: [case(i(6, 9), 6)],
+    ops.experts: [case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "silu"),
+                  case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 4), f(6, 4, 5), "gelu")],
     ops.grouped_matmul: [case(f(7, 4), f(3, 4, 5), torch.tensor([2, 4, 6]))],
 }
 

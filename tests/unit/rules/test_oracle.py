@@ -56,7 +56,24 @@ def causal_rows(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
-TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows}
+def own_experts(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank has all tokens, and gives 0 for the experts of others."""
+    outs, start = [], 0
+    for (hidden, chosen, gates, up, down, activation), _ in shards:
+        mine = (chosen >= start) & (chosen < start + len(up))
+        outs.append(ops.experts(hidden, (chosen - start).where(mine, len(up)), gates, up, down, activation))
+        start += len(up)
+    return outs
+
+
+def expert_dispatch(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank's tokens meet the experts of all."""
+    up, down = (torch.cat([args[place] for args, _ in shards]) for place in (3, 4))
+    return [ops.experts(*args[:3], up, down, args[5]) for args, _ in shards]
+
+
+TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts,
+            "expert_dispatch": expert_dispatch}
 
 
 def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[tuple[int, ...]]) -> Any:

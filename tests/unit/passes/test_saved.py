@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.rules.experts import kept_bytes
+from autopar.rules.language import Tensor
+from autopar.rules.site import Site
 from passes import ops
 from passes.saved import SAVED, saved_positions
 from passes.tables import VIEWS
@@ -19,6 +22,7 @@ def r(*sizes, grad=True):
 
 
 IDS = torch.tensor([[0, 2], [1, 1], [3, 0]])
+IDS16 = torch.arange(32).reshape(16, 2) % 4
 SAMPLES = {
     **{target: lambda t=target: (t, (r(40, 50),)) for target in SAVED
        if target in (aten.abs.default, aten.cos.default, aten.erf.default, aten.exp.default, aten.gelu.default,
@@ -64,6 +68,7 @@ SAMPLES = {
     aten.to.dtype: lambda: (aten.to.dtype, (r(4, 5), torch.float32)),
     aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
     ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
+    ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), "silu")),
     ops.grouped_matmul: lambda: (ops.grouped_matmul, (r(8, 16), r(2, 16, 6), torch.tensor([4, 8]))),
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
 }  # fmt: skip
@@ -75,6 +80,7 @@ EXTRA = {
     aten.rms_norm.default: 8 * 50,
     ops.cross_entropy_each: 8,
     ops.cross_entropy_sum: 8,
+    ops.experts: kept_bytes(Site([Tensor(shape, itemsize=8) for shape in ((16, 8), (16, 2), (16, 2), (4, 8, 12), (4, 6, 10))], (), ())),
 }
 """Bytes that a row may leave out: masks, statistics, pooling indices, counts."""
 
@@ -103,6 +109,16 @@ def test_row_agrees_with_autograd(target):
         for position in saved_positions(target, [item.requires_grad for item in operands])
     }
     assert sum(wanted.values()) <= sum(kept.values()) <= sum(wanted.values()) + EXTRA.get(target, 0)
+
+
+def test_what_experts_keep_is_as_the_formula_says():
+    target, args = SAMPLES[ops.experts]()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        target(*args)
+    weights = [w.untyped_storage().data_ptr() for w in args[3:5]]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    assert sum(size for place, size in storages.items() if place not in weights) == EXTRA[ops.experts]
 
 
 def test_nothing_is_kept_without_gradients():

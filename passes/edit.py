@@ -184,6 +184,30 @@ def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node) -> None:
     last.args = (tuple(values),)
 
 
+def mutated(gm: fx.GraphModule) -> dict[fx.Node, list[str]]:
+    """Value -> fqns of the buffers that hold it after the graph ran."""
+    found: dict[fx.Node, list[str]] = {}
+    for value, entry in zip(output_node(gm).args[0], gm.meta["outputs"], strict=True):  # type: ignore[arg-type]
+        if entry["kind"] == "mutation":
+            found.setdefault(value, []).append(entry["target"])
+    return found
+
+
+def results(gm: fx.GraphModule) -> list[fx.Node]:
+    """What the graph returns beside new values of buffers."""
+    pairs = zip(output_node(gm).args[0], gm.meta["outputs"], strict=True)  # type: ignore[arg-type]
+    return [value for value, entry in pairs if entry["kind"] != "mutation"]
+
+
+def drop_mutations(gm: fx.GraphModule, fqns: list[str]) -> None:
+    """The buffers `fqns` keep their values as far as this graph says: someone else says otherwise."""
+    last = output_node(gm)
+    pairs = list(zip(last.args[0], gm.meta["outputs"], strict=True))  # type: ignore[arg-type]
+    kept = [(value, entry) for value, entry in pairs if entry["kind"] != "mutation" or entry["target"] not in fqns]
+    last.args = (tuple(value for value, _ in kept),)
+    gm.meta["outputs"] = [entry for _, entry in kept]
+
+
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a node in order, repeats kept: `mul(x, x)` has two."""
     found: list[fx.Node] = []

@@ -57,6 +57,7 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and same_everywhere(run.instances, slot)]
     weights = [slot for slot in range(len(first.outside)) if slot not in run.carried and slot not in constant]
     body = _body(gm, run, constant, weights, total, carries)
+    edit.drop_mutations(gm, [i.outside[slot].meta["fqn"] for i in run.instances for _, slot in i.writes])
     name = _free_name(gm, f"{run.container}_{first.start}")
     gm.add_submodule(name, body)
     users = users_outside(run)
@@ -109,10 +110,14 @@ def _body(
         env[value] = holder
     for node in first.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[first.nodes[source]] for source in run.carried.values()))
+    writes = [(first.nodes[source], env[first.outside[slot]]) for source, slot in first.writes]
+    graph.output((*(env[first.nodes[source]] for source in run.carried.values()), *(env[value] for value, _ in writes)))
     body = fx.GraphModule(torch.nn.Module(), graph)
     body.meta["symbols"] = gm.meta.get("symbols", {})
-    body.meta["outputs"] = [{"name": f"carried_{i}", "kind": "output", "target": ""} for i in range(len(run.carried))]
+    body.meta["outputs"] = [
+        *({"name": f"carried_{i}", "kind": "output", "target": ""} for i in range(len(run.carried))),
+        *({"name": holder.meta["fqn"], "kind": "mutation", "target": holder.meta["fqn"]} for _, holder in writes),
+    ]
     body.meta.update(container=run.container, start=first.start, period=run.period, class_name=_class_name(run))
     return body
 
@@ -169,4 +174,10 @@ def body_of(node: fx.Node) -> fx.GraphModule:
     return body
 
 
-__all__ = ["body_of", "fold_repeats", "is_folded"]
+def targets(body: fx.GraphModule) -> list[list[str]]:
+    """For each mutation among the outputs of a body, behind the carried values: the buffer's original name in each instance."""
+    names = {node.meta["fqn"]: node.meta["fqns"] for node in body.graph.nodes if "fqns" in node.meta}
+    return [names[entry["target"]] for entry in body.meta["outputs"] if entry["kind"] == "mutation"]
+
+
+__all__ = ["body_of", "fold_repeats", "is_folded", "targets"]

@@ -7,19 +7,21 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.fold_repeats import body_of
+from passes.fold_repeats import body_of, targets
 
 
 class Interpret(fx.Interpreter):
     """Single-device meaning of a captured graph.
 
-    `weights` holds parameters, buffers and constants by fqn; `run_named(inputs)` runs with user inputs by name. Raises
-    KeyError for a weight or an input that is missing.
+    `weights` holds parameters, buffers and constants by fqn; `run_named(inputs)` runs with user inputs by name, after which
+    `changed` holds the new values of buffers by fqn, those of all instances of blocks included. Raises KeyError for a weight
+    or an input that is missing.
     """
 
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, Tensor]) -> None:
         super().__init__(gm)
         self.weights = weights
+        self.changed: dict[str, Tensor] = {}
 
     def run_named(self, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Outputs of the graph, in the order of `gm.meta["outputs"]`."""
@@ -28,7 +30,12 @@ class Interpret(fx.Interpreter):
             inputs[node.meta["input"]] if node.meta["role"] == "input" else self.weights[node.meta["fqn"]]
             for node in holders
         ]
-        return tuple(self.run(*values))
+        found = tuple(self.run(*values))
+        module = self.module
+        assert isinstance(module, fx.GraphModule)
+        pairs = zip(found, module.meta["outputs"], strict=True)
+        self.changed.update((entry["target"], value) for value, entry in pairs if entry["kind"] == "mutation")
+        return found
 
     def run_node(self, node: fx.Node) -> Any:
         """One node; a folded one runs its body `meta["repeat"]` times, each time with the weights of that instance."""
@@ -41,7 +48,9 @@ class Interpret(fx.Interpreter):
         carried, invariant = args[: len(node.meta["val"])], args[len(node.meta["val"]) :]
         for number in range(node.meta["repeat"]):
             own = [self.weights[fqns[number]] for fqns in names]
-            carried = self.body(body, str(node.target)).run(*carried, *invariant, *own)
+            gave = self.body(body, str(node.target)).run(*carried, *invariant, *own)
+            carried = gave[: len(carried)]
+            self.changed.update((names[number], value) for names, value in zip(targets(body), gave[len(carried) :], strict=True))
         return carried
 
     def body(self, body: fx.GraphModule, name: str) -> Interpret:

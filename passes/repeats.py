@@ -2,18 +2,19 @@
 
 Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls,
 static arguments and sizes agree node by node; a run is a chain when every outside value of instance i+1 is either the
-same as that of instance i (invariant) or one fixed result of instance i (carried).
+same as that of instance i (invariant) or one fixed result of instance i (carried). Each may give new values to buffers of its own.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from passes import facts
+from passes import edit, facts
 
 _CHILD = re.compile(r"(.*?)\.(\d+)(?=\.|$)")
 MAX_PERIOD = 8
@@ -22,10 +23,15 @@ MAX_PERIOD = 8
 
 @dataclass
 class Instance:
-    """One block (or `period` blocks in a row): its calls in order, and the values from outside in order of first use."""
+    """One block (or `period` blocks in a row): its calls in order, and the values from outside in order of first use.
+
+    `mutated` says which values are new ones of buffers (`edit.mutated`); `writes` are those of this instance: index of the call
+    whose result it is, and outside slot of the buffer (-1: one that the instance does not read).
+    """
 
     start: int
     nodes: list[fx.Node]
+    mutated: Mapping[fx.Node, list[str]] = field(default_factory=dict)
     outside: list[fx.Node] = field(default_factory=list)
     signature: tuple[Any, ...] = ()
 
@@ -44,7 +50,9 @@ class Instance:
             arguments = _plain((node.args, node.kwargs), name)
             rows.append((node.op, str(node.target), repr(arguments), _facts(node)))
         self.outside = list(slots)
-        self.signature = tuple(rows)
+        buffers = {value.meta["fqn"]: slot for value, slot in slots.items() if is_weight(value)}
+        self.writes = [(index[node], buffers.get(fqn, -1)) for node in self.nodes for fqn in self.mutated.get(node, ())]
+        self.signature = (*rows, ("writes", *self.writes))
         self.index = index
 
 
@@ -79,14 +87,14 @@ def containers(gm: fx.GraphModule) -> list[str]:
 
 def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
     """Longest runs of at least two alike, chained instances of the container's children; they do not overlap."""
-    blocks = _blocks(gm, container)
+    blocks, mutated = _blocks(gm, container), edit.mutated(gm)
     order = sorted(blocks)
     runs: list[Run] = []
     position = 0
     while position < len(order):
         best: Run | None = None
         for period in range(1, min(MAX_PERIOD, (len(order) - position) // 2) + 1):
-            run = _run_from(container, blocks, order[position:], period)
+            run = _run_from(container, blocks, order[position:], period, mutated)
             if run and (best is None or len(run.nodes) > len(best.nodes)):
                 best = run
         if best is None:
@@ -98,13 +106,19 @@ def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
 
 
 def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
-    """Calls per child of the container, in graph order; calls between two blocks go to the later one."""
+    """Calls per child of the container, in graph order; calls between two blocks go to the later one, sizes that one block alone
+    uses to that block."""
     place: dict[fx.Node, int] = {}
-    latest: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
         if inside and node.op == "call_function" and facts.tensors(node):
             place[node] = int(inside.group(1))
+    for node in reversed(gm.graph.nodes):
+        homes = {place.get(user, -1) for user in node.users}
+        if node.op == "call_function" and not facts.tensors(node) and len(homes) == 1 and min(homes) >= 0:
+            place[node] = homes.pop()
+    latest: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
         latest[node] = max([place.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
     earliest: dict[fx.Node, int] = {}
     far = 1 << 30
@@ -118,7 +132,9 @@ def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
     return blocks
 
 
-def _run_from(container: str, blocks: dict[int, list[fx.Node]], order: list[int], period: int) -> Run | None:
+def _run_from(
+    container: str, blocks: dict[int, list[fx.Node]], order: list[int], period: int, mutated: Mapping[fx.Node, list[str]]
+) -> Run | None:
     """The longest run of this period that starts at the first block of `order`."""
     instances: list[Instance] = []
     carried: dict[int, int] | None = None
@@ -126,7 +142,7 @@ def _run_from(container: str, blocks: dict[int, list[fx.Node]], order: list[int]
         children = order[first : first + period]
         if children != list(range(order[0] + first, order[0] + first + period)):
             break
-        following = Instance(children[0], sorted(node for child in children for node in blocks[child]))
+        following = Instance(children[0], sorted(node for child in children for node in blocks[child]), mutated)
         if instances:
             links = _links(instances[-1], following)
             if links is None or (carried is not None and links != carried):
@@ -135,7 +151,7 @@ def _run_from(container: str, blocks: dict[int, list[fx.Node]], order: list[int]
         instances.append(following)
     while len(instances) >= 2 and carried is not None:
         run = Run(container, period, instances, carried)
-        if _closed(run):
+        if _owned(run) and _closed(run):
             return run
         instances = instances[:-1]
     return None
@@ -154,8 +170,16 @@ def _links(before: Instance, after: Instance) -> dict[int, int] | None:
     return carried
 
 
+def _owned(run: Run) -> bool:
+    """Whether each instance writes only to buffers that it alone has."""
+    return not any(slot < 0 or slot in run.carried or same_everywhere(run.instances, slot) for _, slot in run.instances[0].writes)
+
+
 def _closed(run: Run) -> bool:
-    """Whether nothing outside sees more of the run than the carried values after the last instance."""
+    """Whether nothing outside sees more of the run than the carried values after the last instance, and new values of buffers."""
+    gm = run.nodes[0].graph.owning_module
+    assert gm is not None
+    returned = dict.fromkeys(edit.results(gm))
     invariant = [slot for slot in range(len(run.instances[0].outside)) if slot not in run.carried]
     inside = {node: number for number, instance in enumerate(run.instances) for node in instance.nodes}
     passed_on = list(run.carried.values())
@@ -163,7 +187,7 @@ def _closed(run: Run) -> bool:
         last = number == len(run.instances) - 1
         for position, node in enumerate(instance.nodes):
             for user in node.users:
-                if inside.get(user) == number:
+                if inside.get(user) == number or (user.op == "output" and node not in returned):
                     continue
                 if position not in passed_on or not (inside.get(user) == number + 1 or (last and user not in inside)):
                     return False

@@ -112,9 +112,15 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",
         f'{INDENT}"""{run.count} instances of {_path(context, run)}."""', "",
-        *_parameters(context, run.scope), "",
+        *_parameters(context, run.scope), *_mutates(context, run), "",
         f"{INDENT}def forward(self, {', '.join(ports)}{', *' if symbols else ''}{symbols}):",
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
+
+
+def _mutates(context: Context, run: Run) -> list[str]:
+    """The buffers whose new values forward returns, behind the carried values."""
+    names = tuple(context.program.ops[name].fqn for name in run.mutated)
+    return [f"{INDENT}MUTATES = {names!r}"] if names else []
 
 
 def _path(context: Context, run: Run) -> str:
@@ -152,7 +158,8 @@ def _parameter(context: Context, op: Op) -> str:
 
 def _persistent(context: Context, op: Op) -> str:
     """Constants and buffers that the model's state dict does not hold are not in the emitted one's either."""
-    fleeting = op.role == "constant" or (op.role == "buffer" and op.fqn in context.fleeting)
+    names = op.node.meta.get("fqns") or [op.fqn]
+    fleeting = op.role == "constant" or (op.role == "buffer" and names[0] in context.fleeting)
     return ", persistent=False" if fleeting else ""
 
 
@@ -160,7 +167,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     writer = ScopeWriter(context, gm, "")
     lines = writer.write()
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
-    results = [op for op in context.program.ops.values() if op.role in ("loss", "output", "mutation")]
+    results = context.program.results
     layouts = {op.node.name: out_pair(context.plan, (op.name, 0)).value for op in inputs}
     runs = {run.scope: f"({context.class_of(run.scope)}, {_prefixes(context, run)})" for run in context.program.runs.values()}
     text = [

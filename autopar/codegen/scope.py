@@ -221,7 +221,10 @@ class ScopeWriter:
                 self.say(f"    if {index} > 0:")
                 self.say(f"        {name} = {self.reshard_text(change, name)}", self.context.reason(change))
         arguments = [*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)]
-        self.say(f"    {', '.join(carried)} = block({', '.join(arguments)})")
+        mutated = ["*changed"] if run.mutated else []
+        self.say(f"    {', '.join([*carried, *mutated])} = block({', '.join(arguments)})")
+        if run.mutated:
+            self.say("    self.changed(block, changed)")
         for name, ref in zip(carried, run.carried, strict=True):
             self.names[ref] = name
 
@@ -229,9 +232,10 @@ class ScopeWriter:
         program = self.context.program
         if self.scope:
             run = program.runs[self.scope]
-            self.say(f"return {', '.join(self.names[ref] for ref in run.carried)}")
+            mutated = [self.asked(program.ops[name].operands[0], in_pair(self.context.plan, name, 0)) for name in run.mutated]
+            self.say(f"return {', '.join([*(self.names[ref] for ref in run.carried), *mutated])}")
             return
-        results = [op for op in program.ops.values() if op.role in ("loss", "output", "mutation")]
+        results = program.results
         values = []
         for op in results:
             name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))
@@ -241,7 +245,7 @@ class ScopeWriter:
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
 
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "i", *IMPORTED)
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "changed", "i", *IMPORTED)
 
 
 def _atom(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes import facts
+from passes import edit, facts
 
 aten = torch.ops.aten
 
@@ -42,8 +42,7 @@ def _body(gm: fx.GraphModule, call: fx.Node) -> dict[fx.Node, None]:
     """What one run of blocks needs: inside its body, and of its arguments."""
     body = gm.get_submodule(str(call.target))
     assert isinstance(body, fx.GraphModule)
-    (output,) = [node for node in body.graph.nodes if node.op == "output"]
-    inside = _walk(body, [node for node in output.args[0] if isinstance(node, fx.Node)])
+    inside = _walk(body, edit.results(body))
     ports = [node for node in body.graph.nodes if node.op == "placeholder" and "fqns" not in node.meta and facts.tensors(node)]
     feeds = [node for node in call.args if isinstance(node, fx.Node) and facts.tensors(node)]
     return inside | dict.fromkeys(feed for port, feed in zip(ports, feeds, strict=True) if port in inside)

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.rules.language import Call, Tensor
-from passes import facts, ops
+from passes import edit, facts, ops
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 
@@ -64,13 +64,14 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run of `count` alike blocks: `feeds[i]` is the outer value that port i first gets; `carried[i]` the body value that
-    port i gets from then on (only for the first len(carried) ports)."""
+    port i gets from then on (only for the first len(carried) ports). `mutated` are the Ops of new values of the block's buffers."""
 
     scope: str
     count: int
     ports: tuple[str, ...]
     feeds: tuple[Ref, ...]
     carried: tuple[Ref, ...]
+    mutated: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +89,11 @@ class Program:
             for index, ref in enumerate(op.operands):
                 found.setdefault(ref, []).append((op, index))
         return found
+
+    @property
+    def results(self) -> list[Op]:
+        """What the model gives: loss, outputs, new values of buffers outside of blocks, in the order of the graph's outputs."""
+        return [op for op in self.ops.values() if op.role in ("loss", "output", "mutation") and not op.scope]
 
     def bytes_of(self, ref: Ref) -> float:
         """Bytes of the whole value, on one device."""
@@ -203,12 +209,13 @@ class _Reader:
         names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
         ports = {n.name: (n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad, self.weight[ref])
                  for n, ref in zip(names, feeds, strict=True)}
-        carried_count = len(next(n for n in body.graph.nodes if n.op == "output").args[0])
+        carried_count = len(edit.results(body))
         if any(ports[n.name][0] is False for n in names[:carried_count]) and node in self.reached:
             # the first block may be fed something without a gradient, the later ones are not
             ports |= {n.name: (n in self.reached, False) for n in names[:carried_count]}
         carried = reader.read(ports)
-        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried)
+        mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
+        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated)
         self.program.runs[scope] = run
         self.runs_of[node] = run
         for ref in carried:
@@ -218,9 +225,9 @@ class _Reader:
         args = node.args[0]
         flat = list(args) if isinstance(args, (tuple, list)) else [args]  # keeps repeats and order
         refs = tuple(self.refs[n] for n in flat if isinstance(n, fx.Node))
-        if not self.scope:
-            for index, (ref, entry) in enumerate(zip(refs, self.gm.meta["outputs"], strict=True)):
-                self._result(node, f"output_{index}", ref, entry)
+        for index, (ref, entry) in enumerate(zip(refs, self.gm.meta["outputs"], strict=True)):
+            if not self.scope or entry["kind"] == "mutation":  # a block gives nothing else to the outside; its carried values go round
+                self._result(node, f"{self.scope}/output_{index}" if self.scope else f"output_{index}", ref, entry)
         return refs
 
     def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
@@ -228,8 +235,9 @@ class _Reader:
         kind = entry["kind"]
         tensor = replace(tensor, grad=tensor.grad and kind == "loss")
         batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
-        self.program.ops[name] = Op(name, "", node, kind, Call(kind, (tensor,), {}, ()), (ref,), fqn=str(entry.get("target") or
-                                    entry.get("name") or ""), weight=(False,), batch=(batch,), where="the model's outputs")
+        fqn = str(entry.get("target") or entry.get("name") or "")
+        self.program.ops[name] = Op(name, self.scope, node, kind, Call(kind, (tensor,), {}, ()), (ref,), self.count, fqn,
+                                    weight=(False,), batch=(batch,), where="the model's outputs")
 
 
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)

@@ -27,13 +27,15 @@ from autopar.runtime.reshard import reshard
 
 class Block(nn.Module):
     """One instance of a repeated block; its parameters are registered with the model. `w` and `b` hold the local parts of
-    parameters and buffers by their names in the block."""
+    parameters and buffers by their names in the block. `MUTATES` are the buffers whose new values forward returns last."""
 
     PARAMS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
+    MUTATES: ClassVar[Sequence[str]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
         super().__init__()
+        self.prefix = prefix  # of original names
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
 
@@ -64,13 +66,14 @@ class ShardedModule(nn.Module):
         self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
         self._held: dict[str, Held] = {}
         self._spread: list[Spread] = []
+        self._changed: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
         self._agreed = False
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
         self._declare(type(self), "", self)
         for scope, (kind, prefixes) in self.RUNS.items():
-            self.runs[scope] = [kind() for _ in prefixes]
-            for block, prefix in zip(self.runs[scope], prefixes, strict=True):
-                self._declare(kind, f"{prefix}." if prefix else "", block)
+            self.runs[scope] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
+            for block in self.runs[scope]:
+                self._declare(kind, block.prefix, block)
         for alias, name in self.ALIASES.items():
             held = self._held[name]
             place(self, alias, held.tensor, buffer=name in self.buffer_names())
@@ -129,6 +132,7 @@ class ShardedModule(nn.Module):
             self._agreed = True
         self._renew()
         self._spread.clear()
+        self._changed.clear()
         self.rng.advance()
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
@@ -139,7 +143,9 @@ class ShardedModule(nn.Module):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
         for (role, name), value in zip(self.OUTPUTS, values, strict=False):
             if role == "mutation":
-                self._mutate(self._held[self.ALIASES.get(name, name)], value)
+                self._changed.append((name, value))
+        for name, value in self._changed:
+            self._mutate(self._held[self.ALIASES.get(name, name)], value)
         return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
 
     def _renew(self) -> None:
@@ -149,6 +155,10 @@ class ShardedModule(nn.Module):
             if held.stale():
                 held.renew()
                 self._sync.attach(held)
+
+    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
+        """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
+        self._changed += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
 
     def _mutate(self, held: Held, value: Tensor) -> None:
         """A buffer's new value. Not in place: the backward may need the old one."""

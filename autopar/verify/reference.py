@@ -59,7 +59,7 @@ class Recorder(Interpret):
 
 def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, training: bool,
                record: bool = False) -> Results:
-    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; `values` with `record`.
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step.
 
     `weights` are copied. Parameters are those that the graph reads and that may be trained.
     """
@@ -69,10 +69,9 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
     outputs = runner.run_named(batch)
     found: Results = {"output": {}, "gradient": {}, "parameter": {}, "buffer": {}}
     loss = None
+    found["buffer"] = {name: value.detach() for name, value in runner.changed.items()}
     for value, about in zip(outputs, gm.meta["outputs"], strict=True):
-        if about["kind"] == "mutation":
-            found["buffer"][about["target"]] = value.detach()
-        else:
+        if about["kind"] != "mutation":
             found["output"][about["name"]] = value.detach()
             loss = value if about["kind"] == "loss" else loss
     if training:
@@ -81,7 +80,8 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
         leaves = [held[name] for name in trained]
         grads = {name: held[name].grad for name in trained}
         found["gradient"] = {name: torch.zeros_like(held[name]) if grad is None else grad for name, grad in grads.items()}
-        optimizer(leaves).step()
+        if not record:  # values that are views of parameters would change with them
+            optimizer(leaves).step()
         found["parameter"] = {name: held[name].detach() for name in trained}
     if isinstance(runner, Recorder):
         found["values"] = runner.values

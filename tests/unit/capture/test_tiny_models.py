@@ -45,13 +45,12 @@ def compare(captured, loaded, mode):
     for name, tensor in before.items():
         held[name].data.copy_(tensor)
     torch.manual_seed(3)
-    values = Interpret(captured.gm, {**held, **captured.constants}).run_named(given)
-    plain = []
-    for value, about in zip(values, captured.gm.meta["outputs"], strict=True):
-        if about["kind"] == "mutation":
-            close(value, changed[about["target"]], about["target"])
-        else:
-            plain.append((value, about))
+    runner = Interpret(captured.gm, {**held, **captured.constants})
+    values = runner.run_named(given)
+    assert sorted(runner.changed) == sorted(n for n, t in before.items() if not torch.equal(t, changed[n]))
+    for name, value in runner.changed.items():
+        close(value, changed[name], name)
+    plain = [(value, about) for value, about in zip(values, captured.gm.meta["outputs"], strict=True) if about["kind"] != "mutation"]
     for (value, about), right in zip(plain, wanted, strict=True):
         close(value, right, about["name"])
     if mode == "train":

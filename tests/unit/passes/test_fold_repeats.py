@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from passes import NORMALIZE, run
-from passes.fold_repeats import body_of, fold_repeats, is_folded
+from passes.fold_repeats import body_of, fold_repeats, is_folded, targets
+from passes.interpret import Interpret
 from tests.helpers.export import B, assert_same, export_graph
 
 
@@ -105,6 +106,58 @@ def test_a_weight_that_all_blocks_share_is_invariant():
     (call,) = calls(gm)
     assert [n.meta["fqn"] for n in body_of(call).graph.nodes if "fqns" in n.meta] == ["up.bias", "down.weight", "down.bias"]
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+class Counts(nn.Module):
+    """Changes two buffers of its own and, maybe, one that all share."""
+
+    def __init__(self, shared=None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4) if shared is None else shared)
+
+    def forward(self, h, mask):
+        self.seen.add_(h.detach().sum(0))
+        return h + self.norm(h) * self.seen
+
+
+def counting(blocks):
+    model = Stack([])
+    model.layers = nn.ModuleList(blocks)
+    return model
+
+
+def test_new_values_of_buffers_leave_the_body_per_instance():
+    model = counting([Counts() for _ in range(5)])  # the first is fed a value without gradient: its detach is dropped
+    gm = folded(model)
+    (call,) = calls(gm)
+    body = body_of(call)
+    assert call.meta["repeat"] == 4 and len(call.meta["val"]) == 1
+    names = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "seen"]
+    assert sorted(entry["target"] for entry in body.meta["outputs"] if entry["kind"] == "mutation") == names
+    assert sorted(map(tuple, targets(body))) == [tuple(f"layers.{i}.{name}" for i in range(1, 5)) for name in names]
+    assert sorted(e["target"] for e in gm.meta["outputs"] if e["kind"] == "mutation") == [f"layers.0.{name}" for name in names]
+    x = torch.randn(5, 4)
+    weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    runner = Interpret(gm, weights)
+    out = runner.run_named({"x": x})[0]
+    torch.testing.assert_close(out, model(x)[0])
+    after = {name: t for name, t in model.state_dict().items() if not torch.equal(t, weights[name])}
+    assert sorted(after) == sorted(runner.changed) and len(after) == 20
+    for name, value in after.items():
+        torch.testing.assert_close(runner.changed[name], value)
+
+
+def test_a_buffer_that_all_blocks_change_is_not_folded_away():
+    shared = torch.zeros(4)
+    model = counting([Counts(shared) for _ in range(4)])
+    gm = folded(model)
+    weights = {name: t.detach().clone() for name, t in model.named_buffers(remove_duplicate=False)} | dict(model.named_parameters())
+    x = torch.randn(5, 4)
+    runner = Interpret(gm, weights)
+    out = runner.run_named({"x": x})[0]
+    torch.testing.assert_close(out, model(x)[0])
+    torch.testing.assert_close(next(v for n, v in runner.changed.items() if n.endswith("seen")), shared)
 
 
 def test_a_shortened_container_stands_for_all_its_blocks():

@@ -1,0 +1,90 @@
+"""Buffers that repeated blocks change (running statistics) on ranks: every instance has its own, as on one device."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.verify import Case, case_of, verify
+from tests.helpers.verify import Subject, planned
+
+DEPTH = 6
+
+
+class Block(nn.Module):
+    """A convolution with batch norm and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.conv(x)).relu()
+
+
+class Stack(nn.Module):
+    """A stem, blocks and a squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 4, 1)
+        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - y) ** 2).mean()
+
+
+@cache
+def subject() -> Subject:
+    """The stack, captured."""
+    torch.manual_seed(0)
+    model = Stack().double()
+    captured = capture(model, batch())
+    (call,) = (n for n in captured.gm.graph.nodes if "repeat" in n.meta)
+    assert call.meta["repeat"] == DEPTH and not captured.notes
+    assert not any(entry["kind"] == "mutation" for entry in captured.gm.meta["outputs"])
+    return Subject("stack", "train", captured, model.state_dict())
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and targets; the images' mean is far from the buffers' first values."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(8, 4, 6, 6, generator=generator, dtype=torch.float64) + 2 for _ in range(2))  # type: ignore[return-value]
+
+
+def case(how: str) -> Case:
+    """The stack on two ranks."""
+    who = subject()
+    return case_of(who.captured, planned(who, (2,), how), who.weights, dict(zip(("x", "y"), batch(), strict=True)))
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero3", "random 0", "random 1"])
+def test_every_instance_updates_its_own_statistics(how: str) -> None:
+    report = verify(case(how))
+    assert report.ok, (report.first, report.worst)
+    names = {row.name for row in report.rows if row.kind == "buffer"}
+    assert names == {f"layers.{i}.norm.{key}" for i in range(DEPTH) for key in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.parametrize(("right", "wrong"), [
+    ("self.changed(block, changed)", "pass"),  # nobody takes the new values
+    ("self.changed(block, changed)", 'self.changed(self.runs["layers_0"][0], changed)'),  # always to the first instance
+])
+def test_a_planted_error_in_the_statistics_is_found(right: str, wrong: str) -> None:
+    made = case("ddp")
+    planted = Case(made.gm, made.plan, made.names, made.weights, made.constants, made.batch, made.notes, mutate=partial(_plant, right, wrong))
+    report = verify(planted)
+    assert not report.ok
+    assert {row.kind for row in report.rows if not row.ok} == {"buffer"}
+
+
+def _plant(right: str, wrong: str, source: str) -> str:
+    assert source.count(right) == 1
+    return source.replace(right, wrong)

@@ -24,7 +24,6 @@ from autopar.runtime import ShardedModule
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.codegen.module import Names
     from autopar.search import Search
 
 
@@ -76,12 +75,37 @@ class Compiled:
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """DTensors under the original names."""
+        """DTensors under the original names, in the order of the model's own state dict."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`; takes whole tensors as well."""
         return self.module.load_state_dict(state)
+
+    def load_full(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> Compiled:
+        """Fill parameters and buffers from whole tensors by original name (a state dict of the model), without communication.
+
+        Raises RunError on missing names and other shapes, and unless `strict` is False on unknown names; then nothing was loaded.
+        """
+        self.module.load_full(state, strict=strict)
+        return self
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by original name, on the CPU of every rank; a collective operation."""
+        return self.module.full_state_dict()
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """State of an optimizer of `parameters` by original names, to save with torch.distributed.checkpoint under one plan and
+        load under another."""
+        return self.module.optimizer_state_dict(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """The inverse of `optimizer_state_dict`."""
+        self.module.load_optimizer_state_dict(optimizer, state)
+
+    def full(self, outputs: Any) -> Any:
+        """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
+        return self.module.full(outputs)
 
     def save(self, folder: str | Path) -> Path:
         """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""
@@ -110,7 +134,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
     from autopar.capture import capture
-    from autopar.codegen.module import emit
+    from autopar.codegen.module import Names, emit
     from autopar.planner import Request, plan
     from autopar.problem.prices import Settings
     from autopar.rules import as_rules
@@ -126,7 +150,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     chosen = _agree(lambda: plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
                                  source=dict(source or {}), notes=tuple(captured.notes)))
     chosen.check(captured.graph_hash, captured.nodes)
-    bundle = Bundle(chosen, emit(captured.gm, chosen, names_of(captured)), captured.constants)
+    bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
     return Compiled(bundle, weights, captured)
 
@@ -137,13 +161,6 @@ def load(folder: str | Path) -> Compiled:
     Raises PlanError when the folder is not one.
     """
     return Compiled(Bundle.load(Path(folder)))
-
-
-def names_of(captured: Captured) -> Names:
-    """What the emitter needs beside the graph."""
-    from autopar.codegen.module import Names
-
-    return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting)
 
 
 def _agree(make: Callable[[], Plan]) -> Plan:

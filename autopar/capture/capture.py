@@ -62,7 +62,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     structure, left_out = outputs_of(program)
     notes += left_out
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
-                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless))
+                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless),
+                    order=tuple(model.state_dict(keep_vars=True)))
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,

@@ -23,6 +23,7 @@ class Captured:
     constants    tensors that no state dict holds (non-persistent buffers, literals), on the CPU
     graph_hash   hash of the graph's text: a plan fits the graph it was made for
     fleeting     names of buffers that no state dict holds
+    order        the names of the model's state dict, tied ones included, in its order
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     valueless    names of constants without a value: the model is on meta and does not say how they are made
@@ -40,6 +41,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     valueless: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.api import names_of
 from autopar.bundle import Bundle
 from autopar.cli.console import progress, show
 from autopar.cli.rebuild import Rebuilt, rebuild
-from autopar.codegen.module import emit
+from autopar.codegen.module import Names, emit
 
 
 def emit_command(where: Path, folder: Path) -> None:
@@ -21,4 +20,4 @@ def emit_command(where: Path, folder: Path) -> None:
 def bundle(rebuilt: Rebuilt) -> Bundle:
     """The plan with its emitted source and constants."""
     captured = rebuilt.captured
-    return Bundle(rebuilt.plan, emit(captured.gm, rebuilt.plan, names_of(captured)), captured.constants)
+    return Bundle(rebuilt.plan, emit(captured.gm, rebuilt.plan, Names.of(captured)), captured.constants)

@@ -12,7 +12,7 @@ from autopar.codegen.expressions import qualified
 from autopar.cost.comm import steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program
+from autopar.problem.graph import Op, Program, Run
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -27,6 +27,7 @@ class Context:
     classes: dict[str, str]  # scope -> class name
     probes: bool = False
     fleeting: tuple[str, ...] = ()  # buffers that no state dict holds
+    order: tuple[str, ...] = ()  # the names of the state dict
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
 
@@ -59,6 +60,14 @@ class Context:
     def short_name(self, op: Op) -> str:
         """The name of a parameter or buffer inside its class: relative to the block, or the full one at the top."""
         return str(op.node.meta["fqn"])
+
+    def prefixes(self, run: Run) -> list[str]:
+        """The module paths of the instances of a run of blocks; empty ones where its blocks have no parameters."""
+        for op in self.program.ops.values():
+            if op.scope == run.scope and op.node.meta.get("fqns"):
+                short = "." + self.short_name(op)
+                return [str(name).removesuffix(short) for name in op.node.meta["fqns"]]
+        return [""] * run.count
 
     @cached_property
     def function_names(self) -> tuple[str, ...]:

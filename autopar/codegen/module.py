@@ -10,17 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 import autopar
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
+from autopar.codegen.order import compact, order_text, ranked
 from autopar.codegen.scope import ScopeWriter
 from autopar.layout import is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run, read
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
 
 INDENT = "    "
 RESERVED = ("Block", "Mesh", "Model", "Param", "ShardedModule", "F", "MESH")  # names that the file itself uses for other things
@@ -28,19 +32,25 @@ RESERVED = ("Block", "Mesh", "Model", "Param", "ShardedModule", "F", "MESH")  # 
 
 @dataclass(frozen=True)
 class Names:
-    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, and which buffers no
-    state dict holds."""
+    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
+    holds, and the names of the state dict in the order of the model."""
 
     inputs: tuple[str, ...]
     structure: Any
     aliases: Mapping[str, str]
     fleeting: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(captured: Captured) -> Names:
+        """Those of a captured model."""
+        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order)
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train")
-    context = Context(program, plan, _class_names(program), probes, names.fleeting)
+    context = Context(program, plan, _class_names(program), probes, names.fleeting, names.order)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
@@ -137,7 +147,7 @@ def _parameters(context: Context, scope: str) -> list[str]:
     """The tables PARAMS and BUFFERS of one class."""
     lines = []
     for title, roles in (("PARAMS", ("param",)), ("BUFFERS", ("buffer", "constant"))):
-        ops = [op for op in context.program.ops.values() if op.scope == scope and op.role in roles]
+        ops = ranked([op for op in context.program.ops.values() if op.scope == scope and op.role in roles], context.order)
         if not ops:
             continue
         lines.append(f"{INDENT}{title} = {{")
@@ -179,6 +189,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         f"{INDENT}OUTPUTS = {tuple((op.role, op.fqn) for op in results)}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
+        *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
         *_parameters(context, ""),
         f"{INDENT}RUNS = {{{', '.join(f'{scope!r}: {value}' for scope, value in runs.items())}}}", "",
         f"{INDENT}def forward(self, {', '.join(writer.names[op.name, 0] for op in inputs)}):",
@@ -193,22 +204,8 @@ def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ..
 
 
 def _prefixes(context: Context, run: Run) -> str:
-    """The module paths of the instances, `("model.layers.0", ...)`, as a compact expression where they count up."""
-    for op in context.program.ops.values():
-        if op.scope == run.scope and op.node.meta.get("fqns"):
-            short = "." + context.short_name(op)
-            paths = [str(name).removesuffix(short) for name in op.node.meta["fqns"]]
-            return _compact(paths)
-    return repr(("",) * run.count)
-
-
-def _compact(paths: Sequence[str]) -> str:
-    match = re.fullmatch(r"(.*?)(\d+)([^\d]*)", paths[0])
-    if match and len(paths) > 2:
-        head, first, tail = match.group(1), int(match.group(2)), match.group(3)
-        if list(paths) == [f"{head}{first + i}{tail}" for i in range(len(paths))]:
-            return f'[f"{head}{{i}}{tail}" for i in range({first}, {first + len(paths)})]'
-    return repr(list(paths))
+    """The module paths of the instances, as a compact expression where they count up."""
+    return compact(context.prefixes(run))
 
 
 def _size_lines(context: Context, writer: ScopeWriter, inputs: Sequence[Op]) -> list[str]:

@@ -17,11 +17,12 @@ from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
+from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.outputs import Spread, by_name, leaves, pack
-from autopar.runtime.params import Held, Param, empty, place
+from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
 
 
@@ -54,6 +55,7 @@ class ShardedModule(nn.Module):
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     STRUCTURE: ClassVar[Any] = None
     ALIASES: ClassVar[Mapping[str, str]] = {}
+    ORDER: ClassVar[Sequence[str]] = ()
     PARAMS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
     RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[str]]]] = {}
@@ -64,34 +66,23 @@ class ShardedModule(nn.Module):
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
-        self._held: dict[str, Held] = {}
         self._spread: list[Spread] = []
         self._changed: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
         self._agreed = False
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
-        self._declare(type(self), "", self)
+        declarations = Declarations()
+        declarations.add(self)
         for scope, (kind, prefixes) in self.RUNS.items():
             self.runs[scope] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
-            for block in self.runs[scope]:
-                self._declare(kind, block.prefix, block)
-        for alias, name in self.ALIASES.items():
-            held = self._held[name]
-            place(self, alias, held.tensor, buffer=name in self.buffer_names())
+            for block, prefix in zip(self.runs[scope], prefixes, strict=True):
+                declarations.add(block, prefix)
+        self._names = declarations.names(self.ALIASES, self.ORDER)
+        self._held = declarations.register(self, self.ALIASES, self._names, self.MESH)
         self._sync = GradSync([h for h in self._held.values() if h.info.trainable], self.MESH)
         for held in self._held.values():
             held.renew()
             self._sync.attach(held)
         checkpoint.install(self, self._held, self.ALIASES, self.MESH)
-
-    def _declare(self, kind: type[Block] | type[ShardedModule], prefix: str, reader: Block | ShardedModule) -> None:
-        for buffer, table, read in ((False, kind.PARAMS, reader.w), (True, kind.BUFFERS, reader.b)):
-            for short, info in table.items():
-                name = prefix + short
-                if name not in self._held:
-                    tensor = empty(name, info, self.MESH, buffer=buffer)
-                    owner, key = place(self, name, tensor, buffer=buffer, persistent=info.persistent)
-                    self._held[name] = Held(name, info, owner, key, [], tensor)
-                self._held[name].readers.append((read, short))
 
     def declared(self) -> dict[str, Param]:
         """What the plan says of each parameter and buffer, by original name."""
@@ -231,8 +222,9 @@ class ShardedModule(nn.Module):
         return self
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers under original names, on the CPU of every rank; a collective operation."""
-        return checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
+        """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective operation."""
+        found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
+        return {name: found[name] for name in self._names if name in found}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""

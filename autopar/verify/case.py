@@ -65,7 +65,7 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
 
-    names = Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting)
+    names = Names.of(captured)
     gm = lift(captured.gm, dtype)
     notes = keep_all(gm)
     return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)

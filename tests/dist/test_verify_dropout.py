@@ -58,7 +58,7 @@ def _run(sizes: Sizes, recipe: str) -> tuple[Plan, list[tuple[Tensor, dict[str, 
     who = _subject()
     plan = by_recipe(who, sizes, recipe)
     captured = who.captured
-    source = emit(captured.gm, plan, Names(captured.input_names, captured.structure, captured.aliases, captured.fleeting))
+    source = emit(captured.gm, plan, Names.of(captured))
     assert "dropout(" in source
     return plan, launch(_step, plan.ranks, plan, source, dict(who.weights), who.batch())
 

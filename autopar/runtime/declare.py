@@ -1,0 +1,73 @@
+"""From the tables of an emitted class to registered parameters and buffers, in the order of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from autopar.errors import RunError
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.params import Held, Param, empty, place
+
+
+class Tables(Protocol):
+    """What emitted classes state, and where their forward reads: `Block` and `ShardedModule` both do."""
+
+    PARAMS: ClassVar[Mapping[str, Param]]
+    BUFFERS: ClassVar[Mapping[str, Param]]
+    w: dict[str, Tensor]
+    b: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One parameter or buffer by its original name, and the tables that want its local part."""
+
+    info: Param
+    buffer: bool
+    readers: list[tuple[dict[str, Tensor], str]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Declarations:
+    """All that a model and its blocks declare; `paths` lists the names of each block."""
+
+    found: dict[str, Declared] = field(default_factory=dict)
+    paths: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reader: Tables, path: str = "") -> None:
+        """Take the tables of the model (`path` is empty) or of the block at `path`."""
+        for buffer, table, read in ((False, reader.PARAMS, reader.w), (True, reader.BUFFERS, reader.b)):
+            for short, info in table.items():
+                name = f"{path}.{short}" if path else short
+                self.found.setdefault(name, Declared(info, buffer)).readers.append((read, short))
+                if path:
+                    self.paths.setdefault(path, []).append(name)
+
+    def names(self, aliases: Mapping[str, str], order: Sequence[str]) -> list[str]:
+        """All names, tied ones included: those of `order` first, where the path of a block stands for all its names. Raises
+        RunError where `order` has a name that nothing declares."""
+        found: list[str] = []
+        for entry in order:
+            known = entry in self.found or entry in aliases
+            if not known and entry not in self.paths:
+                raise RunError(f"ORDER names {entry!r}, which is no parameter, buffer or block of the emitted model; emit the plan again")
+            found += [entry] if known else self.paths[entry]
+        return list(dict.fromkeys([*found, *self.found, *aliases]))
+
+    def register(self, root: nn.Module, aliases: Mapping[str, str], names: Sequence[str], mesh: Mesh) -> dict[str, Held]:
+        """Make every tensor, uninitialised, and register it in `root` under all its names; the state dict then has their order."""
+        tensors: dict[str, Tensor] = {}
+        held: dict[str, Held] = {}
+        for name in names:
+            first = aliases.get(name, name)
+            about = self.found[first]
+            if first not in tensors:
+                tensors[first] = empty(first, about.info, mesh, buffer=about.buffer)
+            owner, key = place(root, name, tensors[first], buffer=about.buffer, persistent=about.info.persistent)
+            if name == first:
+                held[name] = Held(name, about.info, owner, key, about.readers, tensors[first])
+        return held

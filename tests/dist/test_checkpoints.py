@@ -1,0 +1,92 @@
+"""Checkpoints by torch.distributed.checkpoint: saved under one plan, loaded under another mesh and recipe, optimizer state included;
+the next step equals that of one device that never stopped."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from autopar.verify.step import Light
+from tests.helpers.ranks import on_ranks
+from tests.helpers.verify import Sizes, planned, subject
+
+MODEL = "gpt"  # fused q, k, v (sections at rest under tensor parallelism), a tied head, folded blocks
+Emitted = tuple[str, Light]
+
+
+def emitted(sizes: Sizes, how: str) -> Emitted:
+    """Source, weights and batch of one plan in float64."""
+    who = subject(MODEL)
+    case = who.case(planned(who, sizes, how))
+    return case.source(), case.light
+
+
+def optimizer(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
+
+
+@functools.cache
+def alone(steps: int) -> dict[str, Tensor]:
+    """Parameters of the plain model after some steps, by the graph on one device."""
+    from autopar.verify.reference import trainable
+    from passes.interpret import Interpret
+
+    who = subject(MODEL)
+    case = who.case(planned(who, (4,), "ddp"))
+    held = {n: w.detach().clone().requires_grad_(n in trainable(case.gm)) for n, w in {**case.weights, **case.constants}.items()}
+    step = optimizer([held[n] for n in trainable(case.gm)])
+    for _ in range(steps):
+        step.zero_grad()
+        loss = next(v for v, about in zip(Interpret(case.gm, held).run_named(case.batch), case.gm.meta["outputs"], strict=True)
+                    if about["kind"] == "loss")
+        loss.backward()
+        step.step()
+    return {n: held[n].detach() for n in trainable(case.gm)}
+
+
+def save(what: Emitted, folder: str) -> None:
+    module = what[1].build(what[0])
+    step = optimizer(module.parameters())
+    module(*module.shard_batch(**what[1].batch))["loss"].backward()
+    step.step()
+    dcp.save({"model": module.state_dict(), "optimizer": module.optimizer_state_dict(step)}, checkpoint_id=folder)
+
+
+def go_on(what: Emitted, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    module = what[1].build(what[0])
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    step = optimizer(module.parameters())
+    state = {"model": module.state_dict(), "optimizer": module.optimizer_state_dict(step)}
+    dcp.load(state, checkpoint_id=folder)
+    module.load_state_dict(state["model"])
+    module.load_optimizer_state_dict(step, state["optimizer"])
+    loaded = module.full_state_dict()
+    module(*module.shard_batch(**what[1].batch))["loss"].backward()
+    step.step()
+    return loaded, module.full_state_dict()
+
+
+PLANS: dict[str, tuple[Sizes, str]] = {
+    "tp_zero3 on 2x2": ((2, 2), "tp_zero3"), "tp on 4": ((4,), "tp"), "ddp on 2": ((2,), "ddp"), "zero3 on 3": ((3,), "zero3"),
+    "hsdp on 2x2": ((2, 2), "hsdp"), "searched on 4": ((4,), "searched"), "random on 2x2": ((2, 2), "random 1"),
+}
+PAIRS = [("tp_zero3 on 2x2", "tp on 4"), ("tp_zero3 on 2x2", "ddp on 2"), ("tp on 4", "hsdp on 2x2"), ("zero3 on 3", "tp_zero3 on 2x2"),
+         ("searched on 4", "zero3 on 3"), ("random on 2x2", "tp on 4"), ("ddp on 2", "random on 2x2")]
+
+
+@pytest.mark.parametrize(("first", "then"), [PAIRS[0], PAIRS[3], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in (PAIRS[0], PAIRS[3]))])
+def test_a_checkpoint_goes_on_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
+    one, other = emitted(*PLANS[first]), emitted(*PLANS[then])
+    on_ranks(one[1].plan.ranks, save, one, str(tmp_path / "saved"))
+    for loaded, after in on_ranks(other[1].plan.ranks, go_on, other, str(tmp_path / "saved")):
+        for name, value in alone(1).items():
+            torch.testing.assert_close(loaded[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        for name, value in alone(2).items():
+            torch.testing.assert_close(after[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n} after a step: {m}")

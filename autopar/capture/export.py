@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from autopar._torch import export_errors, pytree
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
+from autopar.capture.failures import says, source, why_static
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
 
@@ -44,11 +44,17 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
             continue
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:
-            notes.append(f"{', '.join(fixed)} {'is' if len(fixed) == 1 else 'are'} static: {_line(failure)}")
+            notes.append(why_static(failure, fixed, dims, model))
         return program, tried, notes
     assert failure is not None
-    raise CaptureError(f"{type(model).__name__} cannot be exported: {_line(failure)}\n{_source(failure, model)}"
-                       "; rewrite that line without control flow on tensor values, or see torch.export's documentation") from failure
+    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}"
+                       "; rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
+                       "depends on values), or pass what it computes as an input") from failure
+
+
+def _class(model: nn.Module) -> str:
+    """The user's class, also where a loss function was added."""
+    return type(getattr(model, WithLoss.INNER, model)).__name__
 
 
 def _spell(model: nn.Module, shapes: Any) -> Any:
@@ -71,23 +77,6 @@ def _weaker(dims: Dims) -> list[Dims]:
             nothing = nothing.without(name)
         found.append(nothing)
     return found
-
-
-def _line(error: BaseException | None) -> str:
-    text = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return text[0][:300] if text else type(error).__name__
-
-
-def _source(error: BaseException, model: nn.Module) -> str:
-    """The last frame outside torch: the user's own line."""
-    library = str(Path(inspect.__file__).parent) + "/"
-    frames = [f for f in traceback.extract_tb(error.__traceback__)
-              if "/torch/" not in f.filename and "/autopar/" not in f.filename
-              and ("/site-packages/" in f.filename or not f.filename.startswith(library))]
-    if frames:
-        return f"at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
-    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
-    return f"at {found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
 
 
 def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:

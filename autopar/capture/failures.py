@@ -1,0 +1,57 @@
+"""What torch.export says when it fails, in the words of the user: sizes by their names, and the user's own line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from autopar.capture.dims import Dims
+
+_GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
+_SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
+_BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
+_FROM_VALUES = "data-dependent"
+_ADVICE = "another size needs a capture of its own, with example inputs of that size"
+
+
+def says(error: BaseException | None, dims: Dims) -> str:
+    """The error's first line. Of violated constraints what the model wants of the sizes, `(4*b) == (8*(b // 2))`."""
+    text = str(error)
+    names = {place: name for name, place in _SIZE.findall(text)}
+    guards = [_named(guard, names) for guard in _GUARD.findall(text)]
+    if guards:
+        return f"the model works only where {guards[0].strip()}"
+    lines = [line.strip() for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines()) if line.strip()]
+    line = lines[0][:300] if lines else type(error).__name__
+    if _FROM_VALUES in line:
+        line = f"control flow or a size depends on the values of a tensor, which are not known ({line})"
+    return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
+
+
+def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:
+    """The note for dims that the model fixes."""
+    place = source(error, model)
+    return (f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} static: {says(error, dims)}"
+            f"{f' {place}' if place.startswith('at ') else ''}; {_ADVICE}")
+
+
+def _named(guard: str, names: dict[str, str]) -> str:
+    for place, name in names.items():
+        guard = guard.replace(place, name)
+    return guard.replace("IntInfinity()", "infinity")
+
+
+def source(error: BaseException | None, model: nn.Module) -> str:
+    """The last frame outside torch: the user's own line."""
+    library = str(Path(inspect.__file__).parent) + "/"
+    frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None)
+              if "/torch/" not in f.filename and "/autopar/" not in f.filename
+              and ("/site-packages/" in f.filename or not f.filename.startswith(library))]
+    if frames:
+        return f"at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
+    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
+    return f"at {found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"

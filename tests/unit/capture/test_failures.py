@@ -1,0 +1,90 @@
+"""What the user reads where a model cannot be exported, or fixes a size: which line, which size, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+
+class Net(nn.Module):
+    """A squared error; subclasses do something to x first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(4, 4), nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, x, y):
+        return ((self.linear(self.change(x)) - y) ** 2).mean()
+
+
+class OnValues(Net):
+    def change(self, x):
+        return x * 2 if x.sum() > 0 else x  # the line
+
+
+class Sized(Net):
+    def change(self, x):
+        return x[: int(x.sum().item())]  # the line
+
+
+class Even(Net):
+    def change(self, x):
+        return x.view(x.shape[0] // 2, 2, 4).reshape(-1, 4)
+
+
+class AtLeast(Net):
+    def change(self, x):
+        return x * 2 if x.shape[0] > 5 else x
+
+
+class Eight(Net):
+    def change(self, x):
+        return x + self.shift  # the line
+
+
+class SixOr(Net):
+    def change(self, x):
+        return x.view(6, 4) if x.shape[0] == 6 else x.view(8, 4)
+
+
+def batch():
+    return torch.randn(8, 4), torch.randn(8, 4)
+
+
+@pytest.mark.parametrize("kind", [OnValues, Sized])
+@pytest.mark.parametrize("outside", [False, True])
+def test_control_flow_on_values_is_named_with_its_line(kind, outside):
+    with pytest.raises(CaptureError) as caught:
+        if outside:
+            capture(nn.Sequential(kind().linear, Outer(kind)), batch(), loss_fn=lambda out, y: ((out - y) ** 2).mean())
+        else:
+            capture(kind(), batch())
+    said = str(caught.value)
+    assert f"{'Sequential' if outside else kind.__name__} cannot be exported" in said and "depends on the values of a tensor" in said
+    assert "at test_failures.py:" in said and "# the line" in said and "torch.where" in said
+
+
+class Outer(nn.Module):
+    """The change alone, for a loss function outside of the model."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind()
+
+    def forward(self, x):
+        return self.inner.change(x)
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    (Even, "b is static: the model works only where (4*b) == (8*(b // 2))"), (AtLeast, "b is static: the model works only where 6 <= b"),
+    (Eight, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
+def test_a_size_that_the_model_fixes(kind, why):
+    captured = capture(kind(), batch())
+    (note,) = captured.notes
+    assert why in note and "capture of its own, with example inputs of that size" in note and "TORCH_LOGS" not in note and "L[" not in note
+    assert captured.hints == {}
+    assert kind is not Eight or ("at test_failures.py:" in note and "# the line" in note)

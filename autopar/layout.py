@@ -183,6 +183,14 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int], coor
     return tuple(sum(hi - lo for lo, hi in pieces(n, layout, d, sizes, coord)) for d, n in enumerate(shape))
 
 
+@cache
+def most_elements(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> int:
+    """The elements on the rank that holds the most of a tensor of `shape`: the first of every axis that cuts it, because later
+    chunks are never longer."""
+    cut = tuple(e if is_shard(e) else "R" for e in layout)
+    return math.prod(local_shape(shape, cut, sizes, (0,) * len(sizes)))
+
+
 def fits(shape: Sequence[int], layout: Layout, sizes: Sequence[int], even_dims: Sequence[int] = ()) -> bool:
     """Whether a tensor of `shape` can lie so: every section divides evenly, dims in `even_dims` too, no rank is forced empty."""
     if not consistent(layout):

@@ -87,7 +87,7 @@ class Planner:
     @staticmethod
     def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> Planner:
         """Read the graph at the planned sizes."""
-        program = read(gm, hints, training=request.settings.training)
+        program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
         sections = sections_of(program, request.rules)
         whole = {op.name: options_of(op, 1, sections, request.rules) for op in program.ops.values()}
         clusters = build_clusters(program, whole)

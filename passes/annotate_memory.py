@@ -10,7 +10,7 @@ from torch import fx
 from passes import edit, facts
 from passes.facts import Size
 from passes.grads import needs_grad
-from passes.saved import saved_positions
+from passes.saved import Saved, saved_positions
 from passes.tables import VIEWS
 
 aten = torch.ops.aten
@@ -25,8 +25,8 @@ STATISTIC_BYTES = 4
 def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a normalized graph; folded bodies are annotated too, per instance.
     does: adds up sizes of operands and results, and looks up what autograd keeps.
-    gives: `meta["read_bytes"]`, `meta["written_bytes"]`, `meta["saved"]` (positions among tensor operands, then results)
-    and `meta["saved_extra_bytes"]` (kept values that are neither: masks, statistics, indices) of every call.
+    gives: `meta["read_bytes"]`, `meta["written_bytes"]` and `meta["saved"]` (a `Saved`) of every call, and
+    `meta["saved_on_cpu"]` where kernels of the CPU keep something else.
     """
     for graph in edit.graphs(gm):
         carries = needs_grad(graph)
@@ -34,8 +34,9 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
             node.meta["read_bytes"], node.meta["written_bytes"] = _traffic(node)
             grads = [carries[operand] for operand in edit.tensor_operands(node)]
             keeps = carries[node] and node.target is not operator.getitem
-            node.meta["saved"] = saved_positions(node.target, grads) if keeps else ()
-            node.meta["saved_extra_bytes"] = _extra(node) if keeps else 0
+            node.meta["saved"] = Saved(saved_positions(node.target, grads), (), _extra(node)) if keeps else Saved()
+            if keeps and node.target is aten.scaled_dot_product_attention.default and _unfused_on_cpu(node, grads):
+                node.meta["saved_on_cpu"] = _unfused(node)
     return gm
 
 
@@ -44,8 +45,23 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or not facts.tensors(node):
         return True
     if node.target is aten.reshape.default:
-        return facts.tensors(edit.tensor_operands(node)[0])[0].is_contiguous()
+        return _viewable(facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
     return node.target in VIEWS
+
+
+def _viewable(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether the memory of `before` can be read in the sizes of `after`: torch's own rule, at example sizes."""
+    sizes, strides, wanted = (tuple(map(_example, numbers)) for numbers in (before.shape, before.stride(), after.shape))
+    try:
+        torch.empty_strided(sizes, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _example(size: int | torch.SymInt) -> int:
+    """A number for a size: itself, or the value that it had when the graph was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _traffic(node: fx.Node) -> tuple[Size, Size]:
@@ -60,9 +76,10 @@ def _traffic(node: fx.Node) -> tuple[Size, Size]:
 
 
 def _extra(node: fx.Node) -> Size:
-    """Dropout: a byte per element; pooling: an index each; attention: one statistic per row; norms: two."""
+    """Dropout: its mask in the dtype of the result (runtime/algorithms/dropout.py); pooling: an index each; attention: one
+    statistic per row; norms: two."""
     if node.target is aten.dropout.default:
-        return facts.numel(node)
+        return facts.nbytes(node)
     if node.target is aten.max_pool2d.default:
         return 8 * facts.numel(node)
     if node.target is aten.scaled_dot_product_attention.default:
@@ -73,6 +90,21 @@ def _extra(node: fx.Node) -> Size:
         rows = _product(facts.shape(node)[: -len(sizes)])
         return (2 if node.target is aten.layer_norm.default else 1) * STATISTIC_BYTES * rows
     return 0
+
+
+def _unfused_on_cpu(node: fx.Node, grads: list[bool]) -> bool:
+    """Whether the fused kernel of the CPU refuses: it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp)."""
+    given = edit.args_of(node)
+    return any(grads[3:]) or bool(given["dropout_p"])
+
+
+def _unfused(node: fx.Node) -> Saved:
+    """Attention as plain products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a batch of
+    products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too."""
+    given = edit.args_of(node)
+    itemsize = facts.dtype(node).itemsize
+    scores = itemsize * _product((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
+    return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1))
 
 
 def _product(sizes: tuple[Size, ...]) -> Size:

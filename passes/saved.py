@@ -1,12 +1,13 @@
 """What autograd keeps from forward to backward, one row per op.
 
-A row gives positions among (tensor operands..., results...): `OUT` is the first result. Taken from torch's
+A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next. Taken from torch's
 derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,18 @@ from passes.tables import VIEWS
 
 aten = torch.ops.aten
 
-OUT = -1
+OUT, SECOND = -1, -2
 Row = Callable[[Sequence[bool]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the backward of one call keeps: tensors by their positions among operands and results, `copies` of operands (where
+    the kernel reorders or scales them first), and `extra_bytes` of neither: masks, statistics, indices."""
+
+    positions: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
+    extra_bytes: Any = 0  # int or sympy expression
 
 
 def _fixed(*positions: int) -> Row:
@@ -38,6 +49,16 @@ def _quotient(grads: Sequence[bool]) -> tuple[int, ...]:
     return (0, 1) if grads[1] else (1,)
 
 
+def _indices(grads: Sequence[bool]) -> tuple[int, ...]:
+    """All operands but the first."""
+    return tuple(range(1, len(grads)))
+
+
+def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
+    """Queries, keys, values, the mask if there is one, and the result."""
+    return (*range(len(grads)), OUT)
+
+
 NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
 SAVED: dict[Any, Row] = {
@@ -50,8 +71,8 @@ SAVED: dict[Any, Row] = {
     aten.bmm.default: _crosswise,
     aten.cat.default: NOTHING,
     aten.clamp.default: OPERAND,
-    aten.conv1d.default: _crosswise,
-    aten.conv2d.default: _crosswise,
+    aten.conv1d.default: _fixed(0, 1),
+    aten.conv2d.default: _fixed(0, 1),
     aten.cos.default: OPERAND,
     aten.cumsum.default: NOTHING,
     aten.div.Tensor: _quotient,
@@ -65,8 +86,9 @@ SAVED: dict[Any, Row] = {
     aten.gelu.default: OPERAND,
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,
+    aten.index.Tensor: _indices,
     aten.index_select.default: _fixed(1),
-    aten.layer_norm.default: _fixed(0),
+    aten.layer_norm.default: _fixed(0, 1, 2),
     aten.leaky_relu.default: OPERAND,
     aten.linear.default: _crosswise,
     aten.log.default: OPERAND,
@@ -85,7 +107,7 @@ SAVED: dict[Any, Row] = {
     aten.rms_norm.default: _fixed(0),
     aten.rsqrt.default: RESULT,
     aten.rsub.Scalar: NOTHING,
-    aten.scaled_dot_product_attention.default: _fixed(0, 1, 2, OUT),
+    aten.scaled_dot_product_attention.default: _attention,
     aten.sigmoid.default: RESULT,
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,
@@ -97,6 +119,8 @@ SAVED: dict[Any, Row] = {
     aten.sum.dim_IntList: NOTHING,
     aten.tanh.default: RESULT,
     aten.to.dtype: NOTHING,
+    aten.topk.default: _fixed(SECOND),
+    aten.where.ScalarOther: _fixed(0),
     aten.where.self: _fixed(0),
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
     ops.cross_entropy_each: _fixed(0, 1),
@@ -112,4 +136,4 @@ def saved_positions(target: Any, grads: Sequence[bool]) -> tuple[int, ...]:
         return ()
     row = SAVED.get(target)
     positions = row(grads) if row else tuple(range(len(grads)))
-    return tuple(len(grads) if position == OUT else position for position in positions if position < len(grads))
+    return tuple(len(grads) - 1 - position if position < 0 else position for position in positions if position < len(grads))

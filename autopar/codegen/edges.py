@@ -40,7 +40,7 @@ class Pair:
 class Reshard:
     """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
     `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a reader's backward
-    needs the value."""
+    needs the value, and it is no vector."""
 
     ref: Ref
     src: Pair
@@ -102,7 +102,7 @@ def edges(program: Program, plan: Plan) -> Edges:
                 found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, False, ()))
         for (scope, dst), group in asked.items():
             if needed(src, dst):
-                saved = any(operand in op.saves for op, operand in group)
+                saved = any(op.needs_again(operand) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
                 found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, producer.role == "param", saved, names))
     for run in program.runs.values():

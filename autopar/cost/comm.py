@@ -28,7 +28,7 @@ from functools import lru_cache
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
 from autopar.errors import ClusterError
-from autopar.layout import Step, dim_of, fraction, is_shard, sections_of
+from autopar.layout import Step, dim_of, fraction, is_placed, is_shard, sections_of
 
 LOCAL = ("slice", "mask")
 
@@ -60,14 +60,14 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
         all_to_all              the whole exchanged tensor: N x the local one; each rank sends (N-1)/N^2 of it
         send                    the tensor that goes to the neighbour on the axis
         mask                    the local tensor, read and written
-        slice                   any: a view, the launch floor only
+        slice                   what stays on the rank, copied, so that the whole can go; nothing for O<c>, which takes or leaves all
 
     0 on an axis of one device. Raises ClusterError on an unknown kind.
     """
     if axis.size == 1:
         return 0.0
     if kind in LOCAL:
-        return copy_s(nbytes, axis.device) if kind == "mask" else axis.device.launch_s
+        return copy_s(nbytes, axis.device)
     return min(start + slope * nbytes for start, slope in affine(kind, axis))
 
 
@@ -91,6 +91,8 @@ def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
     """The `nbytes` of `collective_s` for a step on a tensor of `full_bytes` in all."""
     if step.kind == "all_gather":
         return full_bytes * fraction(step.after, sizes)
+    if step.kind == "slice":
+        return 0.0 if is_placed(step.after[step.axis]) else full_bytes * fraction(step.after, sizes)
     times = sizes[step.axis] if step.kind == "all_to_all" else 1
     return full_bytes * fraction(step.before, sizes) * times
 

@@ -70,7 +70,7 @@ def comm_formula(kind: str, nbytes: sympy.Expr, axis: MeshAxis, *, at_bytes: flo
         return sympy.Integer(0)
     if kind in LOCAL:
         copied = 2 * nbytes / (_symbol("M") * axis.device.achievable_bandwidth)
-        return _symbol("T") + (copied if kind == "mask" else 0)
+        return _symbol("T") + copied
     choices = fastest_ways(kind, axis)
     if at_bytes is not None:
         choices = (min(choices, key=lambda way: _way_s(way, at_bytes)),)

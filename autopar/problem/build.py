@@ -22,7 +22,7 @@ from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
-from autopar.problem.saved import HOLDERS, Kept, kept
+from autopar.problem.saved import HOLDERS, Kept, Way, kept
 from autopar.problem.types import Net, Node, Problem, Use
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
@@ -51,11 +51,18 @@ class Model:
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """One net before it has numbers: a value, who reads it, how often per step, and whether it is a weight."""
+    """One net before it has numbers: a value, who reads it, how often per step, and how: an edge, a feed, a carry."""
 
     ref: Ref
     readers: list[tuple[Op, int]]
     count: int
+    kind: str = "edge"
+
+    @property
+    def way(self) -> Way:
+        """Its name in `problem.saved`."""
+        reader = self.readers[0][0]
+        return Way(self.ref, reader.scope if self.kind == "edge" else reader.name, self.kind)
 
 
 def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], allows: Sequence[Allow], prices: Prices,
@@ -66,9 +73,9 @@ def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], al
     """
     choices = [_choices(c, tables, allows, prices) for c in clusters]
     scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-    keeps = [kept(c, program) for c in clusters]
-    nodes = tuple(_node(c, options, keep, program, prices, scopes[c.scope])
-                  for c, options, keep in zip(clusters, choices, keeps, strict=True))
+    keeps = kept(clusters, program)
+    nodes = tuple(_node(c, options, keeps.own.get(i, ()), program, prices, scopes[c.scope])
+                  for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
     branches = branches or Branches()
     nodes, lanes = in_lanes(nodes, clusters, choices, branches)
     home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
@@ -105,7 +112,7 @@ def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
     return True
 
 
-def _node(cluster: Cluster, options: list[Choice], keep: Kept, program: Program, prices: Prices, group: int) -> Node:
+def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: Program, prices: Prices, group: int) -> Node:
     labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
     seconds, memory, update = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options))
     place = {op.name: m for m, op in enumerate(cluster.members)}
@@ -115,9 +122,9 @@ def _node(cluster: Cluster, options: list[Choice], keep: Kept, program: Program,
             if op.role in HOLDERS:
                 memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
                 update[i] += prices.update_s(op, _lies(combo, member, 0))
-            elif op.extra_bytes or op.target in INSIDE:
+            elif op.extra_bytes or op.copies or op.target in INSIDE:
                 memory[i] += prices.extra_bytes(op, tuple(joint.options[member] for joint in combo))
-        for name, output in keep.own:
+        for name, output in own:
             size = program.bytes_of((name, output))
             memory[i] += prices.local_bytes(size, _lies(combo, place[name], output)) * program.ops[name].count
     return Node(cluster.name, labels, seconds + update, memory, seconds * prices.overlap, group)
@@ -140,15 +147,15 @@ def _links(program: Program, home: Mapping[str, tuple[int, int]]) -> list[_Link]
     for run in program.runs.values():
         outer = ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):
-            found.append(_Link(feed, [(ops[port], -1)], outer))
+            found.append(_Link(feed, [(ops[port], -1)], outer, "feed"))
         for port, ref in zip(run.ports, run.carried, strict=False):
             if run.count > 1:
-                found.append(_Link(ref, [(ops[port], -1)], outer * (run.count - 1)))
+                found.append(_Link(ref, [(ops[port], -1)], outer * (run.count - 1), "carry"))
     return found
 
 
 def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clusters: list[Cluster],
-         choices: list[list[Choice]], keeps: list[Kept], prices: Prices, scopes: Mapping[str, int]) -> Net:
+         choices: list[list[Choice]], keeps: Kept, prices: Prices, scopes: Mapping[str, int]) -> Net:
     ref = link.ref
     producer, member = home[ref[0]]
     rows, row = _distinct([pair(tuple(j.options[member].outs[ref[1]] for j in combo)) for combo in choices[producer]])
@@ -161,39 +168,40 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
         asked = [pair(tuple(_asked(j.options[position], operand) for j in combo)) for combo in choices[index]]
         column = np.array([columns.setdefault(p, len(columns)) for p in asked])
         uses.append(Use(index, column))
-        if operand in op.saves:
+        if operand >= 0 and op.needs_again(operand):
             again.update(column.tolist())
-        if (op.name, operand) in keeps[index].reads:
+        if (op.name, operand) in keeps.reads:
             saved.update(column.tolist())
     weight = clusters[producer].members[0].role == "param"
     size = program.bytes_of(ref)
     twice = [weight and c in again for c in range(len(columns))]
     cost = prices.table_s(rows, list(columns), size, again=twice) * link.count
-    held = np.array([prices.local_bytes(size, dst[0]) for dst in columns])
-    # a value that its producer holds anyway costs nothing where it is kept as it lies
-    moved = np.array([[src[0] != dst[0] for dst in columns] for src in rows])
+    fresh, held = prices.made_bytes(rows, list(columns), size)
     if weight:
-        # a gathered weight lives only while its block runs, so it counts once, not once per block
-        memory = held * moved
+        # a gathered weight lives only while its block runs, so it counts once, not once per block; one that is not gathered again stays
+        memory = held * np.where([c in saved and c not in again for c in range(len(columns))], link.count, 1)
     else:
-        stays = np.array([c in saved for c in range(len(columns))])
-        memory = held * stays * (moved * link.count + ~moved * (0 if _holds(ref, producer, keeps, program) else _lives(link, program)))
+        stays = np.array([link.way in keeps.moved or c in saved for c in range(len(columns))])
+        lies = _owned(link, rows, clusters[producer], choices[producer], row, keeps, prices)
+        memory = stays * np.where(fresh, held * link.count, lies[:, None])
     group = scopes[clusters[producer].scope] if weight else -1
     return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group, prices.contention if weight else 0.0)
 
 
-def _holds(ref: Ref, producer: int, keeps: list[Kept], program: Program) -> bool:
-    """Whether the producer of a value keeps it for reasons of its own."""
-    return program.ops[ref[0]].role in HOLDERS or ref in keeps[producer].own
-
-
-def _lives(link: _Link, program: Program) -> int:
-    """How many tensors a value of `link` is per step: one for all blocks of a run where it is the same for all."""
-    op = program.ops[link.ref[0]]
-    run = program.runs.get(op.scope)
-    if op.role == "port" and run is not None and run.ports.index(op.name) >= len(run.carried):
-        return op.count // run.count
-    return link.count
+def _owned(link: _Link, rows: Sequence[Pair], producer: Cluster, options: list[Choice], row: np.ndarray, keeps: Kept,
+           prices: Prices) -> np.ndarray:
+    """Bytes per device of what the net holds where nothing moves, for each of its rows: the owners that it counts."""
+    member = {op.name: m for m, op in enumerate(producer.members)}
+    found = np.zeros(len(rows))
+    for owner, count in keeps.charges.get(link.way, ()):
+        size = keeps.program.bytes_of(owner) * (count or link.count)
+        if owner == link.ref:
+            found += [prices.local_bytes(size, value) for value, _ in rows]
+        else:  # a view may lie alike where its owner does not: the most that the owner can be
+            shares = [prices.local_bytes(size, _lies(combo, member[owner[0]], owner[1])) for combo in options]
+            np.maximum.at(most := np.zeros(len(rows)), row, shares)
+            found += most
+    return found
 
 
 def _asked(option: Option, operand: int) -> TensorUse:

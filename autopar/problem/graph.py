@@ -19,6 +19,7 @@ from torch import fx
 from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts, ops
+from passes.saved import Saved
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 
@@ -46,6 +47,7 @@ class Op:
     weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
     batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
     saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
+    copies: tuple[int, ...] = ()  # operands of which it keeps a copy of its own
     extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
     out_dtypes: tuple[torch.dtype, ...] = ()
     where: str = ""
@@ -54,6 +56,11 @@ class Op:
     @property
     def target(self) -> Any:
         return self.call.target
+
+    def needs_again(self, operand: int) -> bool:
+        """Whether the backward needs that operand in such a way that a gathered weight is dropped and gathered again: a vector
+        is kept, because it is smaller than what starting one more collective costs."""
+        return operand in self.saves and len(self.call.ins[operand].shape) > 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -81,6 +88,7 @@ class Program:
     ops: dict[str, Op] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
+    device: str = ""
 
     def readers(self) -> dict[Ref, list[tuple[Op, int]]]:
         """Value -> the (op, operand index) pairs that read it."""
@@ -102,9 +110,10 @@ class Program:
         return float(sympy.prod(tensor.sizes)) * dtype.itemsize
 
 
-def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Program:
-    """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number)."""
-    program = Program(hints=dict(hints))
+def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device: str = "") -> Program:
+    """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number). What the backward keeps
+    depends on the kernels that the kind of `device` has ("cpu", "cuda"; without one, those of an accelerator)."""
+    program = Program(hints=dict(hints), device=device)
     _Reader(gm, program, "", 1, reaching(gm) if training else {}).read({})
     for op in program.ops.values():
         if op.target in LOSSES:
@@ -166,8 +175,9 @@ class _Reader:
         if role == "op":
             op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
             op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
-            op.saves = saved(node, gradient)
-            op.extra_bytes = self._number(node.meta.get("saved_extra_bytes", 0)) if gradient else 0.0
+            if gradient:
+                kept = saved(node, self.program.device)
+                op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self._number(kept.extra_bytes)
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
@@ -250,9 +260,10 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [n for n in found if facts.tensors(n)]
 
 
-def saved(node: fx.Node, gradient: bool) -> tuple[int, ...]:
-    """Indices (operands, then outputs) of the tensors that the node's backward needs."""
-    return tuple(node.meta.get("saved", ())) if gradient else ()
+def saved(node: fx.Node, device: str) -> Saved:
+    """What the node's backward keeps on that kind of device."""
+    found: Saved = node.meta.get(f"saved_on_{device}") or node.meta.get("saved") or Saved()
+    return found
 
 
 def _walk(tree: Any, found: list[fx.Node]) -> None:

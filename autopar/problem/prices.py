@@ -19,7 +19,7 @@ from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s, step_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
-from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, steps
+from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, most_elements, steps
 from autopar.problem.graph import Op
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.experts import INSIDE
@@ -58,6 +58,7 @@ class Prices:
         self._paths: dict[tuple[Layout, Layout], tuple[int, ...]] = {}
         self._gathers: dict[tuple[Layout, Layout], bool] = {}
         self._prices: dict[tuple[int, float], float] = {}
+        self._fresh: dict[tuple[Layout, Layout], Layout | None] = {}
         self._op: dict[tuple[str, tuple[str, ...]], float] = {}
 
     @cached_property
@@ -173,19 +174,35 @@ class Prices:
             seconds += price
         return seconds
 
+    def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+        """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
+        made = [[self._made(r[0], c[0]) for c in columns] for r in rows]
+        held = [[0.0 if layout is None else self.local_bytes(size_bytes, layout) for layout in line] for line in made]
+        return np.array([[layout is not None for layout in line] for line in made]), np.array(held)
+
+    def _made(self, src: Layout, dst: Layout) -> Layout | None:
+        """The layout of the last tensor with memory of its own on the way from `src` to `dst`, None where there is none."""
+        if (src, dst) not in self._fresh:
+            made = [s.after for s in steps(src, dst, self.sizes) if not is_placed(s.after[s.axis])]
+            self._fresh[src, dst] = made[-1] if made else None
+        return self._fresh[src, dst]
+
     def rest_bytes(self, op: Op, layout: Layout) -> float:
-        """Bytes per device of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
+        """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
         with its gradient and optimizer state."""
         if op.role != "param":
-            return self.local_bytes(math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize, layout) * op.count
+            return float(most_elements(op.call.outs[0].sizes, layout, self.sizes) * op.out_dtypes[0].itemsize * op.count)
         return self._held(op, layout).total
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Bytes per device that the backward of one Op keeps beside tensors of the graph, all its instances."""
+        """Bytes per device that the backward of one Op keeps beside tensors of the graph (masks, statistics, copies of
+        operands), all its instances."""
         own = 0.0
         if op.target in INSIDE and self.settings.training and any(t.grad for t in op.call.outs):
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes))
         layout = tuple(option.outs[0].value for option in options)
+        for index in op.copies:
+            own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def update_s(self, op: Op, layout: Layout) -> float:
@@ -198,7 +215,7 @@ class Prices:
         return moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth)
 
     def _held(self, op: Op, layout: Layout) -> ParameterBytes:
-        numel = math.prod(op.call.outs[0].sizes) * fraction(layout, self.sizes)
+        numel = most_elements(op.call.outs[0].sizes, layout, self.sizes)
         dtype = str(op.out_dtypes[0]).removeprefix("torch.")
         return parameter_bytes(numel * op.count, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
                                training=self.settings.training and op.call.outs[0].grad)

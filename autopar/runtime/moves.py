@@ -129,7 +129,9 @@ def _slice(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
         return x if here else x.new_empty(local_shape(shape, step.after, mesh.sizes, mesh.coord))
     dim = dim_of(step.after[step.axis])
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
-    return take(x, dim, how.ranges[mesh.coord[step.axis]])
+    ranges = how.ranges[mesh.coord[step.axis]]
+    mine = take(x, dim, ranges)
+    return mine if len(ranges) > 1 else mine.clone(memory_format=torch.contiguous_format)  # a view would keep all of x in memory
 
 
 def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:

@@ -126,7 +126,7 @@ MESH = Cluster.parse("h100:2x4").mesh((2, 4))
     ("all_reduce", 1, "S0,P", "S0,R", 400),
     ("reduce_scatter", 0, "P,S1", "S0,S1", 200),
     ("all_to_all", 1, "S0,S1", "S0,S2", 400),  # 8 local parts of 100, 4 of them in a group
-    ("slice", 1, "S0,R", "S0,S1", 400),
+    ("slice", 1, "S0,R", "S0,S1", 100),
     ("mask", 1, "R,R", "R,P", 800),
 ])
 def test_bytes_of_a_step(kind: str, axis: int, before: str, after: str, nbytes: float) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.frontend import load
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model
 from autopar.problem.prices import Settings
 from autopar.problem.saved import HOLDERS
 from autopar.recipes import RECIPES
 from autopar.search import SEARCHES
-from tests.helpers.tiny import TINY
 from tests.unit.decisions.planning import Work, captured, loaded
 
 LLAMA, GPT2 = Work("llama3-8b", 64, 1024, torch.bfloat16), Work("gpt2", 16, 1024)
@@ -64,10 +59,11 @@ def test_ddp_holds_everything(work: Work, count: int, itemsize: int, optimizer: 
 
 @pytest.mark.parametrize(("work", "itemsize"), [(LLAMA, 2), (GPT2, 4)], ids=["llama3-8b", "gpt2"])
 def test_zero3_holds_one_part_of_everything(work: Work, itemsize: int) -> None:
-    """GPT-2's table of 50257 rows is cut along its width."""
+    """GPT-2's table of 50257 rows may be cut unevenly: then the first rank has up to 7 / 8 of a row of 768 more than its part."""
     count = sum(sizes_of(loaded(work).model).values())
-    assert at_rest(*solved(work, "h100:1x8", "zero3", (8,))) == count * itemsize * 4 / 8
-    assert at_rest(*solved(work, "h100:2x8", "hsdp", (2, 8))) == count * itemsize * 4 / 8
+    more = 7 * 768 if work is GPT2 else 0
+    for cluster, recipe, sizes in (("h100:1x8", "zero3", (8,)), ("h100:2x8", "hsdp", (2, 8))):
+        assert count <= at_rest(*solved(work, cluster, recipe, sizes)) / (itemsize * 4) * 8 <= count + more
 
 
 def test_tensor_parallel_llama_holds_norms_whole_and_one_part_of_the_rest() -> None:
@@ -88,37 +84,6 @@ def test_activations_fall_with_the_samples(work: Work) -> None:
 
 def test_sequence_parallel_keeps_less_than_tensor_parallel() -> None:
     """Korthikanti et al. 2022: everything is cut but what the column-parallel layers gather; whole norms are what tp keeps."""
-    one = activations(*solved(GPT2, "cpu:1x2", "single", (2,)))
+    one = activations(*solved(GPT2, "h100:1x2", "single", (2,)))
     tp, tp_sp = (activations(*solved(GPT2, "h100:1x4", recipe, (4,))) for recipe in ("tp", "tp_sp"))
     assert one / 4 <= tp_sp < tp < one
-
-
-def kept_by_autograd(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> int:
-    """Bytes of the storages that a forward keeps, beside parameters, buffers and inputs."""
-    known = [*model.parameters(), *model.buffers(), *(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))]
-    kept = {t.untyped_storage().data_ptr(): t for t in known}
-    mine = len(kept)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(*args, **kwargs)
-    assert result is not None
-    return sum(t.untyped_storage().nbytes() for t in list(kept.values())[mine:])
-
-
-@pytest.mark.parametrize(("name", "more"), [
-    ("hf-gpt2", 0.001), ("hf-bert", 0.001), ("gpt", 0.001), ("cnn", 0.001), ("mlp", 0.001),
-    ("hf-llama", 0.05),  # the graph repeats keys and values for all query heads, the eager model's kernel reads them in place
-], ids=str)
-def test_saved_activations_are_those_of_autograd(name: str, more: float) -> None:
-    here = load(TINY[name], batch=4, seq=32, device="cpu")
-    graph = capture(here.model, here.args, here.kwargs)
-    planner = Planner.of(graph.gm, graph.hints, Request(Cluster.parse("cpu:1x2")))
-    made = planner.model((2,), RECIPES["single"].roles, "single")
-    predicted = activations(made, SEARCHES["ilp"](made.problem, time_limit_s=10).choice)
-    kept = kept_by_autograd(here.model, here.args, here.kwargs)
-    assert kept > 5000
-    assert 0.999 * kept <= predicted <= (1 + more) * kept

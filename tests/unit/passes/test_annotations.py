@@ -87,7 +87,7 @@ def test_bytes_and_views():
     assert facts.read_bytes(embedding) == 8 * b * s + 64 * b * s  # the rows that it takes, not the table
     assert (facts.read_bytes(relu), facts.written_bytes(relu)) == (64 * b * s, 64 * b * s)
     assert (facts.read_bytes(transpose), facts.written_bytes(transpose)) == (0, 0)
-    assert [node.meta["saved"] for node in (embedding, relu, transpose)] == [(1,), (1,), ()]
+    assert [node.meta["saved"].positions for node in (embedding, relu, transpose)] == [(1,), (1,), ()]
 
 
 def test_facts_name_the_pass_that_is_missing():

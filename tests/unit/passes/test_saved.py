@@ -39,15 +39,16 @@ SAMPLES = {
     aten.cat.default: lambda: (aten.cat.default, ([r(3, 4), r(3, 5)], 1)),
     aten.clamp.default: lambda: (aten.clamp.default, (r(40, 50), 0.6, 0.9)),
     aten.conv1d.default: lambda: (aten.conv1d.default, (r(2, 6, 50), r(4, 6, 3))),
-    aten.conv2d.default: lambda: (aten.conv2d.default, (r(2, 6, 9, 9), r(4, 6, 3, 3))),
+    aten.conv2d.default: lambda: (aten.conv2d.default, (r(2, 6, 9, 9, grad=False), r(4, 6, 3, 3))),
     aten.cumsum.default: lambda: (aten.cumsum.default, (r(40, 50), -1)),
     aten.div.Tensor: lambda: (aten.div.Tensor, (r(40, 50), r(50))),
     aten.dropout.default: lambda: (aten.dropout.default, (r(40, 50), 0.0, True)),
     aten.einsum.default: lambda: (aten.einsum.default, ("ij,jk->ik", [r(3, 40), r(40, 6)])),
     aten.embedding.default: lambda: (aten.embedding.default, (r(5, 40), IDS)),
     aten.gather.default: lambda: (aten.gather.default, (r(3, 4), 1, IDS)),
+    aten.index.Tensor: lambda: (aten.index.Tensor, (r(5, 40), [IDS])),
     aten.index_select.default: lambda: (aten.index_select.default, (r(5, 40), 0, IDS[0])),
-    aten.layer_norm.default: lambda: (aten.layer_norm.default, (r(4, 50), [50])),
+    aten.layer_norm.default: lambda: (aten.layer_norm.default, (r(4, 50), [50], r(50), r(50))),
     aten.linear.default: lambda: (aten.linear.default, (r(3, 40), r(6, 40))),
     aten.log_softmax.int: lambda: (aten.log_softmax.int, (r(40, 50), -1)),
     aten.masked_fill.Scalar: lambda: (aten.masked_fill.Scalar, (r(40, 50), torch.rand(40, 50) > 0.5, 0.0)),
@@ -66,6 +67,8 @@ SAMPLES = {
     aten.sub.Tensor: lambda: (aten.sub.Tensor, (r(4, 50), r(50))),
     aten.sum.dim_IntList: lambda: (aten.sum.dim_IntList, (r(4, 5), [1])),
     aten.to.dtype: lambda: (aten.to.dtype, (r(4, 5), torch.float32)),
+    aten.topk.default: lambda: (aten.topk.default, (r(40, 50), 3)),
+    aten.where.ScalarOther: lambda: (aten.where.ScalarOther, (torch.rand(40, 50) > 0.5, r(40, 50), 0.0)),
     aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
     ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
     ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), "silu")),
@@ -73,7 +76,7 @@ SAMPLES = {
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
 }  # fmt: skip
 EXTRA = {
-    aten.dropout.default: 8 * 40 * 50,  # p = 0 keeps nothing or a mask, as torch likes; never more than one per element
+    aten.dropout.default: 8 * 40 * 50,  # the mask, in the dtype of the result
     aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
     aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,
     aten.layer_norm.default: 2 * 8 * 4,
@@ -103,7 +106,7 @@ def test_row_agrees_with_autograd(target):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args)
-    tensors = [*operands, result]
+    tensors = [*operands, *(result if isinstance(result, (tuple, list)) else [result])]
     wanted = {
         tensors[position].untyped_storage().data_ptr(): tensors[position].numel() * tensors[position].element_size()
         for position in saved_positions(target, [item.requires_grad for item in operands])

@@ -136,11 +136,12 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """The meshes on which a recipe is tried: as many axes as it has roles."""
+    """The meshes on which a recipe is tried: as many axes as it has roles, or may have."""
     if fixed is not None:
-        return [fixed] if len(fixed) == len(recipe.roles) else []
-    found = [m for m in cluster.meshes(max_axes=max(1, len(recipe.roles))) if len(m) == len(recipe.roles)]
-    return found[:3]
+        return [fixed] if recipe.roles_on(len(fixed)) else []
+    meshes = cluster.meshes(max_axes=max(1, len(recipe.roles)))
+    counts = [n for n in range(1, len(recipe.roles) + 1) if recipe.roles_on(n)]
+    return [m for n in counts for m in [m for m in meshes if len(m) == n][:3]]
 
 
 def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[Alternative]]:
@@ -148,18 +149,19 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
         raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join(RECIPES)}")
-    asked = [RECIPES[request.recipe]] if request.recipe else list(RECIPES.values())
+    asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []
     for recipe in asked:
         meshes = meshes_for(recipe, request.cluster, request.mesh)
         if request.recipe and not meshes:
-            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes, got {request.mesh}")
+            fewer = " or fewer" if recipe.fewer else ""
+            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
         for sizes in meshes:
             request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
             limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
             try:
-                found = planner.candidate(sizes, recipe.roles, recipe.name, partial(ilp.search, time_limit_s=limit))
+                found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit))
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue

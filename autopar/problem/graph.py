@@ -50,6 +50,7 @@ class Op:
     copies: tuple[int, ...] = ()  # operands of which it keeps a copy of its own
     extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
     out_dtypes: tuple[torch.dtype, ...] = ()
+    dtype: str = ""  # what it computes in: that of its first floating operand, else of its result
     where: str = ""
     head: bool = False  # its result goes straight into a loss over classes
 
@@ -171,7 +172,7 @@ class _Reader:
         arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
         call = Call(node.target, *arguments, outs)
         op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
-                weight=weights, out_dtypes=tuple(t.dtype for t in held), where=facts.where(node))
+                weight=weights, out_dtypes=tuple(t.dtype for t in held), dtype=_computes_in(node), where=facts.where(node))
         if role == "op":
             op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
             op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
@@ -258,6 +259,11 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     _walk((node.args, tuple(node.kwargs.values())), found)
     return [n for n in found if facts.tensors(n)]
+
+
+def _computes_in(node: fx.Node) -> str:
+    held = [t.dtype for n in (*tensor_operands(node), node) for t in facts.tensors(n)]
+    return str(next((d for d in held if d.is_floating_point), held[-1])).removeprefix("torch.")
 
 
 def saved(node: fx.Node, device: str) -> Saved:

@@ -88,11 +88,10 @@ class Prices:
         moved = op.bytes * self._moved(op, options)
         if op.target in INSIDE:
             moved += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
-        dtype = str(op.out_dtypes[0]).removeprefix("torch.")
         matmul = self._matmul(op, options, share)
-        seconds = op_s(op.flops * share, moved, dtype, self.device, matmul=matmul)
+        seconds = op_s(op.flops * share, moved, op.dtype, self.device, matmul=matmul)
         if self.settings.training and any(t.grad for t in op.call.outs):
-            seconds += op_s(op.backward_flops * share, 2 * moved, dtype, self.device, matmul=matmul)
+            seconds += op_s(op.backward_flops * share, 2 * moved, op.dtype, self.device, matmul=matmul)
         return seconds + self._algorithms(op, options)
 
     def _moved(self, op: Op, options: tuple[Option, ...]) -> float:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.problem.graph import Program
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`roles` has one entry per mesh axis, outermost (slowest links) first; `about` is one line for users."""
+    """`roles` has one entry per mesh axis, outermost (slowest links) first; `about` is one line for users.
+
+    `fewer`: on meshes of fewer axes the recipe is its inner roles alone. `fits` says for which programs it differs from all other
+    recipes: for others it is not priced unless asked for.
+    """
 
     name: str
     roles: tuple[Role, ...]
     about: str
+    fewer: bool = False
+    fits: Callable[[Program], bool] = lambda program: True
+
+    def roles_on(self, axes: int) -> tuple[Role, ...]:
+        """The roles on a mesh of `axes` axes, () where the recipe cannot be on one."""
+        return self.roles[-axes:] if axes == len(self.roles) or (self.fewer and 0 < axes < len(self.roles)) else ()
 
 
 _TABLE = (
@@ -26,6 +38,8 @@ _TABLE = (
     Recipe("tp_sp", (roles.tensor_sequence,), "tensor parallel with sequence parallel norms and residuals"),
     Recipe("tp_zero3", (roles.zero3, roles.tensor_sequence), "2-D: ZeRO-3 across, tensor parallel inside"),
     Recipe("megatron", (roles.megatron,), "column/row pairs with vocabulary-parallel embedding and loss"),
+    Recipe("ep", (roles.data, roles.experts), "expert parallel inside, tokens go to their experts; data parallel else and outside",
+           fewer=True, fits=roles.has_experts),
     Recipe("one_weird_trick", (roles.convolutions_by_sample,), "convolutions by sample, dense layers by parameter"),
 )
 

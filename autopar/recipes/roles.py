@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from torch import fx
+
 from autopar.problem.clusters import Allow
-from autopar.problem.graph import Op
+from autopar.problem.graph import Op, Program
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules.language import Option
+from passes import edit, facts, ops
 
+aten = torch.ops.aten
 Role = Callable[[int], Allow]
+
+STACKS = (aten.bmm.default, aten.einsum.default, aten.matmul.default, ops.experts, ops.grouped_matmul)
+"""Contractions whose weight may be a stack of matrices, one per expert."""
 
 _STILL = ("param", "buffer", "constant", "input", "output", "loss", "mutation")
 
@@ -37,13 +45,27 @@ def zero3(ways: int) -> Allow:
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return option.split or max(op.call.outs[0].sizes, default=1) < ways
-        return _samples(op, option, ways)
+        return _of_weights(op) or _samples(op, option, ways)
+    return allow
+
+
+def experts(ways: int) -> Allow:
+    """Expert parallel: each rank has some of the experts, and tokens go to them; all else is data parallel, parameters whole."""
+    def allow(op: Op, option: Option) -> bool:
+        if op.role == "param":
+            return _cuts_first(op, option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
+        if _of_weights(op):
+            return True
+        stacks = [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
+        if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
+            return option.run in ("", "expert_dispatch") and all(_cuts_first(op, option, i) for i in stacks)
+        return _samples(op, option, ways) or (_beside_stack(op.node) and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option))
     return allow
 
 
 def samples(ways: int) -> Allow:
     """Work splits over samples; parameters rest as they like: what the slowest axis of three is for."""
-    return lambda op, option: _samples(op, option, ways)
+    return lambda op, option: _of_weights(op) or _samples(op, option, ways)
 
 
 def tensor(ways: int) -> Allow:
@@ -83,6 +105,42 @@ def convolutions_by_sample(ways: int) -> Allow:
             return kind(op, option) in (PARAMETER, REPLICATE)
         return True
     return allow
+
+
+def has_experts(program: Program) -> bool:
+    """Whether some parameter is a stack of experts."""
+    return any(op.role == "param" and _is_stack(op.node) for op in program.ops.values())
+
+
+def _is_stack(node: fx.Node) -> bool:
+    """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks."""
+    if len(facts.shape(node)) != 3:
+        return False
+    return any(user.target in STACKS or (len(edit.tensor_operands(user)) == 1 and facts.is_tensor(user) and _is_stack(user))
+               for user in node.users if user.op == "call_function")
+
+
+def _beside_stack(node: fx.Node) -> bool:
+    """Whether `node` feeds or reads a contraction with a stack: between two of them values are cut by experts too."""
+    return any(other.target in STACKS and any(map(_rests_in_stack, edit.tensor_operands(other)))
+               for other in (*node.all_input_nodes, *node.users))
+
+
+def _rests_in_stack(node: fx.Node) -> bool:
+    """Whether `node` is a stack of experts, or a view or cast of one."""
+    while node.op == "call_function" and len(operands := edit.tensor_operands(node)) == 1:
+        node = operands[0]
+    return node.op == "placeholder" and node.meta.get("role") == "param" and _is_stack(node)
+
+
+def _cuts_first(op: Op, option: Option, index: int) -> bool:
+    """Whether the option cuts dim 0 of tensor `index` (operands, then outputs) of `op`, and not in sections."""
+    return (*option.ins, *option.outs)[index].value == "S0"
+
+
+def _of_weights(op: Op) -> bool:
+    """Whether `op` only changes a weight (a cast, a transpose): it follows the parameter."""
+    return op.role == "op" and bool(op.weight) and all(op.weight)
 
 
 def _samples(op: Op, option: Option, ways: int) -> bool:

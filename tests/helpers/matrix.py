@@ -36,9 +36,9 @@ class Entry:
 
 
 def entries(models: tuple[str, ...] = tuple(TINY), meshes: tuple[Sizes, ...] = MESHES) -> list[Entry]:
-    """The full matrix: every recipe of as many axes as the mesh has, and the EXTRA plans; searched, thrifty and random ones also at
+    """The full matrix: every recipe that can be on the mesh, and the EXTRA plans; searched, thrifty and random ones also at
     OTHER sizes than planned."""
     found = [Entry(model, mesh, how) for model in models for mesh in meshes
-             for how in (*(r.name for r in RECIPES.values() if len(r.roles) == len(mesh)), *EXTRA)]
+             for how in (*(r.name for r in RECIPES.values() if r.roles_on(len(mesh))), *EXTRA)]
     others = [replace(entry, batch=OTHER[0], seq=OTHER[1]) for entry in found if entry.how in ("searched", "thrifty", "random 0")]
     return found + others

@@ -1,0 +1,82 @@
+"""Experts on ranks: what the recipe is, what the search chooses, and the all-to-all between tokens and experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.codegen.edges import edges
+from autopar.layout import is_shard
+from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE
+from tests.unit.decisions.planning import Planned, Work, planned
+
+MIXTRAL = Work("mixtral-8x7b", 16, 2048, torch.bfloat16)
+TINY, DENSE = Work("hf-mixtral", 16, 64), Work("moe", 8, 16)
+STACKS = ("experts.gate_up_proj", "experts.down_proj", "experts.up", "experts.down")
+
+
+def rests(made: Planned, axis: int) -> dict[bool, set[str]]:
+    """Layouts at rest on that axis, of experts (True) and of all other parameters."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, weight in made.weights.items():
+        found[name.endswith(STACKS)].add(weight.layout.split(",")[axis])
+    return found
+
+
+def layers(made: Planned) -> dict[str, tuple[str, ...]]:
+    """The algorithms of each layer of experts, per axis."""
+    return {name: made.plan.nodes[name].runs for name, op in made.program.ops.items() if op.role == "op"
+            and getattr(op.target, "__name__", "") == "experts"}
+
+
+@pytest.mark.parametrize(("work", "mesh"), [(TINY, (4,)), (TINY, (2, 2)), (DENSE, (4,)), (DENSE, (2, 2))], ids=str)
+def test_recipe_spreads_experts_inside_and_samples_everywhere(work: Work, mesh: tuple[int, ...]) -> None:
+    made = planned(work, "cpu:1x4", "ep", mesh)
+    inner = len(mesh) - 1
+    assert rests(made, inner) == {True: {"S0"}, False: {"R"}}, str(made)
+    if inner:
+        assert rests(made, 0) == {True: {"R"}, False: {"R"}}, str(made)
+    for name, kinds in made.kinds.items():
+        op = made.program.ops[name]
+        contraction = op.flops > 0 and any(weight and len(t.shape) > 1 for weight, t in zip(op.weight, op.call.ins, strict=True))
+        if contraction and any(len(t.shape) == 3 and weight for weight, t in zip(op.weight, op.call.ins, strict=True)):
+            assert kinds[inner] == PARAMETER, (name, kinds)
+        elif contraction:
+            assert set(kinds) == {SAMPLE}, (name, kinds)
+        assert kinds[inner] in (PARAMETER, SAMPLE, REPLICATE, PARTIAL, ATTRIBUTE), (name, kinds)
+    assert all(run[inner] == "expert_dispatch" for run in layers(made).values())
+    assert bool(layers(made)) == (work is TINY)
+
+
+def test_dense_dispatch_is_an_all_to_all_between_samples_and_experts() -> None:
+    """Experts are an ordinary dim there: the exchange is a reshard on the edge, forward and backward."""
+    made = planned(DENSE, "cpu:1x4", "ep", (4,))
+    moved = [(r.src.value, r.dst.value) for r in edges(made.program, made.plan).reshards
+             if [s.kind for s in r.forward((4,))] == ["all_to_all"] and [s.kind for s in r.backward((4,))] == ["all_to_all"]]
+    assert sorted(set(moved)) == [(("S0",), ("S1",)), (("S1",), ("S0",))], moved
+    blocks = 2
+    assert len(moved) == 2 * blocks, "to the experts and back, per block"
+
+
+@pytest.mark.parametrize("work", [TINY, Work("hf-gpt2", 16, 64)], ids=str)
+def test_the_recipe_is_priced_for_models_with_experts_only(work: Work) -> None:
+    tried = {other.name for other in planned(work, "cpu:1x4").plan.alternatives}
+    assert ("ep" in tried) == (work is TINY) and {"ddp", "tp"} <= tried
+
+
+def test_zero3_cuts_experts_too() -> None:
+    made = planned(TINY, "cpu:1x4", "zero3")
+    assert all(is_shard(weight.layout) for name, weight in made.weights.items() if len(weight.shape) > 1), str(made)
+
+
+def test_search_spreads_the_experts_of_mixtral() -> None:
+    """One node of eight, 16 x 2048 tokens, plain SGD: Adam's state would not fit at all (87 GiB of weights in bfloat16).
+
+    Rows that go to their experts (all-to-all of 2 x 4096 x 4096 numbers per rank) are cheaper than weights that are gathered at every
+    layer (ZeRO-3), and tensor parallel does not fit: it keeps all tokens on every rank.
+    """
+    made = planned(MIXTRAL, "h100:1x8", None, None, "sgd")
+    assert layers(made) and all("expert_dispatch" in runs for runs in layers(made).values()), str(made)
+    assert made.step_ms <= made.recipes_ms["ep"] < 0.75 * made.recipes_ms["zero3"], str(made)
+    assert not {"tp", "tp_sp", "megatron", "ddp"} & set(made.recipes_ms), str(made)
+    assert {weight.layout for name, weight in made.weights.items() if name.endswith(STACKS)} == {"S0"}, str(made)

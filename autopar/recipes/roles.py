@@ -157,6 +157,8 @@ def _samples(op: Op, option: Option, ways: int) -> bool:
 def _model(op: Op, option: Option, ways: int) -> bool:
     if op.role == "input":
         return not option.split
+    if op.target is ops.experts and option.run:  # every rank has a slice of each expert, as of every other weight
+        return False
     if not op.head and _dense(op, ways):
         return kind(op, option) == PARAMETER
     return op.role in _STILL or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)

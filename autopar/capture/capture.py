@@ -62,7 +62,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     structure, left_out = outputs_of(program)
     notes += left_out
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
-                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless),
+                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
                     order=tuple(model.state_dict(keep_vars=True)))
 
 
@@ -72,12 +72,13 @@ def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[...,
     why = ""
     keep = {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
     twin = _in_mode(shadow(model, keep), mode)
+    args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
     if runs:
-        args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
         why = is_chain(model, twin, runs, tuple(args[:len(args) - _targets(loss_fn)]), kwargs)
     if why:
         runs, twin = [], _in_mode(shadow(model), mode)
-    return (WithLoss(twin, loss_fn, _targets(loss_fn)) if loss_fn is not None else twin), runs, why
+    targets = _targets(loss_fn)
+    return (WithLoss(twin, loss_fn, targets, len(args) - targets) if loss_fn is not None else twin), runs, why
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None) -> None:

@@ -26,6 +26,7 @@ class Captured:
     order        the names of the model's state dict, tied ones included, in its order
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
+    fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
     valueless    names of constants without a value: the model is on meta and does not say how they are made
     """
 
@@ -41,6 +42,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     valueless: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     order: tuple[str, ...] = ()
 
     @property

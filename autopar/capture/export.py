@@ -85,12 +85,14 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     symbols: dict[str, Any] = {}
     seen: dict[str, fx.Node] = {}
+    fixed: dict[str, tuple[int, Any]] = {}
     number = 0
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         spec = specs[node.name]
         node.meta["role"] = ROLES[spec.kind]
         if node.meta["role"] == "input" and not isinstance(spec.arg, TensorArgument):
-            number += 1  # a plain value (use_cache=False): it is baked into the graph
+            fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False): it is part of the graph
+            number += 1
             gm.graph.erase_node(node)
             continue
         if node.meta["role"] == "input":
@@ -101,13 +103,14 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
             continue
         name = canonical(spec.target.removeprefix(INNER))
         node.meta["fqn"] = name
+        node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
         node.meta["requires_grad"] = requires_grad.get(name, False)
         if name in seen:
             node.replace_all_uses_with(seen[name])
             gm.graph.erase_node(node)
         else:
             seen[name] = node
-    gm.meta["symbols"] = symbols
+    gm.meta.update(symbols=symbols, fixed=fixed)
     gm.meta["constants"] = {name.removeprefix(INNER): value for name, value in program.constants.items()}
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)

@@ -8,6 +8,7 @@ along; backward hooks cannot be captured and do not.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,18 +57,38 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 class WithLoss(nn.Module):
     """A model and a loss function as one module: `forward(*inputs, *targets) -> (loss, outputs)`.
 
-    The last `targets` positional arguments go to `loss_fn(outputs, *targets)`, the others to the model.
+    The last `targets` positional arguments go to `loss_fn(outputs, *targets)`, the `inputs` before them to the model. They have the
+    names that both have for them.
     """
 
     INNER = "_model_of_loss"  # the name of the model in it, which no user's module has
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor], targets: int) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor], targets: int, inputs: int) -> None:
         super().__init__()
         self.add_module(self.INNER, model)
-        self.loss_fn, self.targets = loss_fn, targets
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The loss, and the model's own outputs."""
-        split = len(args) - self.targets
-        outputs = self.get_submodule(self.INNER)(*args[:split], **kwargs)
-        return {"loss": self.loss_fn(outputs, *args[split:]), "outputs": outputs}
+        def forward(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            """The loss, and the model's own outputs."""
+            outputs = self.get_submodule(self.INNER)(*args[:inputs], **kwargs)
+            return {"loss": loss_fn(outputs, *args[inputs:]), "outputs": outputs}
+
+        named = _signature(model, loss_fn, inputs, targets)
+        if named is not None:
+            vars(forward)["__signature__"] = named
+        self.forward = forward
+
+
+def _signature(model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: int, targets: int) -> inspect.Signature | None:
+    """`(x, y, *, mask=None)` for a model that takes (x, mask=None) and a loss that takes (outputs, y); None where the model does not
+    name its inputs."""
+    taken = list(inspect.signature(model.forward).parameters.values())
+    placed = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(placed) < inputs:
+        return None
+    names = {p.name: None for p in taken}
+    behind = [n if n not in names else f"{n}_target" for n in list(inspect.signature(loss_fn).parameters)[1:1 + targets]]
+    if len(behind) < targets or any(n in names for n in behind):
+        return None
+    first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in (*(p.name for p in placed[:inputs]), *behind)]
+    rest = [p.replace(kind=p.KEYWORD_ONLY) if p in placed else p for p in taken if p not in placed[:inputs] and p.kind != p.VAR_POSITIONAL]
+    return inspect.Signature([*first, *sorted(rest, key=lambda p: p.kind)])

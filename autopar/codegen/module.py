@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -33,18 +33,20 @@ RESERVED = ("Block", "Mesh", "Model", "Param", "ShardedModule", "F", "MESH")  # 
 @dataclass(frozen=True)
 class Names:
     """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
-    holds, and the names of the state dict in the order of the model."""
+    holds, the names of the state dict in the order of the model, and arguments that are part of the graph."""
 
     inputs: tuple[str, ...]
     structure: Any
     aliases: Mapping[str, str]
     fleeting: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
 
     @staticmethod
     def of(captured: Captured) -> Names:
         """Those of a captured model."""
-        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order)
+        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
+                     dict(captured.fixed))
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
@@ -185,6 +187,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""', "",
         f"{INDENT}MESH = MESH",
         f"{INDENT}INPUTS = {{{', '.join(f'{n!r}: {show(layouts[op.node.name])!r}' for n, op in zip(names.inputs, inputs, strict=True))}}}",
+        *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
         f"{INDENT}OUTPUTS = {tuple((op.role, op.fqn) for op in results)}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),

@@ -22,6 +22,7 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
     class Model(ShardedModule):
         MESH = MESH
         INPUTS = {"ids": "S0,R", "labels": "S0,R"}            # in the order of forward's arguments
+        FIXED = {"use_cache": (2, False)}                     # optional: plain arguments that were planned: place among all, value
         OUTPUTS = (("loss", "loss"), ("output", "logits"), ("mutation", "bn.running_mean"))   # what forward returns
         STRUCTURE = {"loss": 0, "logits": 1}                  # optional: the user's pytree, leaves are output numbers
         ALIASES = {"lm_head.weight": "wte.weight"}            # tied: alias -> the name in PARAMS

@@ -15,10 +15,15 @@ from autopar.layout import chunk, cutters, parse
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 
+Fixed = Mapping[str, tuple[int, Any]]
+"""Plain arguments that are part of the program: name -> (place among all arguments, value)."""
 
-def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments in the order of `inputs`. Raises RunError on missing, doubled and unknown ones."""
+
+def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None) -> list[Any]:
+    """Arguments in the order of `inputs`. What is `fixed` may be given as it was planned. Raises RunError on missing, doubled and
+    unknown ones, and where a fixed one has another value."""
     names = list(inputs)
+    args, kwargs = _without(fixed, names, args, kwargs) if fixed else (args, kwargs)
     if len(args) > len(names):
         raise RunError(f"got {len(args)} inputs, wanted at most {len(names)}: {', '.join(names)}")
     values = dict(zip(names, args, strict=False))
@@ -31,6 +36,33 @@ def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, An
     if missing:
         raise RunError(f"missing inputs {', '.join(missing)}; the plan's inputs are {', '.join(names)}")
     return [values[name] for name in names]
+
+
+def _without(fixed: Fixed, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments without those that are fixed, which must have their planned values; a tensor is never one of them."""
+    order = list(names)
+    for name, (place, _) in sorted(fixed.items(), key=lambda item: item[1][0]):
+        order.insert(place, name)
+    queue, left = iter(order), []
+    for value in args:
+        here = next(queue, "")
+        while here in fixed and isinstance(value, Tensor):
+            here = next(queue, "")
+        if here in fixed:
+            _as_planned(here, value, fixed[here][1])
+        else:
+            left.append(value)
+    for name, (_, planned) in fixed.items():
+        if name in kwargs:
+            _as_planned(name, kwargs[name], planned)
+    return left, {name: value for name, value in kwargs.items() if name not in fixed}
+
+
+def _as_planned(name: str, value: Any, planned: Any) -> None:
+    if isinstance(value, Tensor) or value != planned:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise RunError(f"argument {name!r} is {got}, and the plan was made with {name}={planned!r}, which is part of the emitted program: "
+                       f"pass {planned!r}, leave it out, or plan the model again with {name}={got}")
 
 
 def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh, uneven: Sequence[str] = ()) -> list[Any]:

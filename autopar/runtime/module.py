@@ -50,6 +50,7 @@ class ShardedModule(nn.Module):
 
     MESH: ClassVar[Mesh]
     INPUTS: ClassVar[Mapping[str, str]] = {}
+    FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
@@ -117,7 +118,7 @@ class ShardedModule(nn.Module):
         return loss.detach()
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        inputs = batch.bind(self.INPUTS, args, kwargs)
+        inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)
             self._agreed = True
@@ -196,7 +197,7 @@ class ShardedModule(nn.Module):
 
     def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
-        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs), self.MESH, self.UNEVEN))
+        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
 
     # -- state
 

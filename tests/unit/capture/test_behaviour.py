@@ -225,3 +225,23 @@ def test_an_error_of_the_model_itself_names_its_line():
 def test_inputs_that_forward_does_not_take(args, kwargs, text):
     with pytest.raises(CaptureError, match=rf"Net does not take these inputs.*{text}.*forward\(ids, \*, temperature"):
         capture(Net(), args, kwargs, mode="inference")
+
+
+class Scaled(nn.Module):
+    """Takes plain arguments, and has its own names for inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, images, scale=1.0, mask=None, *, deep=False):
+        return self.linear(images) * scale
+
+
+def test_names_of_inputs_and_weights_are_the_users_where_the_loss_is_outside():
+    captured = capture(Scaled(), (torch.zeros(6, 4), 2.0, torch.zeros(6, 4)), {"deep": True}, loss_fn=lambda out, wanted: ((out - wanted) ** 2).mean())
+    assert captured.input_names == ("images", "wanted")
+    assert [n.name for n in captured.gm.graph.nodes if n.op == "placeholder"] == ["p_linear_weight", "p_linear_bias", "images", "wanted"]
+    assert captured.fixed == {"scale": (1, 2.0), "deep": (3, True)}
+    same = capture(Scaled(), (torch.zeros(6, 4), torch.zeros(6, 4)), loss_fn=lambda out, images: ((out - images) ** 2).mean())
+    assert same.input_names == ("images", "images_target") and same.fixed == {}

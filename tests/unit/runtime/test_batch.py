@@ -21,6 +21,28 @@ def test_arguments_are_bound_by_position_and_name():
     assert bind(INPUTS, [1], {"labels": 2}) == bind(INPUTS, [], {"labels": 2, "ids": 1}) == [1, 2]
 
 
+X, Y = torch.zeros(2), torch.ones(2)
+FIXED = {"scale": (1, 2.0), "cache": (3, None)}  # of f(ids, scale, labels, cache)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [
+    ([X, 2.0, Y, None], {}), ([X, 2.0, Y], {}), ([X, Y], {}), ([X, Y], {"cache": None, "scale": 2.0}), ([X, 2.0], {"labels": Y}), ([], {"labels": Y, "ids": X})])
+def test_what_is_part_of_the_program_may_be_given_again(args, kwargs):
+    ids, labels = bind(INPUTS, args, kwargs, FIXED)
+    assert ids is X and labels is Y
+
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), [
+    ([X, 3.0, Y], {}, "argument 'scale' is 3.0, and the plan was made with scale=2.0"),
+    ([X, Y], {"cache": True}, "argument 'cache' is True, and the plan was made with cache=None"),
+    ([X, Y], {"scale": torch.ones(3)}, "argument 'scale' is a tensor of shape (3,), and the plan was made with scale=2.0"),
+])
+def test_another_value_of_what_is_part_of_the_program_is_refused(args, kwargs, message):
+    with pytest.raises(RunError) as caught:
+        bind(INPUTS, args, kwargs, FIXED)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(("args", "kwargs", "message"), [
     ([1, 2, 3], {}, "got 3 inputs, wanted at most 2: ids, labels"),
     ([1], {"ids": 2}, "'ids' is given twice"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.codegen import sizes
 from autopar.codegen.edges import Pair
 from autopar.codegen.expressions import Written
 from autopar.errors import PlanError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "placed", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "placed", "ring_attention", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -69,6 +70,14 @@ def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], conte
             f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
 
 
+def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["ring_attention"] = None
+    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | call.kwargs
+    kept = "".join(f", {k}={v}" for k, v in named.items() if (k, v) not in (("attn_mask", "None"), ("is_causal", "False")) and k != "dropout_p")
+    rows = sizes.text(op.call.ins[0].shape[-2])
+    return f"ring_attention({', '.join(call.args[:3])}{kept}, rows={rows}, axes={axes}, mesh=MESH)"
+
+
 def _dropout_p(call: Written) -> str:
     return call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", "0.0")
 
@@ -97,6 +106,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "embedding": _embedding,
     "expert_dispatch": _experts,
     "own_experts": _experts,
+    "ring": _ring,
 }
 
 RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {

@@ -24,6 +24,7 @@ from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
 from autopar.problem.saved import HOLDERS, Kept, Way, kept
 from autopar.problem.types import Net, Node, Problem, Use
+from autopar.rules.algorithms import agree
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.language import Use as TensorUse
@@ -100,10 +101,12 @@ def _placements(combo: Choice) -> int:
 
 
 def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
-    """Whether every tensor can be cut by all axes together: dims cut by several axes divide evenly."""
+    """Whether all axes together can cut every tensor (dims cut by several axes divide evenly) and run every algorithm."""
     if len(combo) == 1:
         return True
     for member, op in enumerate(cluster.members):
+        if not agree([joint.options[member] for joint in combo]):
+            return False
         for index, tensor in enumerate(op.tensors):
             layout = tuple((*j.options[member].ins, *j.options[member].outs)[index].value for j in combo)
             for dim in range(len(tensor.shape)):
@@ -114,11 +117,13 @@ def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
 
 def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: Program, prices: Prices, group: int) -> Node:
     labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
-    seconds, memory, update = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options))
+    seconds, hide, memory, update = (np.zeros(len(options)) for _ in range(4))
     place = {op.name: m for m, op in enumerate(cluster.members)}
     for i, combo in enumerate(options):
         for member, op in enumerate(cluster.members):
-            seconds[i] += prices.op_s(op, tuple(joint.options[member] for joint in combo))
+            chosen = tuple(joint.options[member] for joint in combo)
+            seconds[i] += prices.op_s(op, chosen)
+            hide[i] += prices.hide_s(op, chosen)
             if op.role in HOLDERS:
                 memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
                 update[i] += prices.update_s(op, _lies(combo, member, 0))
@@ -127,7 +132,7 @@ def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: 
         for name, output in own:
             size = program.bytes_of((name, output))
             memory[i] += prices.local_bytes(size, _lies(combo, place[name], output)) * program.ops[name].count
-    return Node(cluster.name, labels, seconds + update, memory, seconds * prices.overlap, group)
+    return Node(cluster.name, labels, seconds + update, memory, hide, group)
 
 
 def _lies(combo: Choice, member: int, output: int) -> Layout:

@@ -1,6 +1,7 @@
 """Seconds and bytes of the parts of a problem: operators on shards, reshards, parameters at rest.
 
-    operator   forward + backward roofline time of its local FLOPs and bytes, times how often it runs
+    operator   forward + backward roofline time of its local FLOPs and bytes on the slowest rank, times how often it runs, and what
+               of its own collectives (rules.algorithms) that does not hide
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
     update     the optimizer's pass over what the rank holds of a parameter
     weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept)
@@ -21,10 +22,10 @@ from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
 from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, most_elements, steps
 from autopar.problem.graph import Op
-from autopar.rules.algorithms import ALGORITHMS
+from autopar.problem.inner import sites
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option, Use
-from autopar.rules.site import Site
+from autopar.rules.site import Inner, Site
 
 Pair = tuple[Layout, Layout]  # layouts of a value and of its gradient
 
@@ -59,7 +60,7 @@ class Prices:
         self._gathers: dict[tuple[Layout, Layout], bool] = {}
         self._prices: dict[tuple[int, float], float] = {}
         self._fresh: dict[tuple[Layout, Layout], Layout | None] = {}
-        self._op: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._op: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
 
     @cached_property
     def overlap(self) -> float:
@@ -76,23 +77,52 @@ class Prices:
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""
+        return self._work(op, options)[0] * op.count
+
+    def hide_s(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Seconds per step under which collectives of others can hide: not those under which its own algorithm's do."""
+        seconds, taken = self._work(op, options)
+        return (seconds * self.overlap - taken) * op.count
+
+    def _work(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
         key = (op.name, tuple(o.factor for o in options))
         if key not in self._op:
-            self._op[key] = self._op_s(op, options) * op.count
+            self._op[key] = self._op_s(op, options)
         return self._op[key]
 
-    def _op_s(self, op: Op, options: tuple[Option, ...]) -> float:
+    def _op_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
+        """Seconds of one run of `op`, and how many of them hide its own collectives."""
         if op.role != "op":
-            return 0.0
+            return 0.0, 0.0
+        used = sites(op, options, self.sizes)
         share = math.prod(1.0 / n for o, n in zip(options, self.sizes, strict=True) if o.split)
+        share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
         moved = op.bytes * self._moved(op, options)
         if op.target in INSIDE:
             moved += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
         matmul = self._matmul(op, options, share)
         seconds = op_s(op.flops * share, moved, op.dtype, self.device, matmul=matmul)
+        shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
         if self.settings.training and any(t.grad for t in op.call.outs):
-            seconds += op_s(op.backward_flops * share, 2 * moved, op.dtype, self.device, matmul=matmul)
-        return seconds + self._algorithms(op, options)
+            back = op_s(op.backward_flops * share, 2 * moved, op.dtype, self.device, matmul=matmul)
+            more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
+            return seconds + back + shown + more, taken + under
+        return seconds + shown, taken
+
+    def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
+        """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
+        shown = hidden = room = 0.0
+        for site, inner in used:
+            for each in inner:
+                times = each.times(site)
+                seconds = times * collective_s(each.kind, each.nbytes(site), self.mesh.axes[site.axis]) if times else 0.0
+                if each.hidden:
+                    hidden += seconds
+                    room = max(room, self.overlap * work_s * times / (times + 1))
+                else:
+                    shown += seconds
+        taken = min(hidden, room)
+        return shown + hidden - taken + self.contention * taken, taken
 
     def _moved(self, op: Op, options: tuple[Option, ...]) -> float:
         """Local share of the bytes of all tensors of `op`."""
@@ -115,17 +145,6 @@ class Prices:
         cut = math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.startswith(f"S{last}"))
         n = max(1, sizes[-1] // cut)
         return max(1, int(numel / n)), n, max(1, int(op.flops * share / 2 / max(numel, 1)))
-
-    def _algorithms(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Seconds of the collectives inside the runtime algorithms that the options need."""
-        training = self.settings.training and any(t.grad for t in op.call.outs)
-        seconds = 0.0
-        for axis, option in enumerate(options):
-            if option.run:
-                site = Site(op.call.ins, options, self.sizes, axis)
-                seconds += sum(collective_s(inner.kind, inner.nbytes(site), self.mesh.axes[axis])
-                               for inner in ALGORITHMS[option.run].inner(training=training))
-        return seconds
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
                 again: Sequence[bool] = ()) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.problem.graph import Program
-from autopar.recipes import roles
+from autopar.recipes import roles, sequence
 from autopar.recipes.roles import Role
 
 
@@ -40,6 +40,10 @@ _TABLE = (
     Recipe("megatron", (roles.megatron,), "column/row pairs with vocabulary-parallel embedding and loss"),
     Recipe("ep", (roles.data, roles.experts), "expert parallel inside, tokens go to their experts; data parallel else and outside",
            fewer=True, fits=roles.has_experts),
+    Recipe("cp", (sequence.context,), "context parallel: the sequence cut everywhere, keys and values round a ring in attention",
+           fits=sequence.attends),
+    Recipe("ulysses", (sequence.ulysses,), "the sequence cut everywhere, heads in attention: an all-to-all before and after it",
+           fits=sequence.attends),
     Recipe("one_weird_trick", (roles.convolutions_by_sample,), "convolutions by sample, dense layers by parameter"),
 )
 

@@ -3,28 +3,50 @@
     embedding        rows of other ranks are masked to zero: nothing is sent
     cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
     causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
+    ring             queries, keys and values are chunks of rows: keys and values go round under the work, their gradients behind them
     own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
     expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.rules import experts
-from autopar.rules.site import Inner, Site
+from autopar.layout import dim_of, is_shard
+from autopar.rules import experts, ring
+from autopar.rules.language import Option
+from autopar.rules.site import Inner, Site, once
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """The inner collectives of one call, forward and backward, in the order in which they run."""
+    """The inner collectives of one call, forward and backward, in the order in which they run.
+
+    `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
+    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even.
+    """
 
     forward: tuple[Inner, ...] = ()
     backward: tuple[Inner, ...] = ()
+    pace: Callable[[Site], float] = once
+    alone: bool = False
+    travels: tuple[int, ...] = ()
 
     def inner(self, *, training: bool) -> tuple[Inner, ...]:
         """The inner collectives of one call, backward included when training."""
         return (*self.forward, *(self.backward if training else ()))
+
+
+def agree(options: Sequence[Option]) -> bool:
+    """Whether one operator can do `options`, one per axis: two axes must not cut a dim of which one wants to be alone."""
+    for axis, option in enumerate(options):
+        if option.run and ALGORITHMS[option.run].alone:
+            others = [other for index, other in enumerate(options) if index != axis]
+            cut = [(i, dim_of(use.value)) for i, use in enumerate(option.ins) if is_shard(use.value)]
+            if any(is_shard(o.ins[i].value) and dim_of(o.ins[i].value) == dim for o in others for i, dim in cut):
+                return False
+    return True
 
 
 def _statistic(site: Site) -> float:
@@ -33,9 +55,10 @@ def _statistic(site: Site) -> float:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "causal_rows": Algorithm(),
+    "causal_rows": Algorithm(pace=ring.later_rows),
     "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),
     "expert_dispatch": Algorithm(forward=(experts.COUNTS, experts.ROWS, experts.RESULTS), backward=(experts.RESULTS, experts.ROWS)),
     "own_experts": Algorithm(),
+    "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
 }

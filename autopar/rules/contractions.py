@@ -9,6 +9,7 @@ import torch
 
 from autopar.rules.arguments import Spec, given, rule
 from autopar.rules.language import Call
+from autopar.rules.ring import ring
 from autopar.rules.rule import Rule
 from passes import ops
 
@@ -114,10 +115,10 @@ def _convolution(call: Call, weight: str) -> str:
 
 def attention(call: Call) -> str:
     """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
-    nothing depends on the position. Grouped query heads (enable_gqa) are split by key heads only."""
+    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) are split by key heads only."""
     arguments = given(call)
     rank = len(call.ins[0].shape)
-    rows = "q@causal_rows" if arguments["is_causal"] else "q"
+    rows = "q!" if arguments["dropout_p"] and arguments["is_causal"] else "q@causal_rows" if arguments["is_causal"] else "q"
     lead = ["b", "h"][4 - rank:] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
     grouped = arguments["enable_gqa"] and call.ins[0].shape[-3] != call.ins[1].shape[-3]
     heads = "(h r!)" if grouped else "h"
@@ -126,7 +127,7 @@ def attention(call: Call) -> str:
     out = [*names[:-1], "v"]
     ins = [names, *pairs]
     if len(call.ins) > 3:
-        ins.append([*names[:-1], "k!"][rank - len(call.ins[3].shape):])
+        ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape):])
     full = _full_sizes(call, rank)
     texts = [" ".join("1" if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1 else
                       "1" if n == 1 and index == 3 and full[-1] != 1 else w
@@ -165,7 +166,7 @@ RULES: dict[Any, Rule] = {
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
-    aten.scaled_dot_product_attention.default: Rule(attention),
+    aten.scaled_dot_product_attention.default: Rule(attention, together=ring),
     ops.count_each: Rule("n -> c!"),
     ops.grouped_matmul: Rule("n! k, g! k m, g! -> n! m", linear="0|1"),
 }

@@ -5,19 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from autopar.layout import fraction
-from autopar.rules.language import Option, Tensor
+from autopar.layout import cutters, fraction
+from autopar.rules.arguments import given
+from autopar.rules.language import Call, Option, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on."""
+    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what is no tensor."""
 
     operands: Sequence[Tensor]
     options: Sequence[Option]
     sizes: tuple[int, ...]
     axis: int = 0
+    call: Call | None = None
+
+    @property
+    def ways(self) -> int:
+        """How many ranks the axis has."""
+        return self.sizes[self.axis]
+
+    def argument(self, name: str) -> Any:
+        """An argument of the call of an ATen overload."""
+        assert self.call is not None, f"{name} of a call that is not there"
+        return given(self.call)[name]
+
+    def local_bytes(self, *operands: int) -> float:
+        """Bytes of operands on one rank."""
+        return sum(self.local(i, *range(len(self.operands[i].shape))) * self.operands[i].itemsize for i in operands)
+
+    def even(self, operand: int) -> bool:
+        """Whether all ranks have equal parts of an operand."""
+        layout, sizes = tuple(o.ins[operand].value for o in self.options), self.operands[operand].sizes
+        return all(size % math.prod(self.sizes[a] for a in cutters(layout, dim)) == 0 for dim, size in enumerate(sizes))
 
     def local(self, operand: int, *dims: int) -> float:
         """The product of the sizes that the named dims of an operand have on one rank."""
@@ -27,12 +49,23 @@ class Site:
         return math.prod(self.operands[operand].sizes[d] for d in dims) * fraction(layout, self.sizes)
 
 
+def once(site: Site) -> int:
+    """One time; an equal share."""
+    return 1
+
+
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them."""
+    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them.
+
+    It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
+    of what it does in that direction.
+    """
 
     kind: str
     nbytes: Callable[[Site], float]
+    times: Callable[[Site], int] = once
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

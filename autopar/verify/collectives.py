@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from autopar.codegen.edges import Edges, Reshard
+from autopar.codegen.edges import Edges, Pair, Reshard
 from autopar.layout import Step
-from autopar.plan import Plan
-from autopar.problem.graph import Program
-from autopar.rules.algorithms import ALGORITHMS
+from autopar.plan import NodePlan, Plan
+from autopar.problem.graph import Op, Program
+from autopar.problem.inner import sites
+from autopar.rules.language import Option, Use
+from autopar.rules.site import Inner, Site
 from autopar.runtime.count import Counted
 
-MOVING = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
+MOVING = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "send")
 Key = tuple[str, int]  # (kind, mesh axis)
 
 
@@ -24,13 +26,24 @@ def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
         for step in moving(reshard, plan.mesh):
             found[step.kind, step.axis] += reshard.count
     for name, node in plan.nodes.items():
-        for axis, run in enumerate(node.runs):
-            if run:
-                op = program.ops[name]
-                trained = any(t.grad for t in op.call.outs)
-                for inner in ALGORITHMS[run].inner(training=trained):
-                    found[inner.kind, axis] += op.count
+        for site, inner in inside(program.ops[name], node, plan.mesh):
+            found[inner.kind, site.axis] += inner.times(site) * program.ops[name].count
     return found
+
+
+def inside(op: Op, node: NodePlan, sizes: tuple[int, ...]) -> list[tuple[Site, Inner]]:
+    """The collectives that runtime algorithms run inside `op`, as planned."""
+    training = any(t.grad for t in op.call.outs)
+    return [(site, each) for algorithm, site in sites(op, _options(node, len(sizes)), sizes)
+            for each in algorithm.inner(training=training)]
+
+
+def _options(node: NodePlan, axes: int) -> list[Option]:
+    """The options that a plan's node stands for, one per axis."""
+    def uses(texts: tuple[str, ...], axis: int) -> tuple[Use, ...]:
+        return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in map(Pair.of, texts))
+
+    return [Option(node.factors[a], uses(node.ins, a), uses(node.outs, a), node.runs[a]) for a in range(axes)]
 
 
 def moving(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:

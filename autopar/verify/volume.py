@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from autopar.codegen.edges import Edges, Pair
+from autopar.codegen.edges import Edges
 from autopar.cost.comm import group_bytes
 from autopar.layout import Layout, cutters
-from autopar.plan import NodePlan, Plan
-from autopar.problem.graph import Op, Program
+from autopar.plan import Plan
+from autopar.problem.graph import Program
 from autopar.rules.algorithms import ALGORITHMS
-from autopar.rules.language import Option, Use
-from autopar.rules.site import Site
 from autopar.runtime.count import Counted
-from autopar.verify.collectives import MOVING, Key, moving
+from autopar.verify.collectives import MOVING, Key, inside, moving
 
 
 def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | None:
@@ -30,9 +28,10 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
         for step in steps:
             found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * reshard.count
     for name, node in plan.nodes.items():
-        for axis, run in enumerate(node.runs):
-            if run:
-                _inside(found, program.ops[name], node, axis, plan.mesh)
+        for site, inner in inside(program.ops[name], node, plan.mesh):
+            if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
+                return None
+            found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * program.ops[name].count
     return found
 
 
@@ -43,21 +42,6 @@ def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
         if item.kind in MOVING:
             found[item.kind, item.axis] += item.bytes
     return found
-
-
-def _inside(found: Counter[Key], op: Op, node: NodePlan, axis: int, mesh: tuple[int, ...]) -> None:
-    """Add the collectives that the runtime algorithm of `op` runs on `axis`."""
-    site = Site(op.call.ins, _options(node, len(mesh)), mesh, axis)
-    for inner in ALGORITHMS[node.runs[axis]].inner(training=any(t.grad for t in op.call.outs)):
-        found[inner.kind, axis] += round(inner.nbytes(site)) * op.count
-
-
-def _options(node: NodePlan, axes: int) -> list[Option]:
-    """The options that a plan's node stands for, one per axis."""
-    def uses(texts: tuple[str, ...], axis: int) -> tuple[Use, ...]:
-        return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in map(Pair.of, texts))
-
-    return [Option(node.factors[a], uses(node.ins, a), uses(node.outs, a), node.runs[a]) for a in range(axes)]
 
 
 def _even(sizes: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:

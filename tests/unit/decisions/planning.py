@@ -22,6 +22,7 @@ from tests.helpers.tiny import TINY
 MODELS = Path(__file__).resolve().parents[3] / "models"
 SPECS = {**TINY, "gpt2": f"hf:{MODELS}/hf/gpt2.json", "llama3-8b": f"hf:{MODELS}/hf/llama3-8b.json",
          "mixtral-8x7b": f"hf:{MODELS}/hf/mixtral-8x7b.json",
+         "llama3.1-8b": f"hf:{MODELS}/hf/llama3.1-8b.json",
          "alexnet": f"{MODELS}/cnn.py:alexnet", "wide-mlp": f"{MODELS}/mlp.py:wide"}
 
 

@@ -97,5 +97,6 @@ def test_two_dimensional(work: Work, cluster: str) -> None:
 
 
 def test_every_recipe_is_tested_here() -> None:
-    """one_weird_trick is in test_strategies, ep in test_experts: they need convolutions and experts."""
-    assert set(RECIPES) == {"single", "ddp", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "ep", "one_weird_trick"}
+    """one_weird_trick is in test_strategies, ep in test_experts, cp and ulysses in test_sequence: they need convolutions, experts, long
+    sequences."""
+    assert set(RECIPES) == {"single", "ddp", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "ep", "cp", "ulysses", "one_weird_trick"}

@@ -10,7 +10,7 @@ import torch
 
 from autopar.codegen.expressions import Written, write
 from autopar.rules import RULES
-from autopar.rules.oracle import failures
+from autopar.rules.oracle import call_of, failures
 from autopar.rules.rule import Rule
 from passes import ops
 from tests.unit.rules import samples_maths as maths
@@ -72,8 +72,21 @@ def expert_dispatch(shards: Sequence[Any]) -> list[torch.Tensor]:
     return [ops.experts(*args[:3], up, down, args[5]) for args, _ in shards]
 
 
+def ring(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank has some query rows and, once they came round, the keys and values of all."""
+    key, value = (torch.cat([args[i] for args, _ in shards], -2) for i in (1, 2))
+    outs, start = [], 0
+    for (query, _, _, *mask), kwargs in shards:
+        named = {k: v for k, v in kwargs.items() if k != "is_causal"}
+        if kwargs.get("is_causal"):
+            mask = [torch.arange(start, start + query.shape[-2]).unsqueeze(1) >= torch.arange(key.shape[-2])]
+        outs.append(aten.scaled_dot_product_attention.default(query, key, value, *mask, **named))
+        start += query.shape[-2]
+    return outs
+
+
 TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts,
-            "expert_dispatch": expert_dispatch}
+            "expert_dispatch": expert_dispatch, "ring": ring}
 
 
 def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[tuple[int, ...]]) -> Any:
@@ -112,6 +125,20 @@ def test_every_row_has_a_sample():
 def test_row(target):
     found = [text for one in SAMPLES[target] for ways in (2, 3, 4) for text in wrong(target, RULES[target], one, ways)]
     assert not found, "\n".join(found)
+
+
+def test_ring_splits_rows_and_keys_of_every_kind_of_attention():
+    target, found = aten.scaled_dot_product_attention.default, []
+    for one in SAMPLES[target]:
+        args, kwargs = fill((list(one.args), dict(one.kwargs)))
+        rank = args[0].dim()
+        here = [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run == "ring"]
+        for option in here:
+            assert [use.value for use in option.ins[:3]] == [use.grad for use in option.outs] * 3 == [f"S{rank - 2}"] * 3
+        found.append(bool(here))
+    assert found == [args[0].shape[-2] == args[1].shape[-2] for args in (one.args for one in SAMPLES[target])]
+    args, kwargs = fill(([f(4, 6, 5, 3)] * 3, {"dropout_p": 0.1}))
+    assert not [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run]
 
 
 PLANTED = {

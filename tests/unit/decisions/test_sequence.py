@@ -1,0 +1,57 @@
+"""Long sequences: what the recipes `cp` and `ulysses` are, and when the search cuts the sequence of an attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.plan import NodePlan
+from autopar.recipes.kinds import ATTRIBUTE, PARTIAL, REPLICATE
+from tests.unit.decisions.planning import Planned, Work, planned
+
+WORK = Work("llama3-8b", 1, 4096, torch.bfloat16)
+
+
+def attention(made: Planned) -> NodePlan:
+    """The plan of the attention of the repeated block."""
+    (name,) = [n for n, op in made.program.ops.items() if "scaled_dot_product_attention" in str(op.target) and op.scope]
+    return made.plan.nodes[name]
+
+
+def rows_cut(made: Planned) -> dict[str, bool]:
+    """Operator with a sequence of tokens in its result -> whether that is cut on the first axis."""
+    found = {}
+    for name, op in made.program.ops.items():
+        if op.role != "op" or not op.scope or not op.call.outs[0].grad:
+            continue  # tables of positions have no heads to cut
+        dims = [d for d, n in enumerate(op.call.outs[0].shape) if not isinstance(n, int) and d not in op.batch[-1]]
+        if dims:
+            found[name] = made.plan.nodes[name].outs[0].split("|")[0].split(",")[0] in {f"S{d}" for d in dims}
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["cp", "ulysses"])
+def test_the_sequence_is_cut_everywhere_and_weights_are_whole(recipe: str) -> None:
+    made = planned(WORK, "h100:1x8", recipe)
+    used = {kind for kinds in made.kinds.values() for kind in kinds}
+    assert ATTRIBUTE in used and used <= {ATTRIBUTE, REPLICATE, PARTIAL}, str(made)
+    assert all(w.uses[0] in ("replicated", "gathered") for w in made.weights.values()), str(made)
+    here, whole = attention(made), [name for name, cut in rows_cut(made).items() if not cut]
+    if recipe == "cp":
+        assert here.runs == ("ring",) and {text.split("|")[0] for text in (*here.ins, *here.outs)} == {"S2"}
+        assert not whole, whole
+    else:
+        assert here.runs == ("",) and {text.split("|")[0] for text in (*here.ins, *here.outs)} == {"S1"}
+        names = {made.program.ops[name].target.__name__ for name in whole}  # the attention and what leads to it: rope, views
+        assert "scaled_dot_product_attention.default" in names and not names & {"linear.default", "matmul.default", "mean.dim", "silu.default"}, names
+        assert all("S" in made.plan.nodes[name].outs[0].split("|")[0] for name in whole), {n: made.plan.nodes[n] for n in whole}
+
+
+@pytest.mark.slow
+def test_131072_tokens_of_one_sample_cut_the_sequence_in_attention() -> None:
+    """8 nodes of 8 devices and 8 key heads: heads across nodes (2 all-to-alls), rows round the ring inside; 1.1 s against 6.9 s of a ring
+    over all 64. No recipe but those that cut the sequence fits."""
+    made = planned(Work("llama3.1-8b", 1, 131072, torch.bfloat16), "h100:8x8")
+    assert set(made.recipes_ms) == {"cp", "ulysses"}, str(made)
+    assert made.step_ms <= min(made.recipes_ms.values())
+    assert "ring" in attention(made).runs or any("S2" in text for text in attention(made).outs), str(made)

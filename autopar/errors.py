@@ -20,7 +20,11 @@ class NoRuleError(AutoparError, NotImplementedError):
 
 
 class InfeasibleError(AutoparError, ValueError):
-    """No plan satisfies the constraints, usually device memory."""
+    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short."""
+
+    def __init__(self, message: str, missing_bytes: float | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class PlanError(AutoparError, ValueError):

@@ -26,6 +26,7 @@ from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Table
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Op, Program, read
+from autopar.problem.largest import largest
 from autopar.problem.options import Sections, options_of, sections_of
 from autopar.problem.prices import Prices, Settings, pair
 from autopar.problem.types import Cost, Problem, Solution
@@ -83,6 +84,7 @@ class Planner:
     clusters: list[OpCluster]
     branches: Branches
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+    missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
     @staticmethod
     def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> Planner:
@@ -114,7 +116,11 @@ class Planner:
                   solve: Callable[[Problem], Solution]) -> Candidate:
         """Solve one mesh. Raises InfeasibleError when nothing fits."""
         model = self.model(sizes, used, name)
-        solution = solve(model.problem)
+        try:
+            solution = solve(model.problem)
+        except InfeasibleError as error:
+            self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
+            raise
         return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice))
 
 
@@ -123,16 +129,41 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when no plan fits device memory, PlanError for unknown recipes, searches or meshes.
     """
+    _check_mesh(request)
     planner = Planner.of(gm, hints, request)
     deadline = time.monotonic() + request.time_limit_s
     best, tried = _recipes(planner, deadline)
     bound = 0.0
     if request.recipe is None:
         found, bound = _search(planner, deadline, best)
-        best = found if best is None or (found and found.cost.time_s < best.cost.time_s) else best
+        best, about = _simplest(found, best, about)
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
     return _finish(planner, best, bound, tried, about)
+
+
+def _check_mesh(request: Request) -> None:
+    """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
+    if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
+        raise PlanError(f"mesh {'x'.join(map(str, request.mesh))} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
+                        f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
+
+
+SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
+
+
+def _simplest(found: Candidate | None, recipe: Candidate | None, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any]]:
+    """The search's answer, or the best recipe where that is as fast within `SIMPLER`; then the notes say both times."""
+    if found is None or recipe is None:
+        return found or recipe, about
+    searched_s, named_s = found.cost.time_s, recipe.cost.time_s
+    if named_s > searched_s * (1 + SIMPLER):
+        return found, about
+    if searched_s < named_s:
+        note = (f"{recipe.name} ({1e3 * named_s:.4g} ms) rather than what the search found ({1e3 * searched_s:.4g} ms): "
+                f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart")
+        about = {**about, "notes": (*about.get("notes", ()), note)}
+    return recipe, about
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
@@ -244,15 +275,11 @@ def space(sizes: tuple[int, ...]) -> tuple[roles.Role, ...]:
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     lines = [f"no plan fits {planner.request.cluster.describe()}:"]
     lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
-    largest = sorted((op for op in planner.program.ops.values() if op.role == "param"),
-                     key=lambda op: (-_bytes(op), op.name))[:5]
-    lines.append("the five largest tensors: " + ", ".join(f"{op.fqn} {_bytes(op) / 2**30:.2f} GiB" for op in largest))
+    if planner.missing_bytes:
+        lines.append(f"the plan of least memory is {min(planner.missing_bytes) / 2**30:.2f} GiB per device over the limit")
+    lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))
     lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
     return "\n".join(lines)
-
-
-def _bytes(op: Op) -> float:
-    return math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
 
 
 def _finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:

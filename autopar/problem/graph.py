@@ -200,7 +200,7 @@ class _Reader:
     def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
         shape = facts.shape(node, index)
         dtype = facts.dtype(node, index)
-        floating = dtype.is_floating_point
+        floating = dtype.is_floating_point or dtype.is_complex
         gradient = gradient and floating and (index is None or self._used(node, index))
         return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating, dtype.itemsize)
 

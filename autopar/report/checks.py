@@ -26,5 +26,6 @@ def checked(report: Report) -> Group:
         if len(wrong) > SHOWN:
             more.add_row("", f"{len(wrong) - SHOWN} more", "")
         parts += ["", more, "", f"first node that differs: {report.first or 'not found'}"]
+    parts += [f"note: {note}" for note in report.notes]
     parts += ["", "all values are within the tolerance" if report.ok else f"{len(wrong)} of {len(report.rows)} values are wrong"]
     return Group(*parts)

@@ -8,6 +8,8 @@
     sliced      whole at rest, cut in use
     masked      one rank uses it, the others use zeros: the operator's result is a sum over the ranks
     replicated  whole at rest and in use
+    placed      on one coordinate of the axis only, at rest and in use (operator placement)
+    sent        on one coordinate at rest or in use, elsewhere or everywhere otherwise
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.codegen.edges import Pair, in_pair, out_pair
-from autopar.layout import fraction, is_shard, show
+from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 
@@ -86,6 +88,8 @@ def _uses(op: Op, readers: list[tuple[Op, int]], plan: Plan) -> tuple[str, ...]:
 
 def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
     lies, asked = rest.value[axis], in_pair(plan, reader.name, operand).value[axis]
+    if is_placed(lies) or is_placed(asked):
+        return "placed" if lies == asked else "sent"
     if lies == asked:
         return _cut(reader, axis, plan) if is_shard(lies) else "replicated"
     if is_shard(lies):

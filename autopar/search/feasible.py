@@ -64,7 +64,8 @@ def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
     limit = problem.memory_limit_bytes
     return InfeasibleError(
         f"problem {problem.name}: the solution of least memory needs {_size(least_bytes)} per device, the limit is "
-        f"{_size(limit)}: {_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model")
+        f"{_size(limit)}: {_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model",
+        missing_bytes=least_bytes - limit)
 
 
 def _size(size_bytes: float) -> str:

@@ -22,7 +22,7 @@ WRONG = {
     "mode": ({"mode": "trian"}, PlanError, r"mode is 'trian', wanted train or inference"),
     "recipe": ({"recipe": "ttp"}, PlanError, r"unknown recipe 'ttp'; known are .*tp"),
     "search": ({"search": "ilpp"}, PlanError, r"unknown search 'ilpp'; known are .*ilp"),
-    "mesh": ({"mesh": (3,)}, AutoparError, r"mesh \(3,\) does not multiply to its 2 devices"),
+    "mesh": ({"mesh": (3,)}, PlanError, r"mesh 3 has 3 ranks, cpu:1x2 has 2 devices; wanted axes that multiply to 2"),
     "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
     "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),
@@ -40,8 +40,13 @@ def test_options_that_do_not_exist(name):
 def test_a_model_that_fits_nowhere_names_the_shortfall_and_the_largest_tensors():
     with torch.device("meta"):
         model, batch = mlp.build(1024, 65536, 12, 100, 64)
-    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits .*GiB.*five largest tensors: .*linear.weight 192.00 GiB.*use more or larger devices"):
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits .*over the limit.*five largest tensors: layers.0.linear.weight ... layers.11.linear.weight \(12 alike, 16.00 GiB each\) 192.00 GiB.*use more or larger devices"):
         autopar.compile(model, "l4:1x2", batch, recipe="tp")
+
+
+def test_a_mesh_of_another_size_than_the_cluster():
+    with pytest.raises(PlanError, match=r"mesh 2x3 has 6 ranks, cpu:1x2 has 2 devices; wanted axes that multiply to 2"):
+        compile(mesh=(2, 3))
 
 
 @pytest.fixture(scope="module")

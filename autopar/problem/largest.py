@@ -1,0 +1,26 @@
+"""The largest parameters of a program, for people whose model does not fit."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.problem.graph import Op, Program
+
+
+def largest(program: Program, count: int = 5) -> list[str]:
+    """The `count` parameters with the most bytes, all instances of a block together: full name, instances and GiB of the weight
+    alone (gradients and optimizer state come on top)."""
+    params = [op for op in program.ops.values() if op.role == "param"]
+    return [_line(op) for op in sorted(params, key=lambda op: (-_bytes(op), op.name))[:count]]
+
+
+def _line(op: Op) -> str:
+    names = list(op.node.meta.get("fqns") or (op.fqn,))
+    size = _bytes(op) / 2**30
+    if len(names) == 1:
+        return f"{names[0]} {size:.2f} GiB"
+    return f"{names[0]} ... {names[-1]} ({len(names)} alike, {size / len(names):.2f} GiB each) {size:.2f} GiB"
+
+
+def _bytes(op: Op) -> float:
+    return math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count

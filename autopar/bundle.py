@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import linecache
 import os
-import shutil
+import pickle
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,35 +59,60 @@ class Bundle:
         return module if weights is None else module.load_full(weights, strict=False)
 
     def save(self, folder: Path) -> Path:
-        """Write the folder in one move: a reader sees all of it or nothing."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        """Write the folder in one move: a reader sees all of it or nothing, and what stood there before stays until then.
+
+        Raises PlanError where something else stands there.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise PlanError(f"{folder} is a file: name another folder for the plan")
         if folder.exists() and not (folder / "plan.json").exists() and any(folder.iterdir()):
             raise PlanError(f"{folder} exists and is no saved plan: it would be replaced; name another folder")
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            plan = self.plan
-            (temporary / "plan.json").write_text(plan.to_json())
-            (temporary / "sharded.py").write_text(self.source)
-            buffer = io.BytesIO()
-            torch.save(dict(self.constants), buffer)
-            (temporary / "constants.pt").write_bytes(buffer.getvalue())
-            (temporary / "README.md").write_text(_README.format(
-                model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
-                step=plan.predicted.step_s, ranks=plan.ranks, folder=folder.name))
-            temporary.chmod(0o755)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
+            made, older = Path(beside) / "new", Path(beside) / "older"
+            self._write(made, folder.name)
             if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(temporary, folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+                os.replace(folder, older)
+            try:
+                os.replace(made, folder)
+            except BaseException:
+                if older.exists():
+                    os.rename(older, folder)
+                raise
         return folder
+
+    def _write(self, folder: Path, name: str) -> None:
+        plan = self.plan
+        folder.mkdir(mode=0o755)
+        (folder / "plan.json").write_text(plan.to_json())
+        (folder / "sharded.py").write_text(self.source)
+        buffer = io.BytesIO()
+        torch.save(dict(self.constants), buffer)
+        (folder / "constants.pt").write_bytes(buffer.getvalue())
+        (folder / "README.md").write_text(_README.format(
+            model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
+            step=plan.predicted.step_s, ranks=plan.ranks, folder=name))
 
     @staticmethod
     def load(folder: Path) -> Bundle:
-        """Read a folder that `save` wrote. Raises PlanError when a file is missing."""
+        """Read a folder that `save` wrote. Raises PlanError when a file is missing, cannot be read, or is of another plan."""
         missing = [name for name in ("plan.json", "sharded.py", "constants.pt") if not (folder / name).is_file()]
         if missing:
             raise PlanError(f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save")
-        constants = torch.load(folder / "constants.pt", weights_only=True)
-        return Bundle(Plan.load(folder / "plan.json"), (folder / "sharded.py").read_text(), constants)
+        plan, source = Plan.load(folder / "plan.json"), (folder / "sharded.py").read_text()
+        written = re.search(r"\| plan ([0-9a-f]{12}) \|", source)
+        if written is not None and written.group(1) != plan.digest:
+            raise PlanError(f"{folder / 'sharded.py'} was emitted for plan {written.group(1)}, but plan.json beside it is plan "
+                            f"{plan.digest}: emit the plan again, or bring back the file that belongs to it")
+        return Bundle(plan, source, _constants(folder / "constants.pt"))
+
+
+def _constants(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name; nothing in the file is executed."""
+    try:
+        found = torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise PlanError(f"constants.pt of {path.parent} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]}): save it again") from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise PlanError(f"constants.pt of {path.parent} cannot be read (it holds no tensors by name): save it again")
+    return found

@@ -6,6 +6,7 @@ format; the same input gives the same bytes. Loading refuses another schema; usi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -99,6 +100,11 @@ class Plan:
         for size in self.mesh:
             count *= size
         return count
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the whole plan: an emitted file names the plan that it was emitted for."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         """The plan as JSON text, byte for byte the same for the same plan."""

@@ -89,7 +89,7 @@ def _header(context: Context) -> str:
     return f'''"""{plan.model} on {cluster} | mesh {mesh or "of one device"} | {plan.strategy} | {plan.mode}
 
 predicted {predicted.step_s:.4g} s/step, {predicted.memory_bytes / 2**30:.3g} GiB per device{gap}
-planned for {", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"} | graph {plan.graph_hash[:12]} | autopar {autopar.__version__}
+planned for {", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"} | graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}
 
 Each operator runs on local shards. The comment behind it is the local size of its result and its layout: one entry per
 mesh axis, R replicated, S0 cut along dim 0, P a part of a sum.
@@ -197,6 +197,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
         f"{INDENT}RUNS = {{{', '.join(f'{scope!r}: {value}' for scope, value in runs.items())}}}", "",
         f"{INDENT}def forward(self, {', '.join(writer.names[op.name, 0] for op in inputs)}):",
         *(f"{INDENT * 2}{line}" for line in _size_lines(context, writer, inputs)),
+        *(f"{INDENT * 2}MESH.even({size!r}, {size}, {axes}, {why!r})" for (size, axes), why in context.even.items()),
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
     return "\n".join(text)
 

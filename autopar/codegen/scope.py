@@ -23,7 +23,7 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, needed, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
-from autopar.layout import show
+from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref
 from autopar.rules.language import Tensor
 from passes import facts
@@ -183,12 +183,21 @@ class ScopeWriter:
         layouts = [Pair.of(text).value for text in plan.nodes[op.name].outs]
         outs = tuple(tuple(size_text.shape(t.shape, layout, self.context.sizes, self.context.batch_axes))
                      for t, layout in zip(op.call.outs, layouts, strict=True))
+        if node.target is torch.ops.aten.reshape.default:
+            self._note_even(op, layouts[0])
         written = Written(args, kwargs, node.args, outs)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)
         if special is not None:
             return special
         self.context.use(node.target)
         return seeded_text(op, plan.nodes[op.name], write(node.target, written), written, self.context)
+
+    def _note_even(self, op: Op, layout: Layout) -> None:
+        """Remember the sizes that a reshape of cut dims needs to be even: the file checks them before it runs anything."""
+        source = in_pair(self.context.plan, op.name, 0).value
+        for size, axes in size_text.must_divide(op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.sizes,
+                                                self.context.batch_axes):
+            self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
 
     def _argument(self, item: Any, queue: Any) -> str:
         if isinstance(item, fx.Node):

@@ -55,6 +55,22 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Coll
     return f"{body} // {ways}" if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body}) // {ways}"
 
 
+def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],
+                exact: Collection[int] = ()) -> list[tuple[Size, tuple[int, ...]]]:
+    """Sizes, and the axes that cut them, that must divide for a reshape of local parts to be a part of the reshaped whole. Where the
+    batch is merged with heads, `b` rows in uneven chunks are not `b * h` rows in uneven chunks."""
+    found = []
+    for i, size in enumerate(before):
+        for j, other in enumerate(after):
+            axes = cutters(src, i)
+            if not axes or axes != cutters(dst, j) or size == other or isinstance(size, int) or isinstance(other, int):
+                continue
+            smaller = size if sympy.fraction(sympy.cancel(other / size))[1] == 1 else other
+            if not (sympy.cancel(smaller / BATCH).is_polynomial() and all(a in exact for a in axes)):
+                found.append((smaller, axes))
+    return found
+
+
 def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], exact: Collection[int] = ()) -> list[str]:
     """All local sizes of a tensor; `exact` as for `local`."""
     return [local(size, layout, dim, mesh, exact) for dim, size in enumerate(sizes)]

@@ -110,6 +110,13 @@ class Mesh:
         start, stop = self.span(size, axes)
         return stop - start
 
+    def even(self, name: str, size: int, axes: Sequence[int], why: str) -> None:
+        """Raise RunError unless `size`, called `name`, divides by the ranks of `axes`. `why` names the operator that needs it."""
+        ways = math.prod(self.sizes[a] for a in axes)
+        if size % ways:
+            raise RunError(f"{name} = {size} does not divide by the {ways} ranks that cut it on {self}, which {why} needs: it reshapes "
+                           f"a cut dim; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan for another mesh")
+
     def forget(self) -> None:
         """Drop the process groups, for programs that shut torch.distributed down and start it again."""
         for name in ("device_mesh", "coord", "groups"):

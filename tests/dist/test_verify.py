@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.errors import RunError
 from autopar.recipes import RECIPES
 from autopar.verify import Report
 from tests.helpers.matrix import MESHES, Entry, entries
@@ -81,3 +82,14 @@ def test_bytes_are_compared_where_cuts_are_even() -> None:
     assert any(row.name == "bytes: run = priced" for row in even.rows)
     uneven = who.verified(planned(who, (4,), "zero3"))  # a bias of 10 over 4 ranks
     assert not any(row.name.startswith("bytes") for row in uneven.rows)
+
+
+def test_a_batch_that_an_inner_operator_cannot_cut_is_an_error_that_names_it() -> None:
+    """BLOOM merges batch and heads; whole inputs let any batch in."""
+    who = subject("hf-bloom")
+    made = planned(who, (2, 2), "random 3")
+    assert made.nodes["input_ids"].outs[0].startswith("R,R")
+    with pytest.raises(RunError, match=r"b = 7 does not divide by the 2 ranks that cut it on Mesh\(.*which transformer_h_0/reshape\S* at "
+                                       r"transformer\.h\.0\.self_attention \(.*\.py:\d+\) needs.*use 6 or 8"):
+        who.verified(made, 7)
+    _right(who.verified(made, 6))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import sympy
 
-from autopar.codegen.sizes import local
+from autopar.codegen.sizes import local, must_divide
 from autopar.layout import local_shape, parse
 from passes import facts
 
@@ -39,3 +39,14 @@ def test_what_surely_divides_reads_as_a_division() -> None:
     assert local(B, parse("S0,R"), 0, (2, 3), exact=(0,)) == "b // 2"
     assert local(4 * S, parse("S0,R"), 0, (2, 3)) == "2*s"
     assert local(S, parse("S0,R"), 0, (2, 3), exact=(0,)) == "MESH.local(s, (0,))"
+
+
+def test_sizes_that_a_reshape_of_cut_dims_needs_to_be_even():
+    b, s = B, S
+    assert must_divide((b, 4, s), ("S0",), (b * 4, s), ("S0",), (2,)) == [(b, (0,))]
+    assert must_divide((b * 4, s), ("S0",), (b, 4, s), ("S0",), (2,)) == [(b, (0,))]
+    assert must_divide((b, 4, s), ("S0",), (b * 4, s), ("S0",), (2,), exact=(0,)) == []  # the inputs are cut so: checked there
+    assert must_divide((b, s), ("S1",), (b * s,), ("R",), (2,)) == []
+    assert must_divide((b, s, 8), ("S1",), (b, s, 2, 4), ("S1",), (2,)) == []
+    assert must_divide((b, s, 8), ("S2",), (b, s, 2, 4), ("S2",), (2,)) == []  # plain sizes are checked when planning
+    assert must_divide((b, s), ("S0", "S0"), (b * s,), ("S0", "S0"), (2, 2), exact=(0,)) == [(b, (0, 1))]

@@ -1,0 +1,95 @@
+"""Plans as JSON: what is written is read back the same, byte for byte; anything else is refused by name, and never half-written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import PlanError
+from autopar.plan import SCHEMA, Alternative, NodePlan, Plan, Predicted, Stage, write_atomic
+
+TEXT = st.text(max_size=8)
+TEXTS = st.lists(TEXT, max_size=3).map(tuple)
+SIZES = st.lists(st.integers(1, 8), max_size=3).map(tuple)
+SECONDS = st.floats(0, 1e6, allow_nan=False)
+JSON: st.SearchStrategy[Any] = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | SECONDS | TEXT,
+                                           lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2), max_leaves=5)
+PLANS = st.builds(
+    Plan, model=TEXT, graph_hash=TEXT, mode=st.sampled_from(["train", "inference"]), precision=TEXT, optimizer=TEXT,
+    hints=st.dictionaries(TEXT, st.integers(1, 99), max_size=2), cluster=st.dictionaries(TEXT, JSON, max_size=2), axes=TEXTS, mesh=SIZES,
+    strategy=TEXT, seed=st.integers(0, 99), nodes=st.dictionaries(TEXT, st.builds(NodePlan, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=3),
+    predicted=st.builds(Predicted, *[SECONDS] * 6),
+    alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT), max_size=2).map(tuple),
+    stages=st.lists(st.builds(Stage, TEXTS, SIZES), max_size=2).map(tuple), schedule=TEXT, microbatches=st.integers(1, 9),
+    source=st.dictionaries(TEXT, JSON, max_size=2), notes=TEXTS)
+
+
+@given(PLANS)
+@settings(max_examples=150, deadline=None)
+def test_a_plan_is_read_back_as_it_was_and_written_as_the_same_bytes(plan: Plan) -> None:
+    text = plan.to_json()
+    again = Plan.from_json(text)
+    assert again == plan
+    assert again.to_json() == text
+    assert list(again.nodes) == list(plan.nodes) and list(again.hints) == list(plan.hints)  # orders mean something
+
+
+PLAN = Plan("m", "abc", "train", "float32", "adamw", {"b": 8}, {"name": "cpu"}, ("rank",), (2,), "tp", 0,
+            {"x": NodePlan((), ("S0|-",), ("b",), ("sample",), ("",))}, Predicted(1, 2, 3, 4, 5, 0.5), (Alternative("ddp", (2,), None, None, "big"),))
+
+
+@given(st.sampled_from([f.name for f in fields(Plan)]))
+def test_a_missing_key_is_named(key: str) -> None:
+    data = json.loads(PLAN.to_json())
+    del data[key]
+    wanted = r"plan has schema None" if key == "schema" else rf"plan lacks \['{key}'\] and has unknown \[\]"
+    with pytest.raises(PlanError, match=wanted):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(("path", "value", "said"), [
+    (("extra",), 1, r"unknown \['extra'\]"),
+    (("schema",), SCHEMA + 1, rf"schema {SCHEMA + 1}, this version of autopar reads {SCHEMA}; plan the model again"),
+    (("schema",), str(SCHEMA), rf"schema '{SCHEMA}'"),
+    (("nodes",), [], "malformed"), (("nodes", "x"), {"ins": []}, "malformed.*missing"), (("nodes", "x", "more"), [], "malformed.*more"),
+    (("predicted",), {"step_s": 1}, "malformed.*missing"), (("predicted", "speed"), 1, "malformed.*speed"),
+    (("stages",), [{"nodes": []}], "malformed.*ranks"), (("mesh",), 4, "malformed"), (("alternatives",), [{"name": "ddp"}], "malformed.*mesh"),
+])
+def test_a_plan_that_is_bent_is_refused(path: tuple[str, ...], value: Any, said: str) -> None:
+    data = json.loads(PLAN.to_json())
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(PlanError, match=f"(?s){said}"):
+        Plan.from_json(json.dumps(data))
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+
+
+def test_derived_numbers() -> None:
+    assert PLAN.ranks == 2 and Predicted(3, 0, 0, 0, 0, 2).gap == 0.5 and Predicted(3, 0, 0, 0, 0).gap == float("inf")
+
+
+def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("autopar.plan.os.replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, "half")
+    assert Plan.load(path) == PLAN and [p.name for p in path.parent.iterdir()] == ["plan.json"]

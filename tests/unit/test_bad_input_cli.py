@@ -1,0 +1,177 @@
+"""Bad input at the command line: one message that names what, where and what to do; exit code 1; no file is written, no rank is left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from autopar.cli.app import main
+
+MODELS = '''"""Models that go wrong."""
+import torch
+from torch import nn
+
+
+@torch.library.custom_op("autopar_test_cli::shuffle", mutates_args=())
+def shuffle(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean()
+
+
+@shuffle.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+shuffle.register_autograd(lambda ctx, grad: grad - grad.mean())
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.table, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, y):
+        h = self.linear(self.table(ids))
+        if self.kind == "branch":
+            if h.sum() > 0:
+                h = h * 2
+        if self.kind == "unknown op":
+            h = shuffle(h)
+        return ((h - y) ** 2).mean()
+
+
+def good(batch=8, seq=128):
+    return Net("plain"), (torch.zeros(batch, dtype=torch.long), torch.zeros(batch, 8))
+
+
+def big():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2048, 2048), Mean()), (torch.zeros(8, 2048),)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+def branch():
+    return Net("branch"), good()[1]
+
+
+def unknown_op():
+    return Net("unknown op"), good()[1]
+
+
+def out_of_range():
+    return Net("plain"), (torch.full((8,), 99), torch.zeros(8, 8))
+'''
+CLUSTER = '''name = "ours"
+[device]
+kind = "cpu"
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file of models."""
+    (tmp_path / "net.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The command line in this process; its exit code."""
+    monkeypatch.setattr("sys.argv", ["autopar", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def planned(here: Path, monkeypatch: pytest.MonkeyPatch, *more: str, model: str = "net.py:good") -> Path:
+    assert run(monkeypatch, "plan", model, "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", *more) == 0
+    return here / "plan.json"
+
+
+def refused(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that must fail and leave the folder as it was."""
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and "__pycache__" not in str(p)}
+    assert run(monkeypatch, *arguments) == 1
+    said = capsys.readouterr()
+    warnings, _, message = f"\n{said.err}".rpartition("\nerror: ")
+    assert message and "Traceback" not in warnings and not said.out
+    assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and "__pycache__" not in str(p)} == before
+    assert not multiprocessing.active_children()
+    return message
+
+
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(MODELS.splitlines(), 1) if text in line)
+
+
+def test_a_model_that_cannot_be_exported_names_the_line(here, monkeypatch, capsys) -> None:
+    said = refused(here, monkeypatch, capsys, "plan", "net.py:branch", "--cluster", "cpu:1x2", "-o", "plan.json")
+    assert f"net.py:{line_of('if h.sum() > 0')}: if h.sum() > 0" in said and "rewrite" in said and "Net cannot be exported" in said
+
+
+def test_an_operator_without_a_rule_is_said_with_its_line_and_planned_whole(here, monkeypatch, capsys) -> None:
+    planned(here, monkeypatch, model="net.py:unknown_op")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no sharding rule for autopar_test_cli.shuffle.default" in said and f"net.py:{line_of('h = shuffle(h)')}" in said and "rules=" in said
+
+
+def test_a_batch_that_does_not_divide(here, monkeypatch, capsys) -> None:
+    path = planned(here, monkeypatch)
+    said = refused(here, monkeypatch, capsys, "verify", str(path), "--batch", "7")
+    assert "input 'ids': dim 0 of size 7 does not divide by the 2 ranks that cut it" in said and "use 6 or 8" in said
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("speed = 3", "speed"), ("[[level]]\nsize = 0", "level"), ("nonsense [", "ours.toml"),
+])
+def test_a_cluster_file_with_unknown_keys_or_nonsense(here, monkeypatch, capsys, text: str, wanted: str) -> None:
+    (here / "ours.toml").write_text(f"{text}\n{CLUSTER}")
+    said = refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "ours.toml", "-o", "plan.json")
+    assert "ours.toml" in said and wanted in said
+
+
+def test_a_model_that_fits_under_no_plan(here, monkeypatch, capsys) -> None:
+    from autopar.cluster import Cluster
+
+    plan = json.loads(planned(here, monkeypatch).read_text())
+    small = plan["cluster"]
+    small["device"]["memory_bytes"] = 4 << 20
+    (here / "plan.json").unlink()
+    monkeypatch.setattr(Cluster, "parse", staticmethod(lambda text: Cluster.from_dict(small)))
+    said = refused(here, monkeypatch, capsys, "plan", "net.py:big", "--cluster", "small", "-o", "plan.json")
+    assert "no plan fits" in said and "GiB" in said and "five largest tensors: 0.weight 0.02 GiB" in said and "use more or larger devices" in said
+
+
+def test_a_plan_for_another_model_or_schema(here, monkeypatch, capsys) -> None:
+    path = planned(here, monkeypatch)
+    (here / "net.py").write_text(MODELS.replace("nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False)"))
+    for command in (("emit", str(path), "-o", "out"), ("run", str(path)), ("verify", str(path)), ("explain", str(path))):
+        said = refused(here, monkeypatch, capsys, *command)
+        assert "is for another graph than net.py:good gives now" in said and "plan the model again" in said
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"schema": 99}))
+    assert "plan has schema 99, this version of autopar reads" in refused(here, monkeypatch, capsys, "emit", str(path), "-o", "out")
+
+
+def test_a_wrong_number_of_ranks(here, monkeypatch, capsys) -> None:
+    path = planned(here, monkeypatch)
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    said = refused(here, monkeypatch, capsys, "run", str(path))
+    assert "wrong number of ranks: got 1, wanted 2" in said and "--nproc-per-node=2" in said
+
+
+def test_a_rank_that_fails_stops_all_and_its_error_is_shown(here, monkeypatch, capsys) -> None:
+    path = planned(here, monkeypatch, model="net.py:out_of_range")
+    said = refused(here, monkeypatch, capsys, "run", str(path), "--json", "run.json")
+    assert "of 2 failed, all ranks were stopped" in said and "IndexError: index out of range" in said and "F.embedding(" in said

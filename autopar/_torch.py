@@ -45,6 +45,11 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules do."""
+    return tensor._is_view()
+
+
 def export_errors() -> tuple[type[Exception], ...]:
     """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors included.
 

@@ -134,7 +134,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
     from autopar.capture import capture
-    from autopar.codegen.module import Names, emit
+    from autopar.codegen.module import emit
+    from autopar.codegen.tables import Names
     from autopar.planner import Request, plan
     from autopar.problem.prices import Settings
     from autopar.rules import as_rules

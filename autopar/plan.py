@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -17,19 +18,24 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
     """One node: per operand and per output `"value layout|gradient layout"`; per mesh axis the factor that is split, its
-    kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain)."""
+    kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain).
+
+    `micro` says for each output how the microbatches of a step share it: `S0` each has its own rows, `P` each a part of a
+    sum, `R` (and nothing) all the same value.
+    """
 
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     factors: tuple[str, ...]
     kinds: tuple[str, ...]
     runs: tuple[str, ...]
+    micro: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,12 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage: its nodes (empty: all of them) and its ranks (empty: all of them)."""
+    """A pipeline stage: the operators of the top-level graph that run in it, the instances `[first, stop)` of each run of
+    blocks (by scope), and its place on the pipeline axis. A model that is not cut has one stage without entries."""
 
     nodes: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
+    blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,9 @@ class Plan:
     predicted: Predicted
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[Stage, ...] = (Stage(),)
-    schedule: str = "none"
+    schedule: str = "none"  # of the pipeline: a key of autopar.pipeline.SCHEDULES, "none" where nothing is cut
     microbatches: int = 1
+    totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
@@ -96,10 +105,17 @@ class Plan:
     @property
     def ranks(self) -> int:
         """The number of ranks that the plan needs."""
-        count = 1
-        for size in self.mesh:
-            count *= size
-        return count
+        return math.prod(self.mesh) * self.places
+
+    @property
+    def places(self) -> int:
+        """The length of the pipeline axis: how many groups of ranks hold different stages. `mesh` is the mesh of each."""
+        return 1 + max(stage.place for stage in self.stages)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a step runs a pipeline schedule or several microbatches."""
+        return len(self.stages) > 1 or self.microbatches > 1
 
     @property
     def digest(self) -> str:
@@ -155,9 +171,10 @@ class Plan:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes")}
+    tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals")}
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
-    stages = tuple(Stage(tuple(s["nodes"]), tuple(s["ranks"])) for s in data["stages"])
+    stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"])
+                   for s in data["stages"])
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
     rest = {"nodes": nodes, "stages": stages, "alternatives": others, "predicted": Predicted(**data["predicted"])}
     return Plan(**{**data, **tuples, **rest})

@@ -7,7 +7,8 @@ from pathlib import Path
 from autopar.bundle import Bundle
 from autopar.cli.console import progress, show
 from autopar.cli.rebuild import Rebuilt, rebuild
-from autopar.codegen.module import Names, emit
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 
 
 def emit_command(where: Path, folder: Path) -> None:

@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cluster import Cluster, Mesh
+from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import Edges, Reshard, edges, out_pair
 from autopar.codegen.expressions import qualified
 from autopar.cost.comm import steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, Run
+from autopar.problem.graph import Op, Program, Ref, Run
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -51,6 +52,22 @@ class Context:
         cut = [out_pair(self.plan, (op.name, 0)).value for op in inputs]
         return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == "S0" for layout in cut))
 
+    def micro(self, ref: Ref) -> str:
+        """How microbatches share a value: cut (`S0`), as parts of a sum (`P`), or the same for all (`R`)."""
+        entries = self.plan.nodes[ref[0]].micro
+        return entries[ref[1]] if entries else "R"
+
+    def local_sizes(self, ref: Ref) -> tuple[str, ...]:
+        """The sizes of a value on this rank in one microbatch, as source."""
+        tensor, layout = self.program.ops[ref[0]].call.outs[ref[1]], out_pair(self.plan, ref).value
+        return tuple(size_text.shape(tensor.shape, layout, self.sizes, self.batch_axes, self.micro(ref), self.plan.microbatches))
+
+    def whole_sizes(self, ref: Ref) -> str:
+        """The sizes of a value on all ranks together in one microbatch, as the source of a tuple."""
+        tensor = self.program.ops[ref[0]].call.outs[ref[1]]
+        texts = size_text.shape(tensor.shape, ("R",) * len(self.sizes), self.sizes, (), self.micro(ref), self.plan.microbatches)
+        return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
     @property
     def symbols(self) -> tuple[str, ...]:
         return tuple(self.plan.hints)
@@ -84,7 +101,7 @@ class Context:
 
     def reason(self, reshard: Reshard) -> str:
         """Why a reshard stands there and what it costs, once: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
-        size = self.program.bytes_of(reshard.ref)
+        size = self.program.bytes_of(reshard.ref) / (self.plan.microbatches if is_shard(self.micro(reshard.ref)) else 1)
         forward = reshard.forward(self.sizes)
         parts = [f"{self._words(forward, reshard)}: {_bytes(size * fraction(forward[-1].after, self.sizes))}, "
                  f"{_seconds(steps_s(forward, size, self.mesh))}"] if forward else []

@@ -8,45 +8,18 @@ The file imports torch and autopar.runtime only. Parameters are declared with th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 import autopar
 from autopar.codegen.context import Context
-from autopar.codegen.edges import out_pair
-from autopar.codegen.order import compact, order_text, ranked
 from autopar.codegen.scope import ScopeWriter
-from autopar.layout import is_shard, show
+from autopar.codegen.stages import pipelined_model
+from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run, read
 
-if TYPE_CHECKING:
-    from autopar.capture import Captured
-
-INDENT = "    "
-RESERVED = ("Block", "Mesh", "Model", "Param", "ShardedModule", "F", "MESH")  # names that the file itself uses for other things
-
-
-@dataclass(frozen=True)
-class Names:
-    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
-    holds, the names of the state dict in the order of the model, and arguments that are part of the graph."""
-
-    inputs: tuple[str, ...]
-    structure: Any
-    aliases: Mapping[str, str]
-    fleeting: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
-    fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(captured: Captured) -> Names:
-        """Those of a captured model."""
-        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
-                     dict(captured.fixed))
+RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
@@ -54,7 +27,7 @@ def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) 
     program = read(gm, plan.hints, training=plan.mode == "train")
     context = Context(program, plan, _class_names(program), probes, names.fleeting, names.order)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
-    model = _model(context, gm, names)
+    model = pipelined_model(context, gm, names) if plan.pipelined else _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
 
 
@@ -85,6 +58,8 @@ def _header(context: Context) -> str:
     cluster = plan.cluster.get("name", "cluster")
     gap = f", gap {100 * predicted.gap:.1f} %" if predicted.bound_s > 0 else ""
     imports = "\n".join(f"from {module} import {name}" for name, module in sorted(context.functions.items()))
+    bases = "Pipeline, PipelinedModule, Stage" if plan.pipelined else "ShardedModule"
+    places = f", places={plan.places}" if plan.places > 1 else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
     return f'''"""{plan.model} on {cluster} | mesh {mesh or "of one device"} | {plan.strategy} | {plan.mode}
 
@@ -98,9 +73,9 @@ mesh axis, R replicated, S0 cut along dim 0, P a part of a sum.
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime import Block, Mesh, Param, ShardedModule, gather, main, reshard
+from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
-MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{_device_type(plan)}")
+MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{_device_type(plan)}"{places})
 '''
 
 
@@ -124,7 +99,7 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",
         f'{INDENT}"""{run.count} instances of {_path(context, run)}."""', "",
-        *_parameters(context, run.scope), *_mutates(context, run), "",
+        *parameter_tables(context, _ops(context, run.scope)), *_mutates(context, run), "",
         f"{INDENT}def forward(self, {', '.join(ports)}{', *' if symbols else ''}{symbols}):",
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
 
@@ -145,93 +120,25 @@ def _short(context: Context, run: Run) -> str:
     return next(context.short_name(op) for op in context.program.ops.values() if op.scope == run.scope and op.role == "param")
 
 
-def _parameters(context: Context, scope: str) -> list[str]:
-    """The tables PARAMS and BUFFERS of one class."""
-    lines = []
-    for title, roles in (("PARAMS", ("param",)), ("BUFFERS", ("buffer", "constant"))):
-        ops = ranked([op for op in context.program.ops.values() if op.scope == scope and op.role in roles], context.order)
-        if not ops:
-            continue
-        lines.append(f"{INDENT}{title} = {{")
-        lines += [f"{INDENT * 2}{_parameter(context, op)}," for op in ops]
-        lines.append(f"{INDENT}}}")
-    return lines
-
-
-def _parameter(context: Context, op: Op) -> str:
-    layout = out_pair(context.plan, (op.name, 0)).value
-    dtype = str(op.out_dtypes[0]).removeprefix("torch.")
-    shape = tuple(op.call.outs[0].sizes)
-    sync = context.edges.sync.get((op.name, 0), ())
-    grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
-    return (f'"{context.short_name(op)}": Param({shape}, "{dtype}", "{show(layout)}"'
-            f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
-
-
-def _persistent(context: Context, op: Op) -> str:
-    """Constants and buffers that the model's state dict does not hold are not in the emitted one's either."""
-    names = op.node.meta.get("fqns") or [op.fqn]
-    fleeting = op.role == "constant" or (op.role == "buffer" and names[0] in context.fleeting)
-    return ", persistent=False" if fleeting else ""
+def _ops(context: Context, scope: str) -> list[Op]:
+    return [op for op in context.program.ops.values() if op.scope == scope]
 
 
 def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     writer = ScopeWriter(context, gm, "")
     lines = writer.write()
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
-    results = context.program.results
-    layouts = {op.node.name: out_pair(context.plan, (op.name, 0)).value for op in inputs}
-    runs = {run.scope: f"({context.class_of(run.scope)}, {_prefixes(context, run)})" for run in context.program.runs.values()}
     text = [
         "", "class Model(ShardedModule):",
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""', "",
-        f"{INDENT}MESH = MESH",
-        f"{INDENT}INPUTS = {{{', '.join(f'{n!r}: {show(layouts[op.node.name])!r}' for n, op in zip(names.inputs, inputs, strict=True))}}}",
-        *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
-        f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
-        f"{INDENT}OUTPUTS = {tuple((op.role, op.fqn) for op in results)}",
-        *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
-        f"{INDENT}ALIASES = {dict(names.aliases)!r}",
-        *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
-        *_parameters(context, ""),
-        f"{INDENT}RUNS = {{{', '.join(f'{scope!r}: {value}' for scope, value in runs.items())}}}", "",
+        *interface(context, names),
+        *parameter_tables(context, _ops(context, "")),
+        run_table(context, {scope: (0, run.count) for scope, run in context.program.runs.items()}), "",
         f"{INDENT}def forward(self, {', '.join(writer.names[op.name, 0] for op in inputs)}):",
-        *(f"{INDENT * 2}{line}" for line in _size_lines(context, writer, inputs)),
-        *(f"{INDENT * 2}MESH.even({size!r}, {size}, {axes}, {why!r})" for (size, axes), why in context.even.items()),
+        *(f"{INDENT * 2}{line}" for line in size_lines(context, writer.names)),
+        *(f"{INDENT * 2}{line}" for line in even_lines(context)),
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
     return "\n".join(text)
-
-
-def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The planned sizes and dtype of each input."""
-    return {name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch.")) for name, op in zip(names.inputs, inputs, strict=True)}
-
-
-def _prefixes(context: Context, run: Run) -> str:
-    """The module paths of the instances, as a compact expression where they count up."""
-    return compact(context.prefixes(run))
-
-
-def _size_lines(context: Context, writer: ScopeWriter, inputs: Sequence[Op]) -> list[str]:
-    """`b = input_ids.shape[0] * 4`: the global sizes, from the local inputs."""
-    lines = []
-    for symbol in context.symbols:
-        found = _size_line(context, writer, inputs, symbol)
-        if found:
-            lines.append(found)
-    return lines
-
-
-def _size_line(context: Context, writer: ScopeWriter, inputs: Sequence[Op], symbol: str) -> str | None:
-    for op in inputs:
-        layout = out_pair(context.plan, (op.name, 0)).value
-        for dim, size in enumerate(op.call.outs[0].shape):
-            if str(size) == symbol:
-                ways = 1
-                for entry, n in zip(layout, context.sizes, strict=True):
-                    ways *= n if is_shard(entry) and entry == f"S{dim}" else 1
-                return f"{symbol} = {writer.names[op.name, 0]}.shape[{dim}]{f' * {ways}' if ways > 1 else ''}"
-    return None
 
 
 def _footer() -> str:

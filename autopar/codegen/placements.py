@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import in_pair, out_pair
 from autopar.layout import show
 from autopar.plan import NodePlan
@@ -130,8 +129,7 @@ def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
 
 def _out(writer: ScopeWriter, ref: Ref, like: Mapping[object, str]) -> str:
     op = writer.context.program.ops[ref[0]]
-    layout = out_pair(writer.context.plan, ref).value
-    shape = size_text.shape(op.call.outs[ref[1]].shape, layout, writer.context.sizes, writer.context.batch_axes)
+    shape = writer.context.local_sizes(ref)
     dtype = op.out_dtypes[ref[1]]
     return f"({like.get(dtype, dtype)}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
 

@@ -24,7 +24,7 @@ from autopar.codegen.edges import Pair, Reshard, in_pair, needed, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import Layout, show
-from autopar.problem.graph import Op, Ref
+from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.language import Tensor
 from passes import facts
 
@@ -47,7 +47,7 @@ class ScopeWriter:
         together: list[Op] = []
         for node in in_order(list(self.gm.graph.nodes), self._spots()):
             op = self._op_of(node)
-            if op is None and node.op not in ("call_module", "output"):
+            if (op is None and node.op not in ("call_module", "output")) or not self.includes(node, op):
                 continue
             spot = self._spot(op)
             if together and (spot != self._spot(together[0]) or self.context.probes or self._moves(op, together)):
@@ -58,6 +58,10 @@ class ScopeWriter:
             else:
                 self._node(node, op)
         return self.lines
+
+    def includes(self, node: fx.Node, op: Op | None) -> bool:
+        """Whether `node` is written: all of the scope, where nothing is cut into stages."""
+        return True
 
     def _node(self, node: fx.Node, op: Op | None) -> None:
         if node.op == "placeholder":
@@ -143,8 +147,7 @@ class ScopeWriter:
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
         """The call of the runtime helper; weights that are gathered again in the backward go through `gather`."""
-        tensor = self.context.program.ops[reshard.ref[0]].call.outs[reshard.ref[1]]
-        shape = size_text.tuple_text(tensor.shape)
+        shape = self.context.whole_sizes(reshard.ref)
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         return (f'{"gather" if reshard.regathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
                 f"grad={grad}, shape={shape}, mesh=MESH)")
@@ -173,18 +176,17 @@ class ScopeWriter:
     def _layout(self, ref: Ref) -> str:
         tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]
         layout = out_pair(self.context.plan, ref).value
-        return f"{size_text.comment(tensor.shape, layout, self.context.sizes)}   {show(layout)}".strip()
+        sizes = size_text.comment(tensor.shape, layout, self.context.sizes, self.context.micro(ref), self.context.plan.microbatches)
+        return f"{sizes}   {show(layout)}".strip()
 
     def _call(self, op: Op, operands: Sequence[str]) -> str:
         node, plan = op.node, self.context.plan
         queue = iter(operands)
         args = tuple(self._argument(a, queue) for a in node.args)
         kwargs = {k: self._argument(v, queue) for k, v in node.kwargs.items()}
-        layouts = [Pair.of(text).value for text in plan.nodes[op.name].outs]
-        outs = tuple(tuple(size_text.shape(t.shape, layout, self.context.sizes, self.context.batch_axes))
-                     for t, layout in zip(op.call.outs, layouts, strict=True))
+        outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
         if node.target is torch.ops.aten.reshape.default:
-            self._note_even(op, layouts[0])
+            self._note_even(op, out_pair(plan, (op.name, 0)).value)
         written = Written(args, kwargs, node.args, outs)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)
         if special is not None:
@@ -212,23 +214,29 @@ class ScopeWriter:
             return f"[{inside}]" if isinstance(item, list) else f"({inside}{',' if len(item) == 1 else ''})"
         return _literal(item)
 
+    def first_instance(self, run: Run) -> int:
+        """The instance with which the loop over the blocks of `run` begins."""
+        return 0
+
     def _run(self, node: fx.Node) -> None:
-        program = self.context.program
-        run = program.runs[str(node.target)]
-        feeds = [self.asked(ref, in_pair(self.context.plan, port, 0), "feed")
-                 for port, ref in zip(run.ports, run.feeds, strict=True)]
+        run = self.context.program.runs[str(node.target)]
+        begun = self.first_instance(run) > 0  # in an earlier stage: what its last block gave comes in
+        feeds = [self.names[run.carried[i]] if begun and i < len(run.carried) else self.asked(ref, in_pair(self.context.plan, port, 0), "feed")
+                 for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
         carried = [self.fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
         for name, feed in zip(carried, feeds, strict=False):
             self.say(f"{name} = {feed}")
         changes = [self.context.edges.between(ref, in_pair(self.context.plan, port, 0), "carry")
                    for ref, port in zip(run.carried, run.ports, strict=False)]
-        index = "i" if any(changes) else "_"
-        over = f"enumerate(self.runs[{run.scope!r}])" if any(changes) else f"self.runs[{run.scope!r}]"
-        self.say(f"for {index + ', ' if any(changes) else ''}block in {over}:", f"{run.count} x {self.context.class_of(run.scope)}")
+        counted = any(changes) and not begun
+        blocks = f"self.runs[{run.scope!r}]"
+        count = f"{self.instances(run)} x {self.context.class_of(run.scope)}"
+        self.say(f"for i, block in enumerate({blocks}):" if counted else f"for block in {blocks}:", count)
         for name, change in zip(carried, changes, strict=True):
             if change is not None:
-                self.say(f"    if {index} > 0:")
-                self.say(f"        {name} = {self.reshard_text(change, name)}", self.context.reason(change))
+                if counted:
+                    self.say("    if i > 0:")
+                self.say(f"    {'    ' if counted else ''}{name} = {self.reshard_text(change, name)}", self.context.reason(change))
         arguments = [*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)]
         mutated = ["*changed"] if run.mutated else []
         self.say(f"    {', '.join([*carried, *mutated])} = block({', '.join(arguments)})")
@@ -237,6 +245,10 @@ class ScopeWriter:
         for name, ref in zip(carried, run.carried, strict=True):
             self.names[ref] = name
 
+    def instances(self, run: Run) -> int:
+        """How many blocks of `run` the loop goes over."""
+        return run.count
+
     def _output(self, node: fx.Node) -> None:
         program = self.context.program
         if self.scope:
@@ -244,14 +256,17 @@ class ScopeWriter:
             mutated = [self.asked(program.ops[name].operands[0], in_pair(self.context.plan, name, 0)) for name in run.mutated]
             self.say(f"return {', '.join([*(self.names[ref] for ref in run.carried), *mutated])}")
             return
-        results = program.results
+        values = self.results(program.results)
+        self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
+
+    def results(self, ops: Sequence[Op]) -> list[str]:
+        """What the forward returns for some results of the model; writes the reshards that they need."""
         values = []
-        for op in results:
+        for op in ops:
             name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))
             layout = in_pair(self.context.plan, op.name, 0).value
-            shape = size_text.tuple_text(op.call.ins[0].shape)
-            values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {shape})')
-        self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
+            values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {self.context.whole_sizes(op.operands[0])})')
+        return values
 
 
 RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "changed", "i", *IMPORTED)

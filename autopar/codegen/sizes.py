@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import sympy
 
-from autopar.layout import Layout, cutters, sections_of
+from autopar.layout import Layout, cutters, dim_of, is_shard, sections_of
 from autopar.rules.language import Size
 from passes import facts
 
@@ -32,16 +32,18 @@ def tuple_text(shape: Sequence[Size]) -> str:
     return f"({inside},)" if len(shape) == 1 else f"({inside})"
 
 
-def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = ()) -> str:
+def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1) -> str:
     """The size of tensor dim `dim` on this rank, as Python source. The batch divides by the axes `exact`: inputs are cut by them;
-    of any other symbolic size it is not known before run time what it divides by."""
+    of any other symbolic size it is not known before run time what it divides by. `parts`: how many microbatches share the
+    dim, evenly."""
     axes = cutters(layout, dim)
-    if not axes:
+    if not axes and parts == 1:
         return text(size)
-    ways = math.prod(mesh[a] for a in axes)
+    ways = math.prod(mesh[a] for a in axes) * parts
     if isinstance(size, int):
         if size % ways == 0:
             return str(size // ways)
+        assert parts == 1, f"{parts} microbatches cannot share a dim of size {size}"
         assert len(sections_of(layout[axes[0]])) == 1, f"sections of a dim of size {size} cut {ways} ways must be even"
         return f"MESH.local({size}, {axes})"
     quotient = sympy.cancel(size / ways)
@@ -50,9 +52,10 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Coll
     if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
         return text(quotient)
     body = text(size)
-    if not (sympy.cancel(size / BATCH).is_polynomial() and all(a in exact for a in axes)):
-        return f"MESH.local({body}, {axes})"
-    return f"{body} // {ways}" if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body}) // {ways}"
+    body = body if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body})"
+    if axes and not (sympy.cancel(size / BATCH).is_polynomial() and all(a in exact for a in axes)):
+        return f"MESH.local({body if parts == 1 else f'{body} // {parts}'}, {axes})"
+    return f"{body} // {ways}"
 
 
 def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],
@@ -71,16 +74,19 @@ def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst:
     return found
 
 
-def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], exact: Collection[int] = ()) -> list[str]:
-    """All local sizes of a tensor; `exact` as for `local`."""
-    return [local(size, layout, dim, mesh, exact) for dim, size in enumerate(sizes)]
+def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], exact: Collection[int] = (), micro: str = "R",
+          parts: int = 1) -> list[str]:
+    """All local sizes of a tensor; `exact` as for `local`. `micro` says how `parts` microbatches share it."""
+    cut = dim_of(micro) if is_shard(micro) else -1
+    return [local(size, layout, dim, mesh, exact, parts if dim == cut else 1) for dim, size in enumerate(sizes)]
 
 
-def comment(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int]) -> str:
+def comment(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], micro: str = "R", parts: int = 1) -> str:
     """Local sizes for a reader: `b/4 s 512`."""
     words = []
+    cut = dim_of(micro) if is_shard(micro) else -1
     for dim, size in enumerate(sizes):
-        ways = math.prod(mesh[a] for a in cutters(layout, dim))
+        ways = math.prod(mesh[a] for a in cutters(layout, dim)) * (parts if dim == cut else 1)
         if isinstance(size, int):
             words.append(str(size // ways) if size % ways == 0 else f"{size}/{ways}")
         else:

@@ -11,6 +11,7 @@ no reshard happens inside a cluster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,7 +97,8 @@ def _follow_parameters(program: Program, readers: Mapping[Ref, Sequence[tuple[Op
             continue
         source = home[op.operands[0][0]]
         alone = len(readers[op.operands[0]]) == 1 and op.operands[0] not in pinned
-        if source.members[0].role == "param" and alone and passes_through(op, table[op.name]) and len(home[op.name].members) == 1:
+        grows = math.prod(op.call.outs[0].sizes) > math.prod(op.call.ins[0].sizes)  # repeated for every sample: no longer a weight's size
+        if source.members[0].role == "param" and alone and not grows and passes_through(op, table[op.name]) and len(home[op.name].members) == 1:
             source.members.append(op)
             home[op.name] = source
 

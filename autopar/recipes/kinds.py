@@ -21,8 +21,8 @@ def kind(op: Op, option: Option) -> str:
     if not option.split:
         return PARTIAL if option.factor.startswith("P") else REPLICATE
     cut = _cut(option)
-    if any(is_weight and index in cut for index, is_weight in enumerate(op.weight)):
-        return PARAMETER
+    if any(is_weight and index in cut and cut[index] not in op.batch[index] for index, is_weight in enumerate(op.weight)):
+        return PARAMETER  # a weight repeated for every sample (a class token) is cut by samples
     if any(dim in op.batch[index] for index, dim in cut.items()):
         return SAMPLE
     return ATTRIBUTE

@@ -65,6 +65,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.module import Block, ShardedModule
 from autopar.runtime.outputs import Outputs
 from autopar.runtime.params import Param
+from autopar.runtime.pipeline import Pipeline, PipelinedModule, Stage
 from autopar.runtime.regather import gather
 from autopar.runtime.reshard import reshard
 from autopar.runtime.rng import manual_seed
@@ -75,8 +76,11 @@ __all__ = [
     "Mesh",
     "Outputs",
     "Param",
+    "Pipeline",
+    "PipelinedModule",
     "Ranks",
     "ShardedModule",
+    "Stage",
     "count",
     "gather",
     "launch",

@@ -20,8 +20,9 @@ from autopar.runtime.params import Held, distribute
 
 @torch.no_grad()
 def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
-              held_already: Container[str] = ()) -> None:
-    """Copy each rank's own pieces out of whole tensors; no communication. Names in `held_already` may be missing.
+              held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
+    """Copy each rank's own pieces out of whole tensors; no communication. Names in `held_already` may be missing; `elsewhere`
+    names what other places of a pipeline hold.
 
     Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
     """
@@ -29,7 +30,7 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
     names = {h.name: [h.name, *(alias for alias, name in aliases.items() if name == h.name)] for h in held}
     found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
     missing = [name for name, value in found.items() if value is None and name not in held_already]
-    known = {n for ns in names.values() for n in ns}
+    known = {*aliases, *elsewhere, *(n for ns in names.values() for n in ns)}
     unknown = [name for name in state if name not in known] if strict else []
     wrong = [f"{h.name}: got {tuple(value.shape)}, wanted {h.info.shape}" for h in held
              if (value := found[h.name]) is not None and tuple(value.shape) != h.info.shape]

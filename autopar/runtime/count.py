@@ -39,6 +39,16 @@ def count() -> Iterator[list[Counted]]:
         _active[:] = [other for other in _active if other is not seen]  # by identity: equal lists are not the same counter
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Nothing inside reaches a counter that is outside."""
+    hidden, _active[:] = list(_active), []
+    try:
+        yield
+    finally:
+        _active[:] = hidden
+
+
 def counting() -> bool:
     """Whether any counter is active."""
     return bool(_active)

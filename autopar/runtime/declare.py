@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -20,6 +20,13 @@ class Tables(Protocol):
     BUFFERS: ClassVar[Mapping[str, Param]]
     w: dict[str, Tensor]
     b: dict[str, Tensor]
+
+
+class Scope(Tables, Protocol):
+    """What holds runs of blocks: a model, or a stage of it."""
+
+    RUNS: ClassVar[Mapping[str, tuple[Any, Sequence[str]]]]
+    runs: dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,22 @@ class Declarations:
                 if path:
                     self.paths.setdefault(path, []).append(name)
 
-    def names(self, aliases: Mapping[str, str], order: Sequence[str]) -> list[str]:
-        """All names, tied ones included: those of `order` first, where the path of a block stands for all its names. Raises
-        RunError where `order` has a name that nothing declares."""
+    def add_scope(self, scope: Scope) -> None:
+        """Make the blocks of a model or stage and take the tables of all."""
+        self.add(scope)
+        for run, (kind, prefixes) in scope.RUNS.items():
+            scope.runs[run] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
+            for block, prefix in zip(scope.runs[run], prefixes, strict=True):
+                self.add(block, prefix)
+
+    def names(self, aliases: Mapping[str, str], order: Sequence[str], elsewhere: Container[str] = ()) -> list[str]:
+        """All names, tied ones included: those of `order` first, where the path of a block stands for all its names; without those
+        that are `elsewhere`. Raises RunError where `order` has a name that nothing declares."""
         found: list[str] = []
         for entry in order:
             known = entry in self.found or entry in aliases
+            if not known and entry not in self.paths and entry in elsewhere:
+                continue
             if not known and entry not in self.paths:
                 raise RunError(f"ORDER names {entry!r}, which is no parameter, buffer or block of the emitted model; emit the plan again")
             found += [entry] if known else self.paths[entry]

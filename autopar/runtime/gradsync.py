@@ -11,7 +11,7 @@ as on one device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ class GradSync:
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.mesh = mesh
+        self.deferred = False  # gradients of several backwards add up in the leaves until `flush`
+        self.scattering = True  # whether gradients of gathered weights leave autograd (`sink`)
         self.buckets = _buckets(held, mesh, bucket_bytes)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
         self.held_of = {id(h.leaf): h for h in held}
@@ -64,6 +66,15 @@ class GradSync:
         self.scattered: dict[str, Tensor] = {}
         self.pending: dict[str, Held] = {}
         self.limit_bytes = 2 * bucket_bytes
+
+    @staticmethod
+    def watching(held: Mapping[str, Held], mesh: Mesh) -> GradSync:
+        """For all of `held`, which get new leaves."""
+        sync = GradSync([h for h in held.values() if h.info.trainable], mesh)
+        for one in held.values():
+            one.renew()
+            sync.attach(one)
+        return sync
 
     def attach(self, held: Held) -> None:
         """Watch the leaf of `held`; call again whenever it was renewed."""
@@ -84,7 +95,7 @@ class GradSync:
     def sink(self, shard: Tensor) -> Callable[[Tensor, Layout, str], None] | None:
         """Who scatters the gradient of a gathered `shard`; None for what is no parameter, or is summed in buckets as well."""
         held = self.held_of.get(id(shard))
-        if held is None or held.leaf is not shard or held.name in self.bucket_of:
+        if held is None or held.leaf is not shard or held.name in self.bucket_of or not self.scattering:
             return None
         return lambda grad, layout, name: self._scatter(held, grad, layout, name)
 
@@ -106,7 +117,19 @@ class GradSync:
         if not self.reached and not self.pending:
             at_end_of_backward(self._finish)
 
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Sum what the backwards of a step left in the leaves, and move it into `param.grad`."""
+        for held in self.held_of.values():
+            if held.leaf.grad is not None:
+                self.reached[held.name] = held
+        for bucket in self.buckets:
+            bucket.ready = [held for held in bucket.members if held.name in self.reached]
+        self._finish()
+
     def _arrived(self, held: Held) -> None:
+        if self.deferred:
+            return
         self._queue()
         if held.name in self.reached:
             raise RunError(f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
@@ -140,7 +163,8 @@ class GradSync:
         while self.late:
             self._finish_oldest()
         for held in (self.reached | self.pending).values():
-            _deposit(held, [g for g in (held.leaf.grad, self.scattered.get(held.name)) if g is not None])
+            whole = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
+            _deposit(held, [g for g in (whole, self.scattered.get(held.name)) if g is not None])
         self.reset()
 
     def _complete(self, bucket: Bucket) -> None:

@@ -18,44 +18,49 @@ from autopar.errors import RunError
 from autopar.layout import chunk
 
 _MESHES: list[Mesh] = []
+PIPELINE = "pipeline"
+"""The name of the pipeline axis in torch's mesh."""
 
 
 class Mesh:
     """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
 
-    Two meshes with the same sizes and names are the same object, so that they share their process groups.
-    Everything but `sizes` and `names` needs torch.distributed, except on a mesh of one rank.
+    With `places` above 1 there are that many such meshes, one per place of a pipeline axis that stands in front of the
+    others; this rank sees the mesh of its own place. Two meshes with the same sizes and names are the same object, so that
+    they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
     """
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]
     device_type: str
+    places: int
     number: int
+    pipeline: dist.ProcessGroup
 
-    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu") -> Mesh:
-        key = (tuple(sizes), tuple(names), device_type)
+    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu", places: int = 1) -> Mesh:
+        key = (tuple(sizes), tuple(names), device_type, places)
         for known in _MESHES:
-            if (known.sizes, known.names, known.device_type) == key:
+            if (known.sizes, known.names, known.device_type, known.places) == key:
                 return known
         if len(key[0]) != len(key[1]) or any(n < 1 for n in key[0]):
             raise RunError(f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more")
         mesh = super().__new__(cls)
-        mesh.sizes, mesh.names, mesh.device_type = key
+        mesh.sizes, mesh.names, mesh.device_type, mesh.places = key
         mesh.number = len(_MESHES)
         _MESHES.append(mesh)
         return mesh
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mesh, (self.sizes, self.names, self.device_type)
+        return Mesh, (self.sizes, self.names, self.device_type, self.places)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
-        return f"Mesh({axes}, {self.device_type})"
+        return f"Mesh({axes}, {self.device_type}{f', {self.places} places' if self.places > 1 else ''})"
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has in all."""
-        return math.prod(self.sizes)
+        """How many ranks there are in all, on every place."""
+        return math.prod(self.sizes) * self.places
 
     @cached_property
     def device_mesh(self) -> DeviceMesh | None:
@@ -69,7 +74,30 @@ class Mesh:
             raise RunError(f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
                            f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks")
         sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
-        return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+        if self.places == 1:
+            return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+        whole = init_device_mesh(self.device_type, (self.places, *sizes), mesh_dim_names=(PIPELINE, *names))
+        self.pipeline = whole.get_group(PIPELINE)
+        return whole[names]
+
+    @property
+    def place(self) -> int:
+        """The place of this rank on the pipeline axis."""
+        return 0 if self.places == 1 else dist.get_rank() // math.prod(self.sizes)
+
+    @cached_property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the coordinates of this one on all places, in order; None where there is one place."""
+        if self.places == 1 or self.device_mesh is None:
+            return None
+        return self.pipeline
+
+    def places_group(self, places: Sequence[int]) -> dist.ProcessGroup:
+        """The ranks with the coordinates of this one on some `places`; a collective operation of all ranks."""
+        inner = math.prod(self.sizes)
+        groups = [dist.new_group([place * inner + at for place in places]) for at in range(inner)]
+        found: dist.ProcessGroup = groups[dist.get_rank() % inner]
+        return found
 
     @cached_property
     def coord(self) -> tuple[int, ...]:
@@ -119,7 +147,7 @@ class Mesh:
 
     def forget(self) -> None:
         """Drop the process groups, for programs that shut torch.distributed down and start it again."""
-        for name in ("device_mesh", "coord", "groups"):
+        for name in ("device_mesh", "coord", "groups", "pipeline_group"):
             self.__dict__.pop(name, None)
 
 

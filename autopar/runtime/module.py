@@ -6,7 +6,7 @@ tensors that alias the DTensor parameters, so autograd never sees a DTensor. gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Self
 
@@ -41,7 +41,21 @@ class Block(nn.Module):
         self.b: dict[str, Tensor] = {}
 
 
-class ShardedModule(nn.Module):
+class Scope(nn.Module):
+    """What holds runs of blocks beside parameters of its own: a model, or one stage of it."""
+
+    PARAMS: ClassVar[Mapping[str, Param]] = {}
+    BUFFERS: ClassVar[Mapping[str, Param]] = {}
+    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[str]]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w: dict[str, Tensor] = {}
+        self.b: dict[str, Tensor] = {}
+        self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
+
+
+class ShardedModule(Scope):
     """The base of an emitted model; see autopar.runtime for what an emitted class defines.
 
     `Model()` allocates this rank's parts without initialising them; fill them with `load_full` or `load_state_dict`. Raises
@@ -57,33 +71,31 @@ class ShardedModule(nn.Module):
     STRUCTURE: ClassVar[Any] = None
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
-    PARAMS: ClassVar[Mapping[str, Param]] = {}
-    BUFFERS: ClassVar[Mapping[str, Param]] = {}
-    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[str]]]] = {}
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
         self.rng = rng.Rng(seed)
-        self.w: dict[str, Tensor] = {}
-        self.b: dict[str, Tensor] = {}
-        self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
         self._spread: list[Spread] = []
         self._changed: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
         self._agreed = False
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
         declarations = Declarations()
-        declarations.add(self)
-        for scope, (kind, prefixes) in self.RUNS.items():
-            self.runs[scope] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
-            for block, prefix in zip(self.runs[scope], prefixes, strict=True):
-                declarations.add(block, prefix)
-        self._names = declarations.names(self.ALIASES, self.ORDER)
-        self._held = declarations.register(self, self.ALIASES, self._names, self.MESH)
-        self._sync = GradSync([h for h in self._held.values() if h.info.trainable], self.MESH)
-        for held in self._held.values():
-            held.renew()
-            self._sync.attach(held)
-        checkpoint.install(self, self._held, self.ALIASES, self.MESH)
+        for scope in self._scopes():
+            declarations.add_scope(scope)
+        elsewhere = dict.fromkeys(self._elsewhere())
+        aliases = {alias: name for alias, name in self.ALIASES.items() if name in declarations.found}
+        self._names = declarations.names(aliases, self.ORDER, elsewhere)
+        self._held = declarations.register(self, aliases, self._names, self.MESH)
+        self._watch()
+        checkpoint.install(self, self._held, aliases, self.MESH)
+
+    def _scopes(self) -> Sequence[Scope]:
+        """What of the model runs on this rank."""
+        return [self]
+
+    def _watch(self) -> None:
+        """Watch the gradients of all parameters."""
+        self._sync = GradSync.watching(self._held, self.MESH)
 
     def declared(self) -> dict[str, Param]:
         """What the plan says of each parameter and buffer, by original name."""
@@ -204,8 +216,13 @@ class ShardedModule(nn.Module):
     def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
         """Fill parameters and buffers from whole tensors under original names, without communication. What `load_constants` has
         filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False` ignores unknown names."""
-        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant)
+        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant,
+                             elsewhere=self._elsewhere())
         return self
+
+    def _elsewhere(self) -> Iterable[str]:
+        """Names of parameters, buffers and blocks that other places of a pipeline hold."""
+        return ()
 
     def load_constants(self, constants: Mapping[str, Tensor]) -> Self:
         """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict.

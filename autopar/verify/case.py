@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from autopar.capture import Captured, lift
 from autopar.codegen.edges import Edges, edges
-from autopar.codegen.module import Names, emit
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.plan import Plan
 from autopar.problem.graph import Program, read
 from autopar.verify.randomness import keep_all

@@ -26,11 +26,13 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     """
     wanted = case.reference() if reference is None else reference
     results = _on_ranks(case, ranks, step, case.source(), case.light, wanted)
-    seen: list[Counted] = results[0][1]
-    rows = [_row(kind, name, gap / scale(wanted[kind][name]), tolerance)
-            for (kind, name), gap in merged([gaps for gaps, _ in results], wanted).items()]
-    report = Report((*rows, *_collectives(case, seen)), case.plan.mesh, collectives=len(seen), notes=case.notes)
-    return report if report.ok else replace(report, first=_first(case, tolerance, ranks))
+    gaps = merged([gaps for gaps, _ in results], wanted, everywhere=case.plan.places == 1)
+    rows = [_row(kind, name, gap / scale(wanted[kind][name]), tolerance) for (kind, name), gap in gaps.items()]
+    inner = case.plan.ranks // case.plan.places
+    seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
+    rows += [row for place in seen for row in _collectives(case, seen[place], place)]
+    report = Report(tuple(rows), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=case.notes)
+    return report if report.ok or case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks))
 
 
 def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -42,14 +44,15 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
     return Row(name, "loss" if kind == "output" and name == "loss" else kind, error, tolerance)
 
 
-def _collectives(case: Case, seen: list[Counted]) -> list[Row]:
-    """How many collectives, and how many of their bytes, ran otherwise than priced."""
+def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:
+    """How many collectives, and how many of their bytes, ran on a place otherwise than priced."""
     program, found = case.edges()
-    compared = [("collectives", priced(program, case.plan, found), ran(seen))]
-    paid = priced_bytes(program, case.plan, found)
+    compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
+    paid = priced_bytes(program, case.plan, found) if not case.plan.pipelined else None
     if paid is not None:
         compared.append(("bytes", paid, ran_bytes(seen)))
-    return [Row(f"{what}: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)), 0.0)
+    where = f"place {place}, " if case.plan.places > 1 else ""
+    return [Row(f"{where}{what}: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)), 0.0)
             for what, wanted, got in compared]
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.codegen.tally import Tally
 from autopar.layout import Step
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program
@@ -13,21 +14,26 @@ from autopar.problem.inner import sites
 from autopar.rules.language import Option, Use
 from autopar.rules.site import Inner, Site
 from autopar.runtime.count import Counted
+from autopar.runtime.places import PIPELINE_AXIS
 
 MOVING = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "send")
 Key = tuple[str, int]  # (kind, mesh axis)
 
 
-def priced(program: Program, plan: Plan, edges: Edges) -> Counter[Key]:
-    """How many collectives of each kind a step runs on each axis, by the plan. Gradients that are summed in buckets count
-    one by one, as they are priced."""
+def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counter[Key]:
+    """How many collectives of each kind a step runs on each axis on the ranks of a place, by the plan. Gradients that are summed
+    in buckets count one by one, as they are priced. Transfers between places are on PIPELINE_AXIS."""
     found: Counter[Key] = Counter()
-    for reshard in edges.reshards:
+    tally = Tally(program, plan, place)
+    for reshard, runs in tally.reshards(edges.reshards):
         for step in moving(reshard, plan.mesh):
-            found[step.kind, step.axis] += reshard.count
+            found[step.kind, step.axis] += runs
     for name, node in plan.nodes.items():
         for site, inner in inside(program.ops[name], node, plan.mesh):
-            found[inner.kind, site.axis] += inner.times(site) * program.ops[name].count
+            found[inner.kind, site.axis] += inner.times(site) * tally.op(name)
+    if plan.pipelined:
+        found["send", PIPELINE_AXIS] += tally.sends()
+        found["all_reduce", PIPELINE_AXIS] += tally.shared()
     return found
 
 

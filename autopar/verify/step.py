@@ -3,7 +3,8 @@ what one device computed. Nothing is gathered, and every replica is compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,8 @@ from autopar._torch import local_of
 from autopar.bundle import Bundle
 from autopar.layout import Layout, parse
 from autopar.plan import Plan
-from autopar.runtime import ShardedModule, count
-from autopar.runtime.count import Counted
+from autopar.runtime import PipelinedModule, ShardedModule, count
+from autopar.runtime.count import Counted, uncounted
 from autopar.runtime.cuts import own
 from autopar.verify.compare import gap
 from autopar.verify.reference import Results, optimizer
@@ -43,10 +44,9 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
     """One rank: every difference from `wanted`, and the collectives of the step."""
     module = light.build(source)
     training = light.plan.mode == "train"
+    batch = module.shard_batch(**light.batch)
     with count() as seen:
-        outputs = module(*module.shard_batch(**light.batch))
-        if training:
-            outputs["loss"].backward()
+        outputs = _run(module, batch, training)
     found = dict(_compare("output", _outputs(module, outputs), wanted, module))
     del outputs
     if wanted["buffer"]:
@@ -56,6 +56,22 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
         optimizer(module.parameters()).step()
         found |= _compare("parameter", _state(module), wanted, module)
     return found, list(seen)
+
+
+def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> dict[str, Tensor]:
+    """The outputs of a forward, behind which there was a backward where training. The forward of a pipeline has no gradient, so
+    there its outputs come from another one, which does not count and leaves no trace in the buffers."""
+    if training and isinstance(module, PipelinedModule):
+        before = {name: local_of(buffer).clone() for name, buffer in module.named_buffers()}
+        with uncounted():
+            outputs: dict[str, Tensor] = module(*batch)
+        for name, buffer in module.named_buffers():
+            local_of(buffer).copy_(before[name])
+        return {**outputs, "loss": module.train_step(*batch)}
+    outputs = module(*batch)
+    if training:
+        outputs["loss"].backward()
+    return outputs
 
 
 Part = tuple[Tensor | None, Layout]
@@ -79,19 +95,26 @@ def _gradients(module: ShardedModule) -> dict[str, Part]:
 
 @torch.no_grad()
 def _compare(kind: str, got: Mapping[str, Part], wanted: Results, module: ShardedModule) -> Iterator[tuple[tuple[str, str], float]]:
-    """The differences of all results of one kind; infinity for one that this rank does not have."""
+    """The differences of all results of one kind that are this rank's."""
     mesh = module.MESH
     for name, whole in wanted[kind].items():
-        local, layout = got.get(name, (None, ("R",) * len(mesh.sizes)))
+        if name not in got:
+            continue
+        local, layout = got[name]
         if local is None and kind == "gradient" and not whole.any():
             continue  # a parameter that the loss does not reach: no gradient here, zeros there
         yield (kind, name), gap(local, own(whole, layout, mesh.sizes, mesh.coord))
 
 
-def merged(found: list[Gaps], wanted: Results) -> dict[tuple[str, str], float]:
-    """The largest difference of any rank, by (kind, name), in the order of `wanted`."""
-    return {(kind, name): max(gaps[kind, name] for gaps in found if (kind, name) in gaps)
-            for kind in ("output", "buffer", "gradient", "parameter") for name in wanted[kind]
-            if any((kind, name) in gaps for gaps in found)}
-
-
+def merged(found: list[Gaps], wanted: Results, *, everywhere: bool) -> dict[tuple[str, str], float]:
+    """The largest difference of any rank, by (kind, name), in the order of `wanted`. Infinity for what no rank has, or where
+    every rank should have it `everywhere` (no pipeline), not all; but gradients that are zero may be missing."""
+    merged: dict[tuple[str, str], float] = {}
+    for kind in ("output", "buffer", "gradient", "parameter"):
+        for name, whole in wanted[kind].items():
+            gaps = [gap[kind, name] for gap in found if (kind, name) in gap]
+            if not gaps and kind == "gradient" and not whole.any():
+                continue
+            complete = len(gaps) == len(found) if everywhere and kind != "gradient" else bool(gaps)
+            merged[kind, name] = max(gaps) if complete else math.inf
+    return merged

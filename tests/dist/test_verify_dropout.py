@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from autopar.bundle import Bundle
 from autopar.capture import capture
-from autopar.codegen.module import Names, emit
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.plan import Plan
 from autopar.runtime import launch
 from autopar.verify import verify

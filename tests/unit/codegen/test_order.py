@@ -8,8 +8,9 @@ from torch import nn
 
 import autopar
 from autopar.bundle import Bundle
-from autopar.codegen.module import Names, emit
+from autopar.codegen.module import emit
 from autopar.codegen.order import compact
+from autopar.codegen.tables import Names
 from autopar.errors import RunError
 from autopar.runtime import Mesh, Param, ShardedModule
 from tests.helpers.tiny import TINY

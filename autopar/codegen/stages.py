@@ -1,0 +1,165 @@
+"""The emitted classes of a pipeline: one per stage, and the model that holds them.
+
+A stage's forward takes what it receives, the inputs and totals that it reads and the sizes, and returns two tuples: what
+it sends to the next stage, and the model's results that are made in it. One call is one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.codegen.context import Context
+from autopar.codegen.scope import ScopeWriter
+from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
+from autopar.pipeline import View, views
+from autopar.pipeline.microbatches import ancestors
+from autopar.pipeline.views import total_ref
+from autopar.problem.graph import Op, Ref, Run
+
+
+def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
+    """The stage classes and the model class."""
+    found = views(context.program, context.plan)
+    return "\n".join([*(_stage(context, gm, view, names, len(found)) for view in found), _model(context, gm, names, len(found))])
+
+
+class StageWriter(ScopeWriter):
+    """Writes the top-level operators of one stage, or with `only` the totals that are taken before the microbatches."""
+
+    def __init__(self, context: Context, gm: fx.GraphModule, view: View) -> None:
+        super().__init__(context, gm, "")
+        self.view = view
+        for ref in (*view.receives, *view.given):
+            self.names[ref] = self.fresh(self._variable(ref))
+
+    def _variable(self, ref: Ref) -> str:
+        name = ref[0].rpartition("/")[2]
+        return name if len(self.context.program.ops[ref[0]].call.outs) == 1 else f"{name}_{ref[1]}"
+
+    def includes(self, node: fx.Node, op: Op | None) -> bool:
+        """Operators of this stage, the runs of which it has instances, and what is held for them."""
+        if op is None:
+            return node.op == "output" or str(node.target) in self.view.blocks
+        if op.role == "op":
+            return self.view.runs(op.name) and not all((op.name, i) in self.view.given for i in range(len(op.call.outs)))
+        return op.name in self.view.held or op.name in self.view.inputs
+
+    def first_instance(self, run: Run) -> int:
+        """The first instance of `run` in this stage."""
+        return self.view.blocks[run.scope][0]
+
+    def instances(self, run: Run) -> int:
+        """How many instances of `run` this stage has."""
+        first, stop = self.view.blocks[run.scope]
+        return stop - first
+
+    def _output(self, node: fx.Node) -> None:
+        values = self.results([op for _, op in self.view.results])
+        self.say(f"return {_tuple([self.names[ref] for ref in self.view.sends])}, {_tuple(values)}")
+
+
+def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count: int) -> str:
+    writer = StageWriter(context, gm, view)
+    received, given = [[writer.names[ref] for ref in refs] for refs in (view.receives, view.given)]
+    lines = writer.write()
+    program, plan = context.program, context.plan
+    user_names = _user_names(context, names)
+    arguments = [*received, *(writer.names[name, 0] for name in view.inputs), *given]
+    symbols = "".join(f", {s}" for s in context.symbols)
+    text = [
+        "", f"class Stage{view.index}(Stage):",
+        f'{INDENT}"""Stage {view.index} of {count}, on place {plan.stages[view.index].place} of {plan.places}: {_content(context, view)}."""', "",
+        f"{INDENT}INPUTS = {tuple(user_names[name] for name in view.inputs)!r}",
+        f"{INDENT}TOTALS = {tuple(_key(ref) for ref in view.given)!r}",
+        f"{INDENT}RESULTS = {tuple(number for number, _ in view.results)!r}",
+        *([] if view.separable and not _gathers(context, view) else [f"{INDENT}SEPARABLE = False"]),
+        *parameter_tables(context, [program.ops[name] for name in view.held]),
+        run_table(context, view.blocks), "",
+        f"{INDENT}@staticmethod",
+        f"{INDENT}def receives({', '.join(context.symbols)}):",
+        *(f"{INDENT * 2}{line}" for line in _received(context, view.receives)), "",
+        f"{INDENT}def forward(self, {', '.join(arguments)}{', *' if symbols else ''}{symbols}):",
+        *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
+    return "\n".join(text)
+
+
+def _gathers(context: Context, view: View) -> bool:
+    """Whether weights of this stage are gathered again in the backward, which a backward in two parts would do twice."""
+    return any(reshard.regathers(context.sizes) and (reshard.scope in view.blocks if reshard.scope else any(map(view.runs, reshard.readers)))
+               for reshard in context.edges.reshards)
+
+
+def _content(context: Context, view: View) -> str:
+    blocks = [f"{stop - first} x {context.class_of(scope)}" for scope, (first, stop) in view.blocks.items()]
+    return ", ".join([*blocks, f"{len(view.ops)} operators"] if view.ops else blocks)
+
+
+def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
+    """The statement that gives local shape, dtype and whether there is a gradient, of each value that comes in."""
+    rows = []
+    for ref in refs:
+        op = context.program.ops[ref[0]]
+        dtype = str(op.out_dtypes[ref[1]]).removeprefix("torch.")
+        rows.append(f'({_tuple(context.local_sizes(ref))}, "{dtype}", {op.call.outs[ref[1]].grad})')
+    return [f"return {_tuple(rows)}"] if len(rows) < 2 else ["return (", *(f"{INDENT}{row}," for row in rows), ")"]
+
+
+def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> str:
+    plan = context.plan
+    whole = replace(context, plan=replace(plan, microbatches=1))  # totals see the batch before it is cut
+    writer = StageWriter(whole, gm, _totals_view(context))
+    lines = writer.write()[:-1]  # what the totals need, without the return of a stage
+    totals = [total_ref(text) for text in plan.totals]
+    inputs = [writer.names.get((op.name, 0), op.node.name) for op in context.program.ops.values() if op.role == "input"]
+    symbols = "".join(f", {s}" for s in context.symbols)
+    named = {ref: name for op, name in zip(_inputs(context), inputs, strict=True) for ref in [(op.name, 0)]}
+    table = {_key(ref): writer.names[ref] for ref in totals}
+    pieces = [
+        "", "class Model(PipelinedModule):",
+        f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut, `MICRO` how microbatches share inputs and outputs."""', "",
+        *interface(context, names),
+        f'{INDENT}PIPELINE = Pipeline("{plan.schedule}", {plan.microbatches}, {tuple(stage.place for stage in plan.stages)})',
+        f"{INDENT}STAGES = {_tuple([f'Stage{i}' for i in range(count)])}",
+        f"{INDENT}MICRO = {_micro(context, names)!r}", "",
+        f"{INDENT}def sizes(self, {', '.join(inputs)}):",
+        *(f"{INDENT * 2}{line}" for line in (*size_lines(context, named), *even_lines(context))),
+        f"{INDENT * 2}return {{{', '.join(f'{s!r}: {s}' for s in context.symbols)}}}", ""]
+    if totals:
+        pieces += [
+            f"{INDENT}def totals(self, {', '.join(inputs)}{', *' if symbols else ''}{symbols}):",
+            *(f"{INDENT * 2}{line}".rstrip() for line in lines),
+            f"{INDENT * 2}return {{{', '.join(f'{key!r}: {name}' for key, name in table.items())}}}", ""]
+    return "\n".join(pieces)
+
+
+def _totals_view(context: Context) -> View:
+    """The operators that the totals are made by, as a stage that sends nothing."""
+    ops = context.program.ops
+    names = ancestors(context.program, [total_ref(text) for text in context.plan.totals])
+    return View(-1, {n: None for n in names if ops[n].role == "op"}, {}, {n: None for n in names if ops[n].role in ("buffer", "constant")},
+                {n: None for n in names if ops[n].role == "input"}, (), (), (), ())
+
+
+def _micro(context: Context, names: Names) -> dict[str, str]:
+    """How microbatches share each input (by name) and each result (by number): `S0`, `P` or `R`."""
+    found = {name: context.micro((op.name, 0)) for name, op in zip(names.inputs, _inputs(context), strict=True)}
+    return found | {str(number): context.micro(op.operands[0]) for number, op in enumerate(context.program.results)}
+
+
+def _inputs(context: Context) -> list[Op]:
+    return [op for op in context.program.ops.values() if op.role == "input"]
+
+
+def _user_names(context: Context, names: Names) -> dict[str, str]:
+    return {op.name: name for op, name in zip(_inputs(context), names.inputs, strict=True)}
+
+
+def _key(ref: Ref) -> str:
+    return ref[0] if ref[1] == 0 else f"{ref[0]}:{ref[1]}"
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -1,0 +1,125 @@
+"""The tables of an emitted class: parameters, inputs and outputs, runs of blocks; and the sizes that its forward reads off."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autopar.codegen.context import Context
+from autopar.codegen.edges import out_pair
+from autopar.codegen.order import compact, order_text, ranked
+from autopar.layout import show
+from autopar.problem.graph import Op, Ref
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+
+INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
+    holds, the names of the state dict in the order of the model, and arguments that are part of the graph."""
+
+    inputs: tuple[str, ...]
+    structure: Any
+    aliases: Mapping[str, str]
+    fleeting: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(captured: Captured) -> Names:
+        """Those of a captured model."""
+        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
+                     dict(captured.fixed))
+
+
+def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
+    """The tables PARAMS and BUFFERS of one class, which reads `ops`."""
+    lines = []
+    for title, roles in (("PARAMS", ("param",)), ("BUFFERS", ("buffer", "constant"))):
+        held = ranked([op for op in ops if op.role in roles], context.order)
+        if not held:
+            continue
+        lines.append(f"{INDENT}{title} = {{")
+        lines += [f"{INDENT * 2}{_parameter(context, op)}," for op in held]
+        lines.append(f"{INDENT}}}")
+    return lines
+
+
+def _parameter(context: Context, op: Op) -> str:
+    layout = out_pair(context.plan, (op.name, 0)).value
+    dtype = str(op.out_dtypes[0]).removeprefix("torch.")
+    shape = tuple(op.call.outs[0].sizes)
+    sync = context.edges.sync.get((op.name, 0), ())
+    grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
+    return (f'"{context.short_name(op)}": Param({shape}, "{dtype}", "{show(layout)}"'
+            f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
+
+
+def _persistent(context: Context, op: Op) -> str:
+    """Constants and buffers that the model's state dict does not hold are not in the emitted one's either."""
+    names = op.node.meta.get("fqns") or [op.fqn]
+    fleeting = op.role == "constant" or (op.role == "buffer" and names[0] in context.fleeting)
+    return ", persistent=False" if fleeting else ""
+
+
+def interface(context: Context, names: Names) -> list[str]:
+    """What a model class says of its inputs and outputs."""
+    inputs = [op for op in context.program.ops.values() if op.role == "input"]
+    layouts = {name: show(out_pair(context.plan, (op.name, 0)).value) for name, op in zip(names.inputs, inputs, strict=True)}
+    results = tuple((op.role, op.fqn) for op in context.program.results)
+    return [
+        f"{INDENT}MESH = MESH",
+        f"{INDENT}INPUTS = {layouts!r}",
+        *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
+        f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
+        f"{INDENT}OUTPUTS = {results}",
+        *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
+        f"{INDENT}ALIASES = {dict(names.aliases)!r}",
+        *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else [])]
+
+
+def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The planned sizes and dtype of each input."""
+    return {name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch.")) for name, op in zip(names.inputs, inputs, strict=True)}
+
+
+def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:
+    """The table RUNS: for each run of blocks its class and the module paths of the instances `[first, stop)`."""
+    rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(context.prefixes(context.program.runs[scope])[slice(*span)])})"
+            for scope, span in blocks.items()]
+    return f"{INDENT}RUNS = {{{', '.join(rows)}}}"
+
+
+def size_lines(context: Context, names: Mapping[Ref, str]) -> list[str]:
+    """`b = input_ids.shape[0] * 4`: the global sizes, from the local inputs called `names`."""
+    found = [_size_line(context, names, symbol) for symbol in context.symbols]
+    return [line for line in found if line]
+
+
+def even_lines(context: Context) -> list[str]:
+    """The checks of sizes that must divide, in a forward of its own for each microbatch."""
+    batch, parts = re.compile(r"\bb\b"), context.plan.microbatches
+    lines = []
+    for (size, axes), why in context.even.items():
+        cut = f" // {parts}" if parts > 1 and batch.search(size) else ""
+        lines.append(f"MESH.even({size!r}, {size}{cut}, {axes}, {why!r})")
+    return lines
+
+
+def _size_line(context: Context, names: Mapping[Ref, str], symbol: str) -> str | None:
+    for op in context.program.ops.values():
+        if op.role != "input":
+            continue
+        layout = out_pair(context.plan, (op.name, 0)).value
+        for dim, size in enumerate(op.call.outs[0].shape):
+            if str(size) == symbol:
+                ways = math.prod(n for entry, n in zip(layout, context.sizes, strict=True) if entry == f"S{dim}")
+                return f"{symbol} = {names[op.name, 0]}.shape[{dim}]{f' * {ways}' if ways > 1 else ''}"
+    return None

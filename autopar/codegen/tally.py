@@ -1,0 +1,113 @@
+"""How often the parts of a plan run on the ranks of one place in one step: what is priced, and what verification counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.codegen.edges import Reshard
+from autopar.layout import is_shard
+from autopar.pipeline.microbatches import ancestors
+from autopar.pipeline.views import RESULTS, View, total_ref, views
+from autopar.plan import Plan
+from autopar.problem.graph import Program, Ref
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The stages of `plan` on one `place`."""
+
+    program: Program
+    plan: Plan
+    place: int = 0
+
+    @cached_property
+    def stages(self) -> list[View]:
+        """The views of this place's stages."""
+        return [view for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True) if stage.place == self.place]
+
+    @cached_property
+    def before(self) -> dict[str, None]:
+        """The operators that run once, over the whole batch, for the totals."""
+        return ancestors(self.program, [total_ref(text) for text in self.plan.totals])
+
+    def op(self, name: str) -> int:
+        """Runs of one operator per step."""
+        op = self.program.ops[name]
+        if not self.plan.pipelined:
+            return op.count
+        if op.scope:
+            return self.plan.microbatches * sum(self._instances(view, op.scope) for view in self.stages)
+        return self.plan.microbatches * sum(name in view.ops for view in self.stages) + (name in self.before)
+
+    def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int]]:
+        """Each reshard that runs here, as each stage has it, with its runs per step; of gradients that are summed over ranks, how
+        many tensors there are."""
+        for reshard in found:
+            if not self.plan.pipelined:
+                yield reshard, reshard.count
+                continue
+            if any(name in self.before for name in reshard.readers):
+                yield reshard, 1
+            for view in self.stages:
+                runs = self._in_stage(view, reshard)
+                if runs:
+                    yield self._seen_by(view, reshard), runs
+
+    def _seen_by(self, view: View, reshard: Reshard) -> Reshard:
+        """The reshard with the readers that the stage has: whether one of them keeps the value decides about gathering again."""
+        if reshard.scope or reshard.role != "edge":
+            return reshard
+        readers = tuple(name for name in reshard.readers if name in view.ops)
+        ops = self.program.ops
+        saved = any(ref == reshard.ref and i in ops[name].saves for name in readers for i, ref in enumerate(ops[name].operands))
+        return replace(reshard, readers=readers, saved=saved)
+
+    def bytes_of(self, ref: Ref) -> float:
+        """Bytes of the whole value in one microbatch."""
+        micro = self.plan.nodes[ref[0]].micro
+        cut = bool(micro) and is_shard(micro[ref[1]])
+        return self.program.bytes_of(ref) / (self.plan.microbatches if cut else 1)
+
+    def sends(self) -> int:
+        """Tensors that go from this place to the next stages in the forward of one step."""
+        places = [stage.place for stage in self.plan.stages]
+        leaving = [view for view in self.stages if view.index + 1 < len(places) and places[view.index + 1] != self.place]
+        return self.plan.microbatches * sum(len(view.sends) for view in leaving)
+
+    def shared(self) -> int:
+        """Trained parameters of this place of which another place has a copy."""
+        by_place: dict[int, dict[str, None]] = {}
+        for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True):
+            by_place.setdefault(stage.place, {}).update(view.held)
+        count = Counter(name for held in by_place.values() for name in held)
+        ops = self.program.ops
+        return sum(count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))
+                   for name in by_place.get(self.place, {}))
+
+    def _instances(self, view: View, scope: str) -> int:
+        first, stop = view.blocks.get(scope, (0, 0))
+        return stop - first
+
+    def _in_stage(self, view: View, reshard: Reshard) -> int:
+        ops, micro = self.program.ops, self.plan.microbatches
+        if reshard.role == "sync":
+            scope = ops[reshard.ref[0]].scope
+            return self._instances(view, scope) if scope else int(reshard.ref[0] in view.held)
+        if reshard.role in ("feed", "carry"):
+            port = reshard.readers[0]
+            run = self.program.runs[ops[port].scope]
+            if run.scope not in view.blocks:
+                return 0
+            begins = view.blocks[run.scope][0] == 0
+            if reshard.role == "carry":
+                return micro * (self._instances(view, run.scope) - begins)
+            return micro * (begins or run.ports.index(port) >= len(run.carried))
+        if reshard.scope:
+            return micro * self._instances(view, reshard.scope)
+        results = {op.name for _, op in view.results}
+        given = {name for name, index in view.given if all((name, i) in view.given for i in range(len(ops[name].call.outs)))}
+        return micro * any((name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
+                           for name in reshard.readers)

@@ -1,0 +1,88 @@
+"""Microbatches as one more mesh axis, in time instead of space.
+
+Cutting a step into m microbatches is data parallelism over m ranks of which one is there at a time. So the rules of the
+operators say what it means: each value is cut by samples (`S0`), a part of a sum (`P`) or the same for all (`R`), and a
+gradient that is partial over the microbatches just adds up. What they cannot have is a collective in the middle, for the
+other microbatches have not run yet. Two kinds are no obstacle: sums that are results (the loss), and sums that
+depend on inputs alone (the number of tokens that count), which are taken over the whole batch before the first
+microbatch: the *totals*. A model that has others (batch statistics, a balance loss over the batch) computes something else
+on microbatches than on the batch; it is refused, with the operator's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.pipeline.views import RESULTS
+from autopar.problem.graph import Op, Program, Ref
+from autopar.rules.language import Option
+
+
+@dataclass(frozen=True)
+class Microbatching:
+    """`entries[op]` says for each output of an operator how microbatches share it; `totals` are taken over the batch before."""
+
+    entries: Mapping[str, tuple[str, ...]]
+    totals: tuple[str, ...]
+
+
+def microbatching(program: Program, options: Mapping[str, Option], count: int) -> Microbatching:
+    """What `options`, one per operator on an axis of `count` ranks split by samples, mean for microbatches.
+
+    Raises PlanError, naming the operator, where a microbatch would need values of the others.
+    """
+    totals: dict[Ref, None] = {}
+    cone = from_inputs(program)
+    for op in program.ops.values():
+        for index, ref in enumerate(op.operands):
+            made, wanted = options[ref[0]].outs[ref[1]].value, options[op.name].ins[index].value
+            if made == wanted or op.role in RESULTS:
+                continue
+            if wanted == "R" and made == "P" and ref[0] in cone and not op.scope:
+                totals[ref] = None
+            else:
+                raise PlanError(_refusal(program, op, ref, made, wanted, count))
+    for run in program.runs.values():
+        _check_run(program, run.ports, run.feeds, options, count)
+        _check_run(program, run.ports[:len(run.carried)], run.carried, options, count)
+    entries = {op.name: tuple(use.value for use in options[op.name].outs) for op in program.ops.values()}
+    for name, index in totals:
+        entries[name] = tuple("R" if i == index else e for i, e in enumerate(entries[name]))
+    return Microbatching(entries, tuple(name if index == 0 else f"{name}:{index}" for name, index in totals))
+
+
+def from_inputs(program: Program) -> dict[str, None]:
+    """Names of the top-level operators whose results depend on inputs and sizes alone."""
+    found: dict[str, None] = {}
+    for op in program.ops.values():
+        plain = op.role in ("input", "buffer", "constant") or (op.role == "op" and not op.scope)
+        if plain and all(ref[0] in found for ref in op.operands) and not any(t.grad for t in op.call.outs):
+            found[op.name] = None
+    return found
+
+
+def ancestors(program: Program, refs: Sequence[Ref]) -> dict[str, None]:
+    """Names of all operators that `refs` are made by, in program order; the holders of inputs included."""
+    queue, found = [ref[0] for ref in refs], dict[str, None]()
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found[name] = None
+            queue += [ref[0] for ref in program.ops[name].operands]
+    return {name: None for name in program.ops if name in found}
+
+
+def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], options: Mapping[str, Option], count: int) -> None:
+    for port, ref in zip(ports, feeds, strict=True):
+        made, wanted = options[ref[0]].outs[ref[1]].value, options[port].ins[0].value
+        if made != wanted:
+            raise PlanError(_refusal(program, program.ops[port], ref, made, wanted, count))
+
+
+def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: int) -> str:
+    source = program.ops[ref[0]]
+    what = "needs the sum over the whole batch of" if made == "P" else f"wants as {wanted} what microbatches have as {made}:"
+    return (f"{op.name} ({op.where}) {what} {ref[0]} ({source.where}), so {count} microbatches would not compute what the "
+            "batch computes; use one microbatch, or a model whose loss is a sum or mean over samples")

@@ -1,0 +1,41 @@
+"""The schedules of torch.distributed.pipelining as plain data: which stages a rank holds, and what runs at the same time.
+
+The names are torch's own. `places` maps a stage to its place on the pipeline axis: in a *loop*, stage i is on place i mod p;
+in a *V*, the second half comes back (p = 2: stages 0 1 2 3 on places 0 1 1 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`torch_name` is the class in torch.distributed.pipelining; `virtual` says how many stages a rank holds (None: any
+    number); `splits_backward` that gradients of inputs and of weights are taken apart (zero bubble)."""
+
+    name: str
+    torch_name: str
+    virtual: int | None
+    shape: str
+    splits_backward: bool = False
+
+    def place(self, stage: int, places: int) -> int:
+        """The place of `stage` on a pipeline axis of `places`."""
+        if self.shape == "v":
+            return stage if stage < places else 2 * places - 1 - stage
+        return stage % places
+
+
+_TABLE = (
+    Schedule("naive", "ScheduleGPipe", 1, "loop"),
+    Schedule("gpipe", "ScheduleGPipe", 1, "loop"),
+    Schedule("1f1b", "Schedule1F1B", 1, "loop"),
+    Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", None, "loop"),
+    Schedule("looped_bfs", "ScheduleLoopedBFS", None, "loop"),
+    Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", None, "loop", splits_backward=True),
+    Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", 2, "v", splits_backward=True),
+    Schedule("dualpipev", "ScheduleDualPipeV", 2, "v", splits_backward=True),
+)
+
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _TABLE}

@@ -1,0 +1,115 @@
+"""The pieces that a pipeline stage takes whole, and stages made of them.
+
+A unit is an operator of the top-level graph or one instance of a repeated block. Operators that cost next to nothing to
+repeat are no units but *free*: what depends on sizes, inputs and buffers alone (masks, positions, rope tables) and what is
+made of weights alone (casts, transposes) runs in every stage that reads it, instead of crossing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.pipeline.schedules import Schedule
+from autopar.plan import Stage
+from autopar.problem.graph import Op, Program, Ref
+
+HOLDERS = ("param", "buffer", "constant", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A top-level operator (`instance` -1) or instance number `instance` of the run of blocks `name`."""
+
+    name: str
+    instance: int = -1
+
+
+def units(program: Program) -> list[Unit]:
+    """All units in execution order."""
+    free = free_ops(program)
+    found: list[Unit] = []
+    seen: dict[str, None] = {}
+    for op in program.ops.values():
+        if op.scope and op.scope not in seen:
+            seen[op.scope] = None
+            found += [Unit(op.scope, i) for i in range(program.runs[op.scope].count)]
+        elif not op.scope and op.role == "op" and op.name not in free:
+            found.append(Unit(op.name))
+    return found
+
+
+def free_ops(program: Program) -> dict[str, None]:
+    """Names of the top-level operators that run wherever they are read."""
+    from_params: dict[Ref, bool] = {}
+    free: dict[str, None] = {}
+    carried = {ref for run in program.runs.values() for ref in run.carried}
+    for op in program.ops.values():
+        if op.scope or op.role not in ("op", *HOLDERS):
+            continue
+        reads_param = op.role == "param" or any(from_params.get(ref, False) for ref in op.operands)
+        for index in range(len(op.call.outs)):
+            from_params[op.name, index] = reads_param
+        inside = all(ref not in carried and (ref[0] in free or program.ops[ref[0]].role in HOLDERS) for ref in op.operands)
+        if op.role == "op" and inside and (_of_weights(op) or not (reads_param or any(t.grad for t in op.call.outs))):
+            free[op.name] = None
+    return free
+
+
+def _of_weights(op: Op) -> bool:
+    return bool(op.operands) and all(op.weight)
+
+
+def stages_of(program: Program, bounds: Sequence[int], schedule: Schedule, places: int, totals: Collection[Ref] = ()) -> tuple[Stage, ...]:
+    """The stages between `bounds`, positions in `units(program)` at which a new stage begins (without 0 and the end). The
+    `totals` are given to every stage.
+
+    Raises PlanError where a stage would be empty, or the schedule cannot have that many stages on `places` places.
+    """
+    pieces = units(program)
+    edges = [0, *bounds, len(pieces)]
+    count = len(edges) - 1
+    if any(a >= b for a, b in itertools.pairwise(edges)):
+        raise PlanError(f"cannot cut {len(pieces)} pieces (operators and blocks) into {count} stages at {list(bounds)}: "
+                        "every stage needs at least one; use fewer stages")
+    _check_count(schedule, count, places)
+    free = free_ops(program)
+    found = []
+    for index in range(count):
+        mine = pieces[edges[index]:edges[index + 1]]
+        blocks: dict[str, tuple[int, int]] = {}
+        for unit in mine:
+            if unit.instance >= 0:
+                blocks[unit.name] = (blocks.get(unit.name, (unit.instance, 0))[0], unit.instance + 1)
+        own = dict.fromkeys(u.name for u in mine if u.instance < 0)
+        needed = _needed(program, own, blocks, free, totals, last=index == count - 1)
+        nodes = tuple(op.name for op in program.ops.values() if op.name in own or op.name in needed)
+        found.append(Stage(nodes, blocks, schedule.place(index, places)))
+    return tuple(found)
+
+
+def _check_count(schedule: Schedule, stages: int, places: int) -> None:
+    virtual = schedule.virtual
+    right = stages == virtual * places if virtual else stages % places == 0
+    if not right:
+        wanted = f"{virtual * places}" if virtual else f"a multiple of {places}"
+        raise PlanError(f"schedule {schedule.name} on {places} groups of ranks needs {wanted} stages, got {stages}")
+
+
+def _needed(program: Program, own: dict[str, None], blocks: dict[str, tuple[int, int]], free: dict[str, None],
+            totals: Collection[Ref], *, last: bool) -> dict[str, None]:
+    """The free operators that a stage reads, directly or through others."""
+    queue = [ref for name in own for ref in program.ops[name].operands]
+    queue += [ref for scope in blocks for ref in program.runs[scope].feeds]
+    if last:  # results that nothing else makes
+        queue += [op.operands[0] for op in program.results]
+    found: dict[str, None] = {}
+    while queue:
+        ref = queue.pop()
+        name = ref[0]
+        if name in free and name not in found and ref not in totals:
+            found[name] = None
+            queue += program.ops[name].operands
+    return found

@@ -1,0 +1,250 @@
+"""The base classes of an emitted pipeline: `PipelinedModule` for the model, `Stage` for one of its stages.
+
+    class Stage0(Stage):
+        INPUTS = ("input_ids",)      # inputs of the model that forward takes, after what it receives
+        TOTALS, RESULTS = (), ()     # totals that it takes after them; numbers of the results that it returns
+
+        @staticmethod
+        def receives(b, s): ...      # ((local shape, dtype, whether there is a gradient), ...) of what comes in
+
+        def forward(self, input_ids, *, b, s): ...
+            return (h,), ()          # what goes to the next stage, and results
+
+    class Model(PipelinedModule):
+        PIPELINE = Pipeline("1f1b", 4, (0, 1))                    # schedule, microbatches, place of each stage
+        STAGES = (Stage0, Stage1)
+        MICRO = {"input_ids": "S0", "0": "P"}                     # how microbatches share inputs and results
+        def sizes(self, input_ids): ...                           # {"b": ..., "s": ...}: global sizes
+        def totals(self, input_ids, *, b, s): ...                 # optional: values over the whole batch
+
+Every rank is given its part of the batch, whatever its place: each stage reads its inputs from there, only activations
+travel. A step runs a schedule of torch.distributed.pipelining; gradients add up over its microbatches and are summed
+over ranks once, at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from autopar.errors import RunError
+from autopar.layout import dim_of, is_shard
+from autopar.runtime import batch, rng
+from autopar.runtime.gradsync import GradSync
+from autopar.runtime.module import Block, Scope, ShardedModule
+from autopar.runtime.outputs import Spread
+from autopar.runtime.params import Held
+from autopar.runtime.places import everywhere, shared_gradients, tell
+from autopar.runtime.stepping import Engine, run_forward
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The schedule's name in autopar.pipeline, the number of microbatches, and the place of each stage."""
+
+    schedule: str
+    microbatches: int
+    places: tuple[int, ...]
+
+
+class Stage(Scope):
+    """One stage; see the module docstring. `held` are the parameters and buffers that it reads."""
+
+    INPUTS: ClassVar[Sequence[str]] = ()
+    TOTALS: ClassVar[Sequence[str]] = ()
+    RESULTS: ClassVar[Sequence[int]] = ()
+    SEPARABLE: ClassVar[bool] = True  # whether gradients of what is received and of weights can be taken apart (zero bubble)
+
+    def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
+        super().__init__()
+        self.index, self.held, self.spreads = index, dict[str, Held](), list[Spread]()
+        self.mutations: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
+        self._complete = complete
+
+    @staticmethod
+    def receives(**sizes: int) -> Sequence[tuple[Sequence[int], str, bool]]:
+        """Local shape, dtype name and whether there is a gradient, of what comes in at these global sizes."""
+        return ()
+
+    def spread(self, value: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
+        """A result for the user, as ShardedModule.spread."""
+        value, spread = self._complete(value, layout, shape)
+        self.spreads.append(spread)
+        return value
+
+    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
+        """New values of the buffers that `block` mutates."""
+        self.mutations += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
+
+    def readers(self) -> dict[str, list[tuple[dict[str, Tensor], str]]]:
+        """By original name, the tables of the stage and its blocks that want the local part."""
+        found: dict[str, list[tuple[dict[str, Tensor], str]]] = {}
+        readers: list[Stage | Block] = [self, *(block for blocks in self.runs.values() for block in blocks)]
+        for reader in readers:
+            prefix = reader.prefix if isinstance(reader, Block) else ""
+            for table, read in ((reader.PARAMS, reader.w), (reader.BUFFERS, reader.b)):
+                for short in table:
+                    found.setdefault(prefix + short, []).append((read, short))
+        return found
+
+    @classmethod
+    def names(cls) -> dict[str, bool]:
+        """Original names of all that the stage reads, and whether each is a parameter that may be trained."""
+        tables: list[tuple[str, type[Block] | type[Stage]]] = [("", cls)]
+        tables += [(f"{prefix}." if prefix else "", kind) for kind, prefixes in cls.RUNS.values() for prefix in prefixes]
+        return {prefix + short: info.trainable and table is kind.PARAMS for prefix, kind in tables
+                for table in (kind.PARAMS, kind.BUFFERS) for short, info in table.items()}
+
+
+class PipelinedModule(ShardedModule):
+    """The base of an emitted model with stages or microbatches; see the module docstring."""
+
+    PIPELINE: ClassVar[Pipeline]
+    STAGES: ClassVar[Sequence[type[Stage]]] = ()
+    MICRO: ClassVar[Mapping[str, str]] = {}
+
+    def _scopes(self) -> Sequence[Stage]:
+        self.stages = [kind(i, self._spread_of) for i, kind in enumerate(self.STAGES) if self.PIPELINE.places[i] == self.MESH.place]
+        return self.stages
+
+    def _watch(self) -> None:
+        """Each stage has leaves of its own: a weight that two of them read gets two gradients, which add up."""
+        self._syncs: list[GradSync] = []
+        for stage in self.stages:
+            stage.held = {name: replace(self._held[name], readers=readers) for name, readers in stage.readers().items()}
+            self._syncs.append(GradSync.watching(stage.held, self.MESH))
+            self._syncs[-1].deferred = True
+        self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}
+        self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
+        self._outputs: dict[int, Spread] = {}
+
+    def sizes(self, *inputs: Any) -> dict[str, int]:
+        """The global sizes of a batch of which `inputs` are this rank's part."""
+        return {}
+
+    def totals(self, *inputs: Any, **sizes: int) -> dict[str, Tensor]:
+        """Values over the whole batch, by name."""
+        return {}
+
+    # -- running
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in
+        `param.grad`. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss or the batch does
+        not divide into the microbatches."""
+        number = self._loss_number()
+        sizes, micro = self._begin(args, kwargs)
+        key = tuple(sizes.items())
+        if key not in self._engines:
+            self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
+        with rng.using(self.rng):
+            losses = self._engines[key].step(micro, self._syncs)
+        for sync in self._syncs:
+            sync.flush()
+        for group in self._shared:
+            group.sum(self._held)
+        loss = torch.stack(losses).sum() if losses else None
+        return everywhere(loss, self.PIPELINE.places[-1], self.MESH)
+
+    def spreads(self) -> dict[int, Spread]:
+        """As ShardedModule.spreads, on every rank, whichever made the outputs."""
+        return self._outputs
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward only; the outputs in the structure of the original model, on every rank, cut as the plan says. There is no
+        gradient behind them: `train_step` trains."""
+        sizes, micro = self._begin(args, kwargs)
+        with rng.using(self.rng):
+            made = run_forward(self, self.stages, sizes, micro)
+        values: list[Any] = []
+        self._outputs = {}
+        for number, (role, _) in enumerate(self.OUTPUTS):
+            if role == "mutation":
+                continue
+            owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
+            value, spread = self._joined(number, made.get(number), role)
+            value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
+            values.append(value)
+            if spread is not None:
+                self._outputs[number] = spread
+        return self._packed(values)
+
+    def mutate(self, stage: Stage, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Give the buffers of `stage` the values that are for them; the other results."""
+        mutated = [(self.OUTPUTS[number][1], value) for number, value in results.items() if self.OUTPUTS[number][0] == "mutation"]
+        for name, value in (*mutated, *stage.mutations):
+            self._mutate(stage.held[self.ALIASES.get(name, name)], value)
+        stage.mutations.clear()
+        return {number: value for number, value in results.items() if self.OUTPUTS[number][0] != "mutation"}
+
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
+        inputs = batch.bind(self.INPUTS, args, kwargs)
+        if not self._agreed:
+            batch.check_agreement(self.INPUTS, inputs, self.MESH)
+            self._agreed = True
+        self._follow()
+        self.rng.advance()
+        sizes = self.sizes(*inputs)
+        parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
+        whole = self.totals(*inputs, **sizes)
+        return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
+
+    def _cut(self, name: str, value: Any) -> Sequence[Any]:
+        """An input's parts, one per microbatch."""
+        count, entry = self.PIPELINE.microbatches, self.MICRO[name]
+        if not is_shard(entry) or count == 1:
+            return [value] * count
+        size = value.shape[dim_of(entry)]
+        if size % count or not size:
+            raise RunError(f"input {name!r}: dim {dim_of(entry)} of size {size} on this rank does not divide into {count} microbatches; "
+                           f"use a multiple of {count}, or plan for the batch that you have")
+        parts: Sequence[Any] = value.chunk(count, dim_of(entry))
+        return parts
+
+    def _follow(self) -> None:
+        """As `_renew`, for the parameters of each stage."""
+        for stage, sync in zip(self.stages, self._syncs, strict=True):
+            sync.reset()
+            for held in stage.held.values():
+                if held.stale():
+                    held.renew()
+                    sync.attach(held)
+
+    def _joined(self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str) -> tuple[Tensor | None, Spread | None]:
+        """One result over all microbatches, where it was made here."""
+        if parts is None:
+            return None, None
+        entry, values, spread = self.MICRO[str(number)], [value for value, _ in parts], parts[0][1]
+        if entry == "P":
+            return torch.stack(values).sum(0), spread
+        if not is_shard(entry):
+            return values[0], spread
+        dim = dim_of(entry)
+        if spread is not None:
+            shape = tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape))
+            spread = Spread(spread.layout, shape)
+        return torch.cat(values, dim), spread
+
+    def _spread_of(self, value: Tensor, layout: str, shape: Sequence[int]) -> tuple[Tensor, Spread]:
+        done = super().spread(value, layout, shape)
+        return done, self._spread.pop()
+
+    def _loss_number(self) -> int:
+        roles = [role for role, _ in self.OUTPUTS]
+        if "loss" not in roles:
+            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
+        return roles.index("loss")
+
+    def _elsewhere(self) -> Iterator[str]:
+        names = dict.fromkeys(name for kind in self.STAGES for name in kind.names())
+        yield from names
+        yield from (alias for alias, name in self.ALIASES.items() if name in names)
+        yield from (prefix for kind in self.STAGES for _, prefixes in kind.RUNS.values() for prefix in prefixes)

@@ -1,0 +1,79 @@
+"""What ranks on different places of a pipeline axis tell each other: results, and gradients of parameters that several hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import local_of, wrap_like
+from autopar.runtime.count import record
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.outputs import Spread
+from autopar.runtime.params import Held
+
+if TYPE_CHECKING:
+    from autopar.runtime.pipeline import Stage
+
+PIPELINE_AXIS = -1
+"""The axis under which transfers between places are counted."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Parameters `names` that stages on several places read: each place has a copy. `group` are these places."""
+
+    names: tuple[str, ...]
+    group: dist.ProcessGroup
+    mine: bool
+
+    @torch.no_grad()
+    def sum(self, held: Mapping[str, Held]) -> None:
+        """Add up the gradients of all copies, which stay equal bit for bit."""
+        if not self.mine:
+            return
+        for name in self.names:
+            param = held[name].tensor
+            if param.grad is None:
+                param.grad = wrap_like(torch.zeros_like(local_of(param)), param)
+            grad = local_of(param.grad)
+            record("all_reduce", PIPELINE_AXIS, grad.numel() * grad.element_size(), name)
+            dist.all_reduce(grad, group=self.group)
+
+
+def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh: Mesh) -> list[Shared]:
+    """The trained parameters that several places hold, by the places; a collective operation where there are any."""
+    holders: dict[str, dict[int, None]] = {}
+    for kind, place in zip(stages, places, strict=True):
+        for name, trained in kind.names().items():
+            if trained:
+                holders.setdefault(name, {})[place] = None
+    by_places: dict[tuple[int, ...], list[str]] = {}
+    for name, where in holders.items():
+        if len(where) > 1:
+            by_places.setdefault(tuple(sorted(where)), []).append(name)
+    return [Shared(tuple(names), mesh.places_group(where), mesh.place in where) for where, names in by_places.items()]
+
+
+def everywhere(value: Tensor | None, place: int, mesh: Mesh) -> Tensor:
+    """A scalar tensor that `place` has, on every place."""
+    found, _ = tell(value, None, place, mesh)
+    assert found is not None, "the place that made it has it"
+    return found
+
+
+def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) -> tuple[Tensor | None, Spread | None]:
+    """A tensor that `place` has and how it lies, on every place."""
+    group = mesh.pipeline_group
+    if group is None:
+        return value, spread
+    box: list[Any] = [None if value is None else (tuple(value.shape), value.dtype, spread)]
+    dist.broadcast_object_list(box, group=group, group_src=place)
+    shape, dtype, spread = box[0]
+    held = torch.empty(shape, dtype=dtype, device=mesh.device) if value is None else value.detach().contiguous()
+    dist.broadcast(held, group=group, group_src=place)
+    return held, spread

@@ -1,0 +1,211 @@
+"""Runs stages: training through a schedule of torch.distributed.pipelining, evaluation forward only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from autopar._torch import is_view
+from autopar.errors import RunError
+from autopar.runtime import regather
+from autopar.runtime.count import record
+from autopar.runtime.gradsync import GradSync
+from autopar.runtime.outputs import Spread
+from autopar.runtime.places import PIPELINE_AXIS
+
+if TYPE_CHECKING:
+    from autopar.runtime.pipeline import PipelinedModule, Stage
+
+Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
+SPLITTING = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+"""Schedules that take gradients of inputs and of weights apart."""
+
+SCHEDULES = {
+    "naive": pipelining.ScheduleGPipe,
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.schedules.ScheduleDualPipeV,
+}
+
+
+def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], given: Mapping[str, Any],
+              sizes: Mapping[str, int]) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+    """One microbatch through one stage: what it sends, and its results by number. Buffers take their new values."""
+    stage.spreads.clear()
+    sends, made = stage(*received, *(given[n] for n in stage.INPUTS), *(given[n] for n in stage.TOTALS), **sizes)
+    results = dict(zip(stage.RESULTS, made, strict=True))
+    return sends, model.mutate(stage, results)
+
+
+class _Arrive(torch.autograd.Function):
+    """What was received, as it is; its gradient, which is sent back, contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+class Runner(nn.Module):
+    """A stage as torch's schedules want it: activations in, activations or the loss out, its leaves as parameters."""
+
+    def __init__(self, engine: Engine, stage: Stage, sync: GradSync | None) -> None:
+        super().__init__()
+        self._engine, self._stage, self._sync = [engine], [stage], [sync]  # in lists: no submodules
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
+        """Run one microbatch."""
+        engine, stage = self._engine[0], self._stage[0]
+        with ExitStack() as stack:
+            stack.enter_context(regather.regathering(engine.syncs[stage.index]))
+            arrived = [_Arrive.apply(x) if x.requires_grad else x for x in received]
+            sends, results = engine.run(stage, arrived, engine.micro[int(microbatch)], engine.sizes)
+        if stage.index == engine.last:
+            return results[engine.loss]
+        if stage.index in engine.leaving:
+            for tensor in sends:
+                record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
+        following = engine.following[stage.index]
+        return tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """The leaves that autograd sees."""
+        return (held.leaf for held in self._stage[0].held.values() if held.leaf.requires_grad)
+
+
+class _Stage(pipelining.PipelineStage):
+    """torch's stage, whose weight gradients are its own.
+
+    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
+    place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
+    its gradient on as it is): adding would fail, or change the others. So the first one is copied.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weights' part of the backward of one microbatch."""
+        first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        for leaf in first:
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad.clone()
+
+
+class Engine:
+    """One schedule for one set of sizes. Raises RunError where the schedule cannot run so many microbatches."""
+
+    def __init__(self, model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], loss: int) -> None:
+        self.sizes, self.loss, self.last = dict(sizes), loss, len(model.STAGES) - 1
+        self.run = partial(run_stage, model)
+        self.micro: Micro = ()
+        self.syncs: dict[int, GradSync] = {}
+        self.stages = list(stages)
+        self.following: dict[int, Sequence[tuple[Sequence[int], str, bool]]] = {}  # stage -> what comes in at the next one
+        self.count, places = model.PIPELINE.microbatches, model.PIPELINE.places
+        self.leaving = [i for i, (here, there) in enumerate(itertools.pairwise(places)) if here != there]
+        self.splitting = model.PIPELINE.schedule in SPLITTING
+        self.schedule: Any = None
+        if model.MESH.places > 1:
+            wrapped = [self._wrap(model, stage) for stage in stages]
+            kind: Any = SCHEDULES[model.PIPELINE.schedule]
+            single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+            try:
+                self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=lambda output, target: output, scale_grads=False)
+            except ValueError as error:
+                raise RunError(f"schedule {model.PIPELINE.schedule} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
+
+    def _wrap(self, model: PipelinedModule, stage: Stage) -> _Stage:
+        following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
+        self.following[stage.index] = following
+        return _Stage(
+            Runner(self, stage, None), stage.index, len(model.STAGES), model.MESH.device, group=model.MESH.pipeline_group,
+            input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following),
+            dw_builder=None if stage.SEPARABLE else lambda: lambda: None)  # the whole backward at once, nothing left for later
+
+    def step(self, micro: Micro, syncs: Sequence[GradSync]) -> list[Tensor]:
+        """All microbatches forward and backward; their losses on the place of the last stage."""
+        self.micro = micro
+        self.syncs = {stage.index: sync for stage, sync in zip(self.stages, syncs, strict=True)}
+        for stage, sync in zip(self.stages, syncs, strict=True):
+            sync.scattering = not (self.splitting and stage.SEPARABLE)
+        losses: list[Tensor] = []
+        if self.schedule is None:
+            losses = [self._alone(number) for number in range(self.count)]
+        else:
+            numbers = torch.arange(self.count)
+            self.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)
+        self.micro = ()
+        return [loss.detach() for loss in losses]
+
+    def _alone(self, number: int) -> Tensor:
+        """One microbatch through all stages of a model that is on one place."""
+        received: tuple[Tensor, ...] = ()
+        loss = torch.empty(0)
+        with regather.regathering(self.syncs[0]):
+            for stage in self.stages:
+                received, results = self.run(stage, received, self.micro[number], self.sizes)
+                loss = results.get(self.loss, loss)
+        loss.backward()
+        return loss
+
+
+def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], micro: Micro) -> dict[int, list[tuple[Tensor, Spread | None]]]:
+    """All microbatches through this rank's stages, forward only: result number -> per microbatch (value, how it lies)."""
+    found: dict[int, list[tuple[Tensor, Spread | None]]] = {}
+    places, here = model.PIPELINE.places, model.MESH.place
+    local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    sent: list[Any] = []
+    for stage in stages:
+        for number, given in enumerate(micro):
+            if stage.index and places[stage.index - 1] != here:
+                received = _receive(model, stage, sizes)
+            else:
+                received = local.pop((stage.index, number), ())
+            sends, results = run_stage(model, stage, received, given, sizes)
+            spreads = iter(stage.spreads)
+            for index, value in results.items():
+                lies = next(spreads) if model.OUTPUTS[index][0] == "output" else None
+                found.setdefault(index, []).append((value, lies))
+            if stage.index + 1 < len(places) and places[stage.index + 1] == here:
+                local[stage.index + 1, number] = sends
+            else:
+                for tensor in sends:
+                    record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
+                    sent.append(dist.isend(tensor.contiguous(), group=model.MESH.pipeline_group, group_dst=places[stage.index + 1]))
+    for work in sent:
+        work.wait()
+    return found
+
+
+def _receive(model: PipelinedModule, stage: Stage, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+    received = []
+    for meta in _metas(type(stage).receives(**sizes)):
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=model.MESH.device)
+        dist.recv(tensor, group=model.MESH.pipeline_group, group_src=model.PIPELINE.places[stage.index - 1])
+        received.append(tensor)
+    return tuple(received)
+
+
+def _metas(values: Sequence[tuple[Sequence[int], str, bool]]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta", requires_grad=grad) for shape, dtype, grad in values)
+
+
+def _sendable(tensor: Tensor, grad: bool) -> Tensor:
+    """Contiguous, without a gradient where none comes back, and no view: schedules that split the backward detach in place what
+    was sent."""
+    tensor = tensor.contiguous() if grad else tensor.detach().contiguous()
+    return tensor.clone() if is_view(tensor) else tensor

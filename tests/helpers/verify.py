@@ -19,6 +19,9 @@ from torch import Tensor
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.frontend import load
+from autopar.pipeline import units
+from autopar.pipeline.assemble import pipelined
+from autopar.pipeline.sharing import sharing
 from autopar.plan import Plan, Predicted
 from autopar.planner import Planner, Request, _node, plan, space
 from autopar.problem.build import Decisions, _fits
@@ -139,6 +142,20 @@ def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions,
         model=who.name, graph_hash=who.captured.graph_hash, mode=settings.mode, precision=settings.precision, optimizer=settings.optimizer,
         hints=dict(planner.program.hints), cluster=cluster.to_dict(), axes=tuple(a.name for a in cluster.mesh(sizes).axes), mesh=sizes,
         strategy=strategy, seed=0, nodes={name: _node(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
+
+
+def by_stages(who: Subject, sizes: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int = 1,
+              bounds: Sequence[int] | None = None) -> Plan:
+    """`recipe` on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
+    planner = planner_of(who, sizes)
+    count = places * virtual
+    total = len(units(planner.program))
+    cuts = bounds or [round(total * k / count) for k in range(1, count)]
+    micro = None
+    if microbatches > 1:
+        micro = sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
+                        planner.request.settings)
+    return pipelined(by_recipe(who, sizes, recipe), planner.program, cuts, schedule, places, micro, microbatches)
 
 
 def kinds(made: Plan) -> dict[str, None]:

@@ -1,0 +1,90 @@
+"""Pipelines on local ranks against one device, in float64: every schedule, tied weights, values that skip stages, totals over
+microbatches, sharded and tensor-parallel stages; and the traps of torch's schedules that they come near."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.pipeline import SCHEDULES
+from autopar.verify import Report
+from tests.helpers.verify import Sizes, by_stages, subject
+
+# model, mesh of a place, recipe, places, microbatches, schedule, stages per place
+FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
+    ("hf-gpt2", (1,), "single", 2, 4, "gpipe", 1),                # tied weights on the first and the last place
+    ("hf-gpt2", (2,), "tp", 2, 4, "1f1b", 1),
+    ("hf-gpt2", (2,), "zero3", 2, 4, "zbv_zero_bubble", 2),       # both copies of the tied weight on one place; ZeRO-3 with a split backward
+    ("hf-t5", (1,), "single", 2, 4, "interleaved_zero_bubble", 2),  # the encoder's result skips stages; weights beside what is received
+    ("hf-t5", (1,), "single", 2, 4, "dualpipev", 2),
+    ("hf-vit", (2,), "ddp", 2, 4, "zbv_zero_bubble", 2),          # gradients that autograd passes on as they are
+    ("hf-resnet", (1,), "single", 2, 1, "naive", 1),              # buffers, one microbatch
+    ("hf-llama-2kv", (2,), "zero3", 2, 2, "interleaved_1f1b", 2),
+    ("hf-bert", (1,), "single", 4, 8, "1f1b", 1),
+    ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
+    ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
+]
+MODELS = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-bert")
+SLOW = [(model, mesh, recipe, places, 2 * places * virtual, schedule, virtual)
+        for model in MODELS for mesh, recipe in (((1,), "single"), ((2,), "zero3"), ((2,), "tp")) for places in (2, 4)
+        for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,)
+        if not (places == 4 and (mesh != (1,) or schedule in ("zbv_zero_bubble", "dualpipev") and model == "hf-vit"))]
+
+
+def _right(report: Report) -> None:
+    wrong = [row for row in report.rows if not row.ok]
+    assert report.ok, f"{len(wrong)} of {len(report.rows)}: {wrong[:5]}"
+    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+
+
+@pytest.mark.parametrize(("model", "mesh", "recipe", "places", "microbatches", "schedule", "virtual"), FAST)
+def test_every_schedule(model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int) -> None:
+    who = subject(model)
+    _right(who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)))
+
+
+def test_the_fast_cases_have_every_schedule() -> None:
+    assert {case[5] for case in FAST} == set(SCHEDULES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh", "recipe", "places", "microbatches", "schedule", "virtual"), SLOW)
+def test_the_full_matrix(model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int) -> None:
+    who = subject(model)
+    _right(who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)))
+
+
+def test_other_sizes_than_planned_on_the_same_module() -> None:
+    who = subject("hf-gpt2")
+    made = by_stages(who, (2,), "ddp", 2, 2, "1f1b")
+    _right(who.verified(made, 12, 5))
+    _right(who.verified(made, 4, 9))
+
+
+@pytest.mark.parametrize("cut", [2, 3, 5, 7, 8])
+def test_a_cut_can_be_anywhere(cut: int) -> None:
+    who = subject("hf-t5")
+    _right(who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b", bounds=[cut * 3])))
+
+
+def test_inference_goes_forward_only() -> None:
+    who = subject("hf-t5", "inference")
+    report = who.verified(by_stages(who, (2,), "tp", 2, 2, "1f1b"))
+    assert report.ok and {row.kind for row in report.rows} == {"output", "collectives"}
+
+
+@pytest.mark.parametrize(("model", "microbatches", "schedule", "places", "virtual", "words"), [
+    ("hf-resnet", 2, "1f1b", 2, 1, "so 2 microbatches would not compute what the batch computes"),  # statistics of the batch
+    ("moe", 2, "1f1b", 2, 1, "would not compute what the batch computes"),  # a balance loss over the batch
+    ("gpt", 4, "naive", 2, 1, "schedule naive runs one microbatch, got 4"),
+    ("gpt", 2, "1f1b", 2, 2, "schedule 1f1b on 2 groups of ranks needs 2 stages, got 4"),
+    ("gpt", 2, "zigzag", 2, 1, "unknown schedule 'zigzag'"),
+])
+def test_what_cannot_be_is_refused(model: str, microbatches: int, schedule: str, places: int, virtual: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        by_stages(subject(model), (1,), "single", places, microbatches, schedule, virtual)
+
+
+def test_more_stages_than_pieces_are_refused() -> None:
+    with pytest.raises(PlanError, match="every stage needs at least one"):
+        by_stages(subject("mlp"), (1,), "single", 40, 1, "gpipe")

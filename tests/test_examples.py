@@ -64,3 +64,12 @@ def test_the_demo_runs_on_a_small_model() -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     assert "All values agree with the single device" in done.stdout
     assert done.stdout.count("gloo ranks: ") == 2 and "strategy         ddp" in done.stdout
+
+
+def test_the_tests_that_hold_the_traps_exist() -> None:
+    """docs/torch-traps.md names files under tests/, and tests in them by the beginning of their name."""
+    for entry in re.findall(r"`((?:dist|unit)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()):
+        path, _, name = entry[0].partition("::")
+        text = (ROOT / "tests" / path).read_text()
+        for wanted in filter(None, (name, entry[1].removeprefix("::"))):
+            assert f"def {wanted.removesuffix('...')}" in text, f"{path} has no test {wanted}"

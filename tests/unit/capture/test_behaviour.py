@@ -69,6 +69,19 @@ def test_sizes_are_symbols_and_hints_are_the_users_sizes():
     assert shapes == [("b", "s"), ("b", "s")]
 
 
+def test_an_example_batch_of_one_stays_a_symbol_that_any_batch_fits():
+    """torch.export makes a constant of a size of 1."""
+    net = Net()
+    captured = capture(net, ids(1, 6), loss_fn=loss_fn)
+    assert dict(captured.hints) == {"b": 1, "s": 6}
+    held = {**dict(net.named_parameters(remove_duplicate=False)), **captured.constants}
+    for rows in (1, 4):
+        given = dict(zip(captured.input_names, ids(rows, 6), strict=True))
+        (loss,) = [v for v, about in zip(Interpret(captured.gm, held).run_named(given), captured.gm.meta["outputs"], strict=True)
+                   if about["kind"] == "loss"]
+        torch.testing.assert_close(loss, loss_fn(net(ids(rows, 6)[0]), ids(rows, 6)[1]))
+
+
 def test_tied_frozen_and_constant_tensors():
     model = Net()
     captured = capture(model, ids(), loss_fn=loss_fn)

@@ -9,6 +9,9 @@ JOBS  ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
+# Waiting threads sleep, because four ranks may share two cores; large tensors come in large pages.
+DEMO_ENV := OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1
+
 .PHONY: demo test test-all lint types clean
 
 $(STAMP): pyproject.toml
@@ -17,7 +20,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	env -u OMP_NUM_THREADS $(BIN)/python examples/demo.py
+	env -u OMP_NUM_THREADS $(DEMO_ENV) $(BIN)/python examples/demo.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

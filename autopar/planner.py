@@ -139,7 +139,7 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         best, about = _simplest(found, best, about)
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
-    return _finish(planner, best, bound, tried, about)
+    return finish(planner, best, bound, tried, about)
 
 
 def _check_mesh(request: Request) -> None:
@@ -282,11 +282,13 @@ def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     return "\n".join(lines)
 
 
-def _finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
+def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
+    """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced, `about` the
+    Plan's fields model, graph_hash, source and notes."""
     request = planner.request
     decisions = best.model.decode(best.solution.choice)
     cost = best.cost
-    nodes = {name: _node(planner.program.ops[name], options) for name, options in decisions.items()}
+    nodes = {name: node_plan(planner.program.ops[name], options) for name, options in decisions.items()}
     nodes = {name: nodes[name] for name in planner.program.ops}
     about = {**about, "notes": (*about.get("notes", ()), *_rule_notes(planner))}
     return Plan(
@@ -310,7 +312,8 @@ def _rule_notes(planner: Planner) -> list[str]:
     return notes
 
 
-def _node(op: Op, options: Sequence[Any]) -> NodePlan:
+def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
+    """What a Plan says of one node that has `options`, one per mesh axis."""
     def column(uses: Sequence[Use]) -> str:
         value, grad = pair(tuple(uses))
         return f"{show(value)}|{show(grad)}"

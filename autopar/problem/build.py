@@ -87,7 +87,7 @@ def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], al
 
 def _choices(cluster: Cluster, tables: Sequence[Table], allows: Sequence[Allow], prices: Prices) -> list[Choice]:
     per_axis = [join(cluster, table, allow) for table, allow in zip(tables, allows, strict=True)]
-    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and _fits(cluster, combo, prices.sizes)]
+    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and fits_together(cluster, combo, prices.sizes)]
     if not found:
         op = cluster.root
         raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {prices.sizes}: the recipe's "
@@ -100,7 +100,7 @@ def _placements(combo: Choice) -> int:
     return sum(coordinate_of(joint.options[-1]) is not None for joint in combo)
 
 
-def _fits(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
+def fits_together(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
     """Whether all axes together can cut every tensor (dims cut by several axes divide evenly) and run every algorithm."""
     if len(combo) == 1:
         return True

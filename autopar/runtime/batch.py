@@ -97,13 +97,14 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank), mesh.sizes)) for rank in range(mesh.ranks)]
     for index, (name, layout) in enumerate(inputs.items()):
         shapes = {coord: everyone[rank][index] for rank, coord in enumerate(coords)}
-        if not _fit(shapes, parse(layout), mesh.sizes):
+        if not fit(shapes, parse(layout), mesh.sizes):
             got = "; ".join(f"rank {rank}: {everyone[rank][index]}" for rank in range(mesh.ranks))
             raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "
                            "Give every rank its part of one global batch, as model.shard_batch(*global_batch) does")
 
 
-def _fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+def fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether the shapes by coordinate (None for what is no tensor) are those of the parts of one tensor under `layout`."""
     first = next(iter(shapes.values()))
     if any((s is None) != (first is None) or (s is not None and len(s) != len(first)) for s in shapes.values()):
         return False

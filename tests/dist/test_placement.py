@@ -13,7 +13,7 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.frontend import Loaded, load
 from autopar.plan import Plan
-from autopar.planner import Planner, Request, _finish, plan
+from autopar.planner import Planner, Request, finish, plan
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
 from autopar.search import greedy
@@ -84,6 +84,6 @@ def test_placements_compose_with_every_other_layout(mesh: tuple[int, ...], seed:
     _, captured = towers()
     planner = Planner.of(captured.gm, captured.hints, Request(Cluster.parse(f"cpu:1x{int(np.prod(mesh))}")))
     found = planner.candidate(mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed))
-    made = _finish(planner, found, 0.0, [], {"model": "towers", "graph_hash": captured.graph_hash})
+    made = finish(planner, found, 0.0, [], {"model": "towers", "graph_hash": captured.graph_hash})
     assert any("operator" in node.kinds for node in made.nodes.values())
     check(made)

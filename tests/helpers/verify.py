@@ -23,8 +23,8 @@ from autopar.pipeline import units
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.sharing import sharing
 from autopar.plan import Plan, Predicted
-from autopar.planner import Planner, Request, _node, plan, space
-from autopar.problem.build import Decisions, _fits
+from autopar.planner import Planner, Request, node_plan, plan, space
+from autopar.problem.build import Decisions, fits_together
 from autopar.problem.clusters import join
 from autopar.problem.prices import Settings
 from autopar.problem.types import Problem, Solution
@@ -121,7 +121,7 @@ def by_chance(who: Subject, sizes: Sizes, seed: int) -> Plan:
     for cluster in planner.clusters:
         joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
         combo = tuple(found[rng.integers(len(found))] for found in joints)
-        while not _fits(cluster, combo, sizes):
+        while not fits_together(cluster, combo, sizes):
             combo = tuple(found[rng.integers(len(found))] for found in joints)
         for member, op in enumerate(cluster.members):
             decisions[op.name] = tuple(joint.options[member] for joint in combo)
@@ -141,7 +141,7 @@ def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions,
     return Plan(
         model=who.name, graph_hash=who.captured.graph_hash, mode=settings.mode, precision=settings.precision, optimizer=settings.optimizer,
         hints=dict(planner.program.hints), cluster=cluster.to_dict(), axes=tuple(a.name for a in cluster.mesh(sizes).axes), mesh=sizes,
-        strategy=strategy, seed=0, nodes={name: _node(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
+        strategy=strategy, seed=0, nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
 
 
 def by_stages(who: Subject, sizes: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int = 1,

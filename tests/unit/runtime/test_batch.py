@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import RunError
 from autopar.layout import local_shape
-from autopar.runtime.batch import _fit, bind, cut_batch
+from autopar.runtime.batch import bind, cut_batch, fit
 from autopar.runtime.mesh import Mesh
 
 INPUTS = {"ids": "S0", "labels": "S0"}
@@ -59,12 +59,12 @@ def test_parts_of_one_tensor_fit_and_others_do_not(sizes, shape, data):
     layout = tuple(data.draw(st.sampled_from(["R", *(f"S{d}" for d in range(len(shape)))])) for _ in sizes)
     coords = list(itertools.product(*map(range, sizes)))
     shapes = {c: local_shape(shape, layout, sizes, c) for c in coords}
-    assert _fit(shapes, layout, sizes)
+    assert fit(shapes, layout, sizes)
     if len(coords) > 1:
         last = coords[-1]
-        assert not _fit({**shapes, last: None}, layout, sizes)
-        assert not _fit({**shapes, last: (*shapes[last], 1)}, layout, sizes)
-        assert not _fit({**shapes, last: (shapes[last][0] + sum(shape) + 9, *shapes[last][1:])}, layout, sizes)
+        assert not fit({**shapes, last: None}, layout, sizes)
+        assert not fit({**shapes, last: (*shapes[last], 1)}, layout, sizes)
+        assert not fit({**shapes, last: (shapes[last][0] + sum(shape) + 9, *shapes[last][1:])}, layout, sizes)
 
 
 def test_a_mesh_of_one_takes_the_whole_batch():

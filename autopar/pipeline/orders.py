@@ -1,0 +1,152 @@
+"""In which order each place runs what, taken from torch's own schedules; how long that takes, and how much is in flight.
+
+    orders("1f1b", places=2, stages=2, microbatches=4)[0]    # [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), ...]
+
+`F` is a forward, `B` a whole backward, `I` and `W` its parts for what was received and for the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch.distributed import pipelining
+
+from autopar.errors import PlanError
+from autopar.pipeline.schedules import SCHEDULES
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One piece of work of a place: its kind, stage and microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class _Stage:
+    """What torch's schedules ask a stage when they lay out their order."""
+
+    def __init__(self, index: int, place: int, places: int, stages: int) -> None:
+        self.stage_index, self.num_stages = index, stages
+        self.group_rank, self.group_size = place, places
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self.submod = None
+
+
+@lru_cache(maxsize=256)
+def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each place. Raises PlanError where the schedule cannot run so many microbatches in so many stages."""
+    about = SCHEDULES[schedule]
+    if schedule in _PLAIN:
+        return tuple(tuple(_PLAIN[schedule](place, places, microbatches)) for place in range(places))
+    kind: Any = getattr(pipelining.schedules, about.torch_name)
+    mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
+    try:
+        made = kind(mine, microbatches, loss_fn=len, scale_grads=False)
+    except ValueError as error:
+        raise PlanError(f"schedule {schedule} cannot run {microbatches} microbatches in {stages} stages on {places} groups of ranks: "
+                        f"{' '.join(str(error).split())}") from error
+    lines = made.pipeline_order
+    return tuple(tuple(_actions(lines[place])) for place in range(places))
+
+
+def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:
+    return [Action(kind, place, m) for kind in "FB" for m in range(microbatches)]
+
+
+def _one_forward_one_backward(place: int, places: int, microbatches: int) -> list[Action]:
+    """As torch runs it; the order that torch shows of it has a microbatch too many on the last place."""
+    if microbatches < places:
+        raise PlanError(f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least as many microbatches")
+    begun = min(microbatches, places - place)
+    found = [Action("F", place, m) for m in range(begun)]
+    for m in range(microbatches):
+        found.append(Action("B", place, m))
+        if begun + m < microbatches:
+            found.append(Action("F", place, begun + m))
+    return found
+
+
+_PLAIN = {"naive": _gpipe, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+
+
+def _actions(line: Sequence[Any]) -> list[Action]:
+    """Torch's actions as ours, in order; two that overlap one after the other, as eager execution has them."""
+    return [Action(kind, int(stage), int(micro)) for item in line if item is not None for stage, kind, micro in _ACTION.findall(str(item))]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one microbatch in one stage: forward, and the backward's parts for what was received and for the weights
+    (`weights_s` is 0 where they cannot be taken apart); and of sending its result on."""
+
+    forward_s: float
+    inputs_s: float
+    weights_s: float = 0.0
+    send_s: float = 0.0
+
+    def of(self, kind: str) -> float:
+        """Seconds of an action of this kind."""
+        return {"F": self.forward_s, "B": self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
+
+
+def step_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> float:
+    """Seconds until the last place is done: every place runs its actions in order, each when what it needs has arrived."""
+    done: dict[Action, float] = {}
+    clock, at = [0.0] * len(lines), [0] * len(lines)
+    while True:
+        moved = False
+        for place, line in enumerate(lines):
+            while at[place] < len(line):
+                action = line[at[place]]
+                ready = _ready(action, done, times, places)
+                if ready is None:
+                    break
+                clock[place] = done[action] = max(clock[place], ready) + times[action.stage].of(action.kind)
+                at[place] += 1
+                moved = True
+        if all(at[place] == len(line) for place, line in enumerate(lines)):
+            return max(clock)
+        if not moved:
+            raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
+
+
+def _ready(action: Action, done: Mapping[Action, float], times: Sequence[StageTime], places: Sequence[int]) -> float | None:
+    """When all that `action` needs has arrived; None where that is not known yet."""
+    kind, stage, micro = action
+    if kind == "W":
+        return done.get(Action("I", stage, micro))
+    if kind == "F":
+        if stage == 0:
+            return 0.0
+        before = done.get(Action("F", stage - 1, micro))
+        return None if before is None else before + (times[stage - 1].send_s if places[stage - 1] != places[stage] else 0.0)
+    own = done.get(Action("F", stage, micro))
+    if own is None or stage == len(times) - 1:
+        return own
+    after = done.get(Action("I", stage + 1, micro), done.get(Action("B", stage + 1, micro)))
+    if after is None:
+        return None
+    return max(own, after + (times[stage].send_s if places[stage + 1] != places[stage] else 0.0))
+
+
+def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[int]:
+    """For each stage, of how many microbatches it keeps activations at once, at most: from the forward to the end of the
+    backward."""
+    most, now = [0] * stages, [0] * stages
+    for line in lines:
+        split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
+        for action in line:
+            if action.kind == "F":
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind == "W" or (action.stage, action.microbatch) not in split:
+                now[action.stage] -= 1
+    return most

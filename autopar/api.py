@@ -136,7 +136,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.capture import capture
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
-    from autopar.planner import Request, plan
+    from autopar.pipelines import plan
+    from autopar.planner import Request
     from autopar.problem.prices import Settings
     from autopar.rules import as_rules
 

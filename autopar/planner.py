@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import InfeasibleError, PlanError
-from autopar.layout import show
+from autopar.layout import fraction, parse, show
 from autopar.plan import Alternative, NodePlan, Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -25,13 +25,14 @@ from autopar.problem.build import Decisions, Model, build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Table
 from autopar.problem.clusters import build as build_clusters
-from autopar.problem.graph import Op, Program, read
+from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.largest import largest
 from autopar.problem.options import Sections, options_of, sections_of
 from autopar.problem.prices import Prices, Settings, pair
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import kind
+from autopar.recipes.pipelines import PIPELINES
 from autopar.rules import derived, unknown
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
@@ -103,9 +104,9 @@ class Planner:
                                  + (self.branches.options(op, ways) if placed else []) for op in self.program.ops.values()}
         return self._tables[key]
 
-    def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str) -> Model:
-        """The Problem of one mesh under one role per axis."""
-        mesh = self.request.cluster.mesh(sizes)
+    def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
+        """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
+        mesh = self.request.cluster.place_mesh(places, sizes)
         prices = Prices(mesh, self.request.cluster.device, self.request.settings)
         limit = self.request.cluster.device.usable_memory_bytes
         allows = [role(n) for role, n in zip(used, sizes, strict=True)]
@@ -179,7 +180,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
-        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join(RECIPES)}")
+        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []
@@ -285,21 +286,31 @@ def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
 def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
     """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced, `about` the
     Plan's fields model, graph_hash, source and notes."""
-    request = planner.request
-    decisions = best.model.decode(best.solution.choice)
     cost = best.cost
-    nodes = {name: node_plan(planner.program.ops[name], options) for name, options in decisions.items()}
-    nodes = {name: nodes[name] for name in planner.program.ops}
-    about = {**about, "notes": (*about.get("notes", ()), *_rule_notes(planner))}
+    strategy = best.name if best.name != "search" else best.solution.strategy
+    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy)
+    about = {**about, "notes": (*about.get("notes", ()), *rule_notes(planner))}
+    predicted = Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
+    return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
+
+
+def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str) -> Plan:
+    """A plan of these decisions, without a prediction, the model's name and the graph's hash."""
+    request, ops = planner.request, planner.program.ops
     return Plan(
-        mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
-        hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in best.mesh.axes),
-        mesh=tuple(a.size for a in best.mesh.axes), strategy=best.name if best.name != "search" else best.solution.strategy,
-        seed=request.seed, nodes=nodes, alternatives=tuple(tried),
-        predicted=Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s), **about)
+        model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
+        hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in mesh.axes),
+        mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
+        nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
-def _rule_notes(planner: Planner) -> list[str]:
+def local_share(plan: Plan, ref: Ref) -> float:
+    """The share of a value that one rank has where it is made."""
+    value = plan.nodes[ref[0]].outs[ref[1]].split("|")[0]
+    return fraction(parse(value), plan.mesh)
+
+
+def rule_notes(planner: Planner) -> list[str]:
     """What the user should know about operators without a rule: each once, with its first place in the model."""
     ops = [op for op in planner.program.ops.values() if op.role == "op"]
     proven = derived((op.call for op in ops), planner.request.rules)

@@ -90,10 +90,11 @@ def settings(plan: Plan) -> Settings:
 
 
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
-    """The free Problem on the plan's mesh, in which the plan is one solution."""
+    """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    planner = Planner.of(rebuilt.captured.gm, plan.hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
-    return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain")
+    hints = {k: v // plan.microbatches if k == "b" else v for k, v in plan.hints.items()}
+    planner = Planner.of(rebuilt.captured.gm, hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
+    return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 
 
 def as_source(source: Source) -> dict[str, Any]:

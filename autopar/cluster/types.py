@@ -194,6 +194,13 @@ class Cluster:
 
         return make_mesh(self, sizes)
 
+    def place_mesh(self, places: int, sizes: tuple[int, ...]) -> Mesh:
+        """The mesh of one of `places` groups of devices that hold different pipeline stages: the axes behind the pipeline axis,
+        which is the outermost. Raises ClusterError as `mesh`."""
+        from autopar.cluster.mesh import Mesh
+
+        return self.mesh(sizes) if places == 1 else Mesh(self.mesh((places, *sizes)).axes[1:])
+
     def meshes(self, max_axes: int = 3) -> list[tuple[int, ...]]:
         """The axis sizes worth trying: at most `max_axes` axes, none of size 1, none that straddles a level.
 

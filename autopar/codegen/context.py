@@ -39,7 +39,7 @@ class Context:
 
     @cached_property
     def mesh(self) -> Mesh:
-        return Cluster.from_dict(dict(self.plan.cluster)).mesh(self.plan.mesh)
+        return Cluster.from_dict(dict(self.plan.cluster)).place_mesh(self.plan.places, self.plan.mesh)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
     weight = clusters[producer].members[0].role == "param"
     size = program.bytes_of(ref)
     twice = [weight and c in again for c in range(len(columns))]
-    cost = prices.table_s(rows, list(columns), size, again=twice) * link.count
+    cost = prices.table_s(rows, list(columns), size, again=twice, weight=weight) * link.count
     fresh, held = prices.made_bytes(rows, list(columns), size)
     if weight:
         # a gathered weight lives only while its block runs, so it counts once, not once per block; one that is not gathered again stays

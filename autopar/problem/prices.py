@@ -147,8 +147,9 @@ class Prices:
         return max(1, int(numel / n)), n, max(1, int(op.flops * share / 2 / max(numel, 1)))
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
-                again: Sequence[bool] = ()) -> np.ndarray:
-        """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes`.
+                again: Sequence[bool] = (), *, weight: bool = False) -> np.ndarray:
+        """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes` (`weight`: of a
+        parameter).
 
         `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
         the backward needs).

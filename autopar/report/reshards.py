@@ -8,6 +8,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
+from autopar.layout import is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices, Settings
@@ -44,23 +45,25 @@ class Row:
 def prices_of(plan: Plan) -> Prices:
     """The prices that `plan` was made with."""
     cluster = Cluster.from_dict(dict(plan.cluster))
-    return Prices(cluster.mesh(plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+    return Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
 
 
 def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
     context, prices = Context(program, plan, {}), prices_of(plan)
-    return [_row(reshard, context, prices) for reshard in context.edges.reshards]
+    return [_row(reshard, context, prices, plan) for reshard in context.edges.reshards]
 
 
-def _row(reshard: Reshard, context: Context, prices: Prices) -> Row:
+def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
     producer = context.program.ops[reshard.ref[0]]
     src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
-    size = context.program.bytes_of(reshard.ref)
+    micro = plan.microbatches
+    size = context.program.bytes_of(reshard.ref) / (micro if is_shard(context.micro(reshard.ref)) else 1)
+    runs = reshard.count * (micro if reshard.role != "sync" else 1)
     once = float(prices.table_s([src], [dst], size, [reshard.regathers(context.sizes)])[0, 0])
     readers = [context.program.ops[name] for name in reshard.readers]
-    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count,
-               once * reshard.count, context.reason(reshard), tuple(label(op) for op in readers),
+    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, runs,
+               once * runs, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
 
 

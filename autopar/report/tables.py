@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cluster import Cluster
-from autopar.plan import NodePlan, Plan
+from autopar.plan import Alternative, NodePlan, Plan
 from autopar.problem.graph import Program
 from autopar.report.grid import grid
 from autopar.report.reshards import ROLES, Row, reshards
@@ -34,8 +34,18 @@ def report(plan: Plan, program: Program) -> Group:
 
 
 def overview(plan: Plan) -> Group:
-    """What the plan alone says: the choice, its price, and the recipes that were priced."""
-    return Group(_summary(plan), *(("", _alternatives(plan)) if plan.alternatives else ()))
+    """What the plan alone says: the choice, its price, its stages, and the recipes that were priced."""
+    stages = ("", _stages(plan)) if len(plan.stages) > 1 else ()
+    return Group(_summary(plan), *stages, *(("", _alternatives(plan)) if plan.alternatives else ()))
+
+
+def _stages(plan: Plan) -> Table:
+    table = grid("pipeline stages", "stage", "place", "blocks", "operators beside them", "from", "to")
+    for number, stage in enumerate(plan.stages):
+        blocks = ", ".join(f"{scope} {first}-{stop - 1}" for scope, (first, stop) in stage.blocks.items())
+        ends = (stage.nodes[0], stage.nodes[-1]) if stage.nodes else ("", "")
+        table.add_row(str(number), str(stage.place), blocks, str(len(stage.nodes)), *ends)
+    return table
 
 
 def _summary(plan: Plan) -> Table:
@@ -54,7 +64,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     device = Cluster.from_dict(dict(plan.cluster)).device
     return {
         "strategy": plan.strategy,
-        "mesh": mesh,
+        "mesh": mesh if plan.places == 1 else f"{plan.places} places x ({mesh})",
+        **({"pipeline": f"{len(plan.stages)} stages, {plan.schedule}, {plan.microbatches} microbatches"} if plan.pipelined else {}),
         "planned for": ", ".join(f"{k} = {v}" for k, v in plan.hints.items()) or "fixed sizes",
         "precision": f"{plan.precision}, {plan.optimizer}" if plan.mode == "train" else plan.precision,
         "step": seconds(predicted.step_s),
@@ -81,9 +92,14 @@ def _alternatives(plan: Plan) -> Table:
     best = plan.predicted.step_s
     for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
         ratio = "-" if other.step_s is None or best <= 0 else f"{other.step_s / best:.2f}"
-        note = "does not fit" if other.step_s is None else "chosen" if (other.name, other.mesh) == (plan.strategy, plan.mesh) else ""
+        note = "does not fit" if other.step_s is None else "chosen" if _is(other, plan) else ""
         table.add_row(other.name, times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
     return table
+
+
+def _is(other: Alternative, plan: Plan) -> bool:
+    mesh = plan.mesh if plan.places == 1 else (plan.places, *plan.mesh)
+    return (other.name, other.mesh, other.step_s) == (plan.strategy, mesh, plan.predicted.step_s)
 
 
 def _weights(rows: Sequence[Weight], plan: Plan, title: str) -> Table:

@@ -1,0 +1,106 @@
+"""What each piece of a program costs under a solution: the prices of the two Problems of `problem.shares`, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.pipeline.balance import Cost
+from autopar.pipeline.units import Unit, units
+from autopar.problem.build import Model
+from autopar.problem.graph import Op, Program
+from autopar.problem.types import Net, Problem
+
+
+@dataclass(eq=False)
+class _Sum:
+    """Costs of one piece, added up; a block's are those of all its instances."""
+
+    micro_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    rest_bytes: float = 0.0
+    live_bytes: float = 0.0
+    parts: dict[str, None] = field(default_factory=dict)
+
+
+def costs(program: Program, micro: Model, once: Model, choice: Sequence[int]) -> list[Cost]:
+    """The cost of every unit of `program`, in order, where `choice` is a solution of both models.
+
+    What is free to repeat counts where it is first read. Collectives that hide under compute are shown for each scope as
+    Problem.evaluate shows them.
+    """
+    pieces = units(program)
+    home = _homes(program, pieces)
+    sums: dict[str, _Sum] = {name: _Sum() for name in dict.fromkeys(u.name for u in pieces)}
+    exposed = _exposed(micro.problem, choice)
+    for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
+        here, c = sums[home[micro.clusters[index].root.name]], choice[index]
+        here.micro_s += float(a.cost_s[c])
+        here.kept_bytes += float(a.memory_bytes[c])
+        here.once_s += float(b.cost_s[c])
+        for name in _holders(program, micro.clusters[index].root, home):
+            sums[name].rest_bytes += float(b.memory_bytes[c])
+    for net, late in zip(micro.problem.nets, once.problem.nets, strict=True):
+        row = net.row[choice[net.producer]]
+        for column, reader in _columns(net, choice).items():
+            here = sums[home[micro.clusters[reader].root.name]]
+            share = exposed.get(net.group, 1.0)
+            here.micro_s += float(net.shown_s[row, column]) + share * float(net.hideable_s[row, column])
+            here.once_s += float(late.cost_s[row, column])
+            if net.group >= 0:
+                here.live_bytes += float(net.memory_bytes[row, column])
+            else:
+                here.kept_bytes += float(net.memory_bytes[row, column])
+    count = {run.scope: run.count for run in program.runs.values()}
+    return [_per_instance(sums[unit.name], count.get(unit.name, 1)) for unit in pieces]
+
+
+def _per_instance(total: _Sum, count: int) -> Cost:
+    return Cost(total.micro_s / count, total.once_s / count, total.kept_bytes / count, total.rest_bytes / count, total.live_bytes)
+
+
+def _homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
+    """Op name -> the piece that it belongs to: itself, its scope, or for what is no piece the first piece that reads it."""
+    own = {unit.name for unit in pieces if unit.instance < 0}
+    home = {op.name: op.scope or op.name for op in program.ops.values() if op.scope or op.name in own}
+    readers = program.readers()
+    feeds = {feed: run.scope for run in program.runs.values() for feed in run.feeds}
+    first, last = pieces[0].name, pieces[-1].name
+    for op in reversed(program.ops.values()):
+        if op.name in home:
+            continue
+        names = [home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())]
+        names += [feeds[op.name, i] for i in range(len(op.call.outs)) if (op.name, i) in feeds]
+        home[op.name] = names[0] if names else (last if op.operands else first)
+    return home
+
+
+def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:
+    """The pieces that hold what rests: for a parameter all that read it, each on its own place at worst."""
+    if op.role != "param" or op.scope:
+        return [home[op.name]]
+    names = [home[reader.name] for reader, _ in program.readers().get((op.name, 0), ())]
+    return list(dict.fromkeys(names)) or [home[op.name]]
+
+
+def _columns(net: Net, choice: Sequence[int]) -> dict[int, int]:
+    """The distinct columns that the readers of a net ask for, with the first reader of each."""
+    found: dict[int, int] = {}
+    for use in net.uses:
+        found.setdefault(int(use.column[choice[use.node]]), use.node)
+    return found
+
+
+def _exposed(problem: Problem, choice: Sequence[int]) -> dict[int, float]:
+    """For each overlap group the share of its collectives that does not hide."""
+    hide = [0.0] * problem.groups
+    comm = [0.0] * problem.groups
+    for node, c in zip(problem.nodes, choice, strict=True):
+        if node.group >= 0:
+            hide[node.group] += float(node.hide_s[c])
+    for net in problem.nets:
+        if net.group >= 0:
+            row = net.row[choice[net.producer]]
+            comm[net.group] += sum(float(net.hideable_s[row, column]) for column in _columns(net, choice))
+    return {g: max(0.0, comm[g] - hide[g]) / comm[g] if comm[g] > 0 else 1.0 for g in range(problem.groups)}

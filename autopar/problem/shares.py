@@ -1,0 +1,106 @@
+"""A step of several microbatches on several places, from two Problems with the same choices: what every microbatch costs, and
+what a step costs once.
+
+    micro   operators, reshards, gathered weights; bytes kept for the backward
+    once    sums of gradients of weights that rest whole, the optimizer; bytes that rest
+
+Each is built for the whole model on the mesh of one place. A place has a `Share` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.layout import NO_GRAD, Layout
+from autopar.problem.build import Model
+from autopar.problem.graph import Op
+from autopar.problem.prices import Pair, Prices
+from autopar.problem.types import Net, Node, Problem
+from autopar.rules.language import Option
+
+
+def _synced(row: Pair, column: Pair) -> Layout:
+    """The gradient of a weight before it is summed once per step: partial where the weight rests whole and its reader leaves
+    a part (codegen.edges says the same of a plan)."""
+    if NO_GRAD in column[1] or NO_GRAD in row[1]:
+        return row[1]
+    return tuple("P" if rest == "R" and value == "R" and grad == "P" else own
+                 for rest, value, grad, own in zip(row[0], column[0], column[1], row[1], strict=True))
+
+
+class MicroPrices(Prices):
+    """What one microbatch costs."""
+
+    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+                weight: bool = False) -> np.ndarray:
+        """As Prices.table_s, without the sums of gradients that wait for the end of the step."""
+        if not weight:
+            return super().table_s(rows, columns, size_bytes, again)
+        flags = [*again] or [False] * len(columns)
+        cells = [[super(MicroPrices, self).table_s([(row[0], _synced(row, column))], [column], size_bytes, [flag])[0, 0]
+                  for column, flag in zip(columns, flags, strict=True)] for row in rows]
+        return np.array(cells)
+
+    def rest_bytes(self, op: Op, layout: Layout) -> float:
+        """Nothing: what rests is there once."""
+        return 0.0
+
+    def update_s(self, op: Op, layout: Layout) -> float:
+        """Nothing: the optimizer runs once per step."""
+        return 0.0
+
+
+class StepPrices(Prices):
+    """What a step costs once, however many microbatches it has."""
+
+    def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Nothing: operators run in every microbatch."""
+        return 0.0
+
+    def hide_s(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Nothing: sums at the end of a step have no compute to hide under."""
+        return 0.0
+
+    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+                weight: bool = False) -> np.ndarray:
+        """Seconds of the sums of gradients at the end of the step."""
+        if not weight:
+            return np.zeros((len(rows), len(columns)))
+        return np.array([[self._path_s(_synced(row, column), row[1], size_bytes) if NO_GRAD not in row[1] else 0.0 for column in columns]
+                         for row in rows])
+
+    def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Nothing: kept by microbatches."""
+        return 0.0
+
+    def local_bytes(self, size_bytes: float, layout: Layout) -> float:
+        """Nothing: kept by microbatches."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What stands for a step in the search: weights of seconds per microbatch and per step, of bytes kept by a microbatch
+    and of bytes at rest."""
+
+    micro: float
+    once: float
+    kept: float
+    rest: float
+
+
+def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float) -> Model:
+    """The Problem of a step under `share`; its choices are those of both."""
+    nodes = tuple(
+        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, share.kept * a.memory_bytes + share.rest * b.memory_bytes,
+             share.micro * a.hide_s, a.group)
+        for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True))
+    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, (1.0 if a.group >= 0 else share.kept) * a.memory_bytes,
+                a.group, a.contention) for a in micro.problem.nets]
+    nets += [Net(f"{b.name} at the end of the step", b.producer, b.row, b.uses, share.once * b.cost_s, np.zeros_like(b.memory_bytes))
+             for b in once.problem.nets if b.cost_s.any()]
+    problem = Problem(nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name)
+    return Model(problem, micro.clusters, micro.choices)

@@ -1,0 +1,42 @@
+"""Named pipelines: a schedule, and what the mesh axes of each place are for. A new one is one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.recipes import roles
+from autopar.recipes.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecipe:
+    """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones. `virtual`: stages per place
+    where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline."""
+
+    name: str
+    schedule: str
+    roles: tuple[Role, ...]
+    about: str
+    virtual: int = 1
+    searched: bool = False
+
+    def roles_on(self, mesh: tuple[int, ...]) -> tuple[Role, ...] | None:
+        """The roles on the mesh of a place; None where it has too many axes."""
+        if mesh == (1,):
+            return (roles.nothing,)
+        return self.roles[len(self.roles) - len(mesh):] if len(mesh) <= len(self.roles) else None
+
+
+_TABLE = (
+    PipelineRecipe("naive_mp", "naive", (roles.data,), "naive model parallelism: stages one after the other, one microbatch"),
+    PipelineRecipe("gpipe", "gpipe", (roles.data,), "GPipe: all microbatches forward, then all backward; data parallel in each stage"),
+    PipelineRecipe("1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage", searched=True),
+    PipelineRecipe("interleaved", "interleaved_1f1b", (roles.data,), "1F1B with two stages per place", virtual=2),
+    PipelineRecipe("zero_bubble", "zbv_zero_bubble", (roles.data,), "zero bubble in a V: weight gradients fill the gaps"),
+    PipelineRecipe("3d", "1f1b", (roles.data, roles.megatron), "Megatron's 3-D: tensor parallel inside, 1F1B stages across, data parallel else",
+                   searched=True),
+    PipelineRecipe("pp_zero3", "1f1b", (roles.zero3, roles.tensor_sequence), "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
+                   searched=True),
+)
+
+PIPELINES: dict[str, PipelineRecipe] = {recipe.name: recipe for recipe in _TABLE}

@@ -249,14 +249,22 @@ def _moves(here: Layout, src: Layout, dst: Layout, sizes: tuple[int, ...]) -> li
             out += [(Step("slice", axis, here, _put(here, axis, e)), 0.0) for e in free if e != entry]
             continue
         for target in dict.fromkeys(("R", src[axis], dst[axis])):
-            after = _put(here, axis, target)
-            if target != entry and (kind := _kind(here, after, axis)):
-                n = sizes[axis]
-                held = fraction(here, sizes) * (n - 1) / n
-                weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held,
-                          "broadcast": held}
-                out.append((Step(kind, axis, here, after), weight.get(kind, 1e-6)))
+            if target != entry and (move := _move(here, axis, target, sizes)):
+                out.append(move)
     return out
+
+
+@cache
+def _move(here: Layout, axis: int, target: Entry, sizes: tuple[int, ...]) -> tuple[Step, float] | None:
+    """The one collective that brings `axis` to `target`, with the share of the tensor that a rank receives; None where there is none."""
+    after = _put(here, axis, target)
+    kind = _kind(here, after, axis)
+    if kind is None:
+        return None
+    n = sizes[axis]
+    held = fraction(here, sizes) * (n - 1) / n
+    weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held, "broadcast": held}
+    return Step(kind, axis, here, after), weight.get(kind, 1e-6)
 
 
 def _put(layout: Layout, axis: int, entry: Entry) -> Layout:

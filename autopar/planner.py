@@ -85,6 +85,7 @@ class Planner:
     clusters: list[OpCluster]
     branches: Branches
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+    _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
     missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
     @staticmethod
@@ -107,7 +108,9 @@ class Planner:
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
         """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
         mesh = self.request.cluster.place_mesh(places, sizes)
-        prices = Prices(mesh, self.request.cluster.device, self.request.settings)
+        if mesh not in self._prices:
+            self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings)
+        prices = self._prices[mesh]
         limit = self.request.cluster.device.usable_memory_bytes
         allows = [role(n) for role, n in zip(used, sizes, strict=True)]
         tables = [self.table(n, placed=role is roles.anything) for role, n in zip(used, sizes, strict=True)]

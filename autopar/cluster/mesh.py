@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autopar.errors import ClusterError
@@ -67,7 +68,7 @@ class Mesh:
 
     axes: tuple[MeshAxis, ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 

@@ -17,12 +17,13 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cluster import Device, Mesh
-from autopar.cost.comm import collective_s, step_s
+from autopar.cost.comm import collective_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
-from autopar.layout import NO_GRAD, Layout, Step, fraction, is_placed, most_elements, steps
+from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
+from autopar.problem.paths import Paths
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option, Use
 from autopar.rules.site import Inner, Site
@@ -54,12 +55,8 @@ class Prices:
     def __init__(self, mesh: Mesh, device: Device, settings: Settings) -> None:
         self.mesh, self.device, self.settings = mesh, device, settings
         self.sizes = tuple(axis.size for axis in mesh.axes)
-        self._steps: dict[Step, int] = {}
-        self._order: list[Step] = []
-        self._paths: dict[tuple[Layout, Layout], tuple[int, ...]] = {}
-        self._gathers: dict[tuple[Layout, Layout], bool] = {}
-        self._prices: dict[tuple[int, float], float] = {}
-        self._fresh: dict[tuple[Layout, Layout], Layout | None] = {}
+        self.paths = Paths(mesh)
+        self._shares: dict[Layout, float] = {}
         self._op: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
 
     @cached_property
@@ -131,7 +128,7 @@ class Prices:
             layout = tuple((*o.ins, *o.outs)[index].value for o in options)
             numel = math.prod(tensor.sizes)
             whole += numel
-            local += numel * fraction(layout, self.sizes)
+            local += numel * self._share(layout)
         return local / whole if whole else 1.0
 
     def _matmul(self, op: Op, options: tuple[Option, ...], share: float) -> tuple[int, int, int] | None:
@@ -140,7 +137,7 @@ class Prices:
             return None
         layout = tuple(o.outs[0].value for o in options)
         sizes = op.call.outs[0].sizes
-        numel = math.prod(sizes) * fraction(layout, self.sizes)
+        numel = math.prod(sizes) * self._share(layout)
         last = len(sizes) - 1
         cut = math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.startswith(f"S{last}"))
         n = max(1, sizes[-1] // cut)
@@ -168,43 +165,21 @@ class Prices:
 
     def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds from each source to each target layout, and whether a gather is among the steps; distinct ones once."""
-        src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        prices = np.array([[self._path_s(s, d, size_bytes) for d in dst] for s in src])
-        gathers = np.array([[self._gathers[s, d] for d in dst] for s in src])
-        at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
-        where = np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])
-        return prices[where], gathers[where]
+        ids, where = self._ways(sources, targets)
+        return self.paths.seconds(ids, size_bytes)[where], self.paths.gathers(ids)[where]
 
-    def _path_s(self, src: Layout, dst: Layout, size_bytes: float) -> float:
-        key = (src, dst)
-        if key not in self._paths:
-            path = steps(src, dst, self.sizes)
-            for step in path:
-                if step not in self._steps:
-                    self._steps[step] = len(self._order)
-                    self._order.append(step)
-            self._paths[key] = tuple(self._steps[step] for step in path)
-            self._gathers[key] = any(step.kind == "all_gather" for step in path)
-        seconds = 0.0
-        for index in self._paths[key]:
-            price = self._prices.get((index, size_bytes))
-            if price is None:
-                price = self._prices[index, size_bytes] = step_s(self._order[index], size_bytes, self.mesh)
-            seconds += price
-        return seconds
+    def _ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """The ways between distinct layouts, and where in them each source and target is."""
+        src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
+        return self.paths.ids(src, dst), np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])
 
     def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
-        made = [[self._made(r[0], c[0]) for c in columns] for r in rows]
-        held = [[0.0 if layout is None else self.local_bytes(size_bytes, layout) for layout in line] for line in made]
-        return np.array([[layout is not None for layout in line] for line in made]), np.array(held)
-
-    def _made(self, src: Layout, dst: Layout) -> Layout | None:
-        """The layout of the last tensor with memory of its own on the way from `src` to `dst`, None where there is none."""
-        if (src, dst) not in self._fresh:
-            made = [s.after for s in steps(src, dst, self.sizes) if not is_placed(s.after[s.axis])]
-            self._fresh[src, dst] = made[-1] if made else None
-        return self._fresh[src, dst]
+        ids, where = self._ways([r[0] for r in rows], [c[0] for c in columns])
+        held = self.paths.held(ids)[where]
+        fresh = ~np.isnan(held)
+        return fresh, np.where(fresh, size_bytes * held, 0.0)
 
     def rest_bytes(self, op: Op, layout: Layout) -> float:
         """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
@@ -240,4 +215,11 @@ class Prices:
                                training=self.settings.training and op.call.outs[0].grad)
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
-        return size_bytes * fraction(layout, self.sizes)
+        """Bytes that one rank has of a tensor of `size_bytes`."""
+        return size_bytes * self._share(layout)
+
+    def _share(self, layout: Layout) -> float:
+        share = self._shares.get(layout)
+        if share is None:
+            share = self._shares[layout] = fraction(layout, self.sizes)
+        return share

@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import sympy
@@ -83,7 +83,7 @@ class Spec:
     runs: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One call of an operator, as rules see it: tensors are `Tensor`s, everything else is itself."""
 
@@ -92,7 +92,7 @@ class Call:
     kwargs: dict[str, Any]
     outs: tuple[Tensor, ...]
 
-    @property
+    @cached_property
     def ins(self) -> tuple[Tensor, ...]:
         """The tensor operands in argument order (args, then kwargs; lists flattened)."""
         found: list[Tensor] = []

@@ -13,13 +13,18 @@ _SWEEPS = 4  # there and back twice: what message passing starts from need not b
 _RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
 
 
-def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float) -> tuple[int, ...] | None:
+def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, state: State | None = None) -> tuple[int, ...] | None:
     """A solution that no single move improves, from `start` or built up from nothing; None when it is infeasible.
 
-    `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last.
+    `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last. `state` is one of `problem` to work with,
+    for callers that descend often.
     """
     scale = scale_s(problem)
-    state = State(problem, [-1] * len(problem.nodes) if start is None else start)
+    placed = [-1] * len(problem.nodes) if start is None else start
+    if state is None:
+        state = State(problem, placed)
+    else:
+        state.reset(placed)
     limit = problem.memory_limit_bytes
     byte_s = 0.0 if start is None or np.isinf(limit) else 1e6 * scale / max(limit, 1.0)
     for raised in range(_RAISES + 1):
@@ -38,7 +43,7 @@ def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
     for _ in range(_SWEEPS):
         changed = False
         for v in order:
-            scores = state.score(state.after(v, np.arange(len(state.own[v][0]))), penalty)
+            scores = state.score(state.after_all(v), penalty)
             c = int(scores.argmin())
             now = state.choice[v]
             if now < 0 or scores[c] < scores[now] - 1e-12 * abs(scores[now]):

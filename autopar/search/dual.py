@@ -20,7 +20,7 @@ import numpy as np
 from autopar.problem.types import Net, Node, Problem
 from autopar.search.descent import better, descend
 from autopar.search.factors import column_marginal, row_marginal
-from autopar.search.state import scale_s
+from autopar.search.state import State, scale_s
 
 _MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 _FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
@@ -90,6 +90,7 @@ def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: 
 class _Dual:
     def __init__(self, problem: Problem, known: tuple[int, ...]) -> None:
         self.problem, self.known = problem, known
+        self.state = State(problem, known)
         self.known_s = problem.price(known).time_s
         self.best_s = 0.0
         self.big_s = _FORBIDDEN * scale_s(problem)
@@ -194,7 +195,7 @@ class _Dual:
         if self.stuck >= 3:
             self.pace, self.stuck = self.pace / 2, 0
         decoded = self._decode()
-        found = better(self.problem, descend(self.problem, decoded, deadline), self.known)
+        found = better(self.problem, descend(self.problem, decoded, deadline, self.state), self.known)
         if found is not None and found != self.known:
             self.known, self.known_s = found, self.problem.price(found).time_s
         over, late = self._violation(decoded)

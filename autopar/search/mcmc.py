@@ -68,7 +68,8 @@ class _Chain:
         if time_s > self.time_s and self.rng.random() >= np.exp(-beta * (time_s - self.time_s) / self.unit_s):
             return False
         self.accepted += 1
-        self.state.choice[v], self.state.totals, self.time_s = c, totals, time_s
+        self.state.move(v, c)
+        self.time_s = time_s
         if time_s < self.best_s * (1 - 1e-9) and self.state.feasible():
             self.best_s, self.best = time_s, tuple(self.state.choice)
             return True

@@ -1,7 +1,8 @@
 """A solution under change: what moving one node would cost, for many of its choices at once.
 
 A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds its own row of
-choices to it, every net the distinct columns that its readers ask for; only what touches the moved node is computed again.
+choices to it, every net the distinct columns that its readers ask for; only what touches the moved node is computed again, so
+a sweep over nodes that stay where they are costs next to nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class State:
         for t, net in enumerate(problem.nets):
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
                 self.touching[v].append(t)
+        self.near = [sorted({w for t in near for w in _members(problem.nets[t])} - {v}) for v, near in enumerate(self.touching)]
         self.reset(choice)
 
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
         """Takes `choice` and counts everything anew."""
         self.choice = [-1] * len(choice)
         self.totals = np.zeros((self._rows, 1))
+        self._whole: list[np.ndarray | None] = [None] * len(choice)  # the contribution of all choices, until a neighbour moves
         for v, c in enumerate(choice):
             if c >= 0:
                 self.move(v, c)
@@ -48,13 +51,23 @@ class State:
         """Puts node `v` on choice `c`."""
         self.totals = self.after(v, np.array([c]))
         self.choice[v] = c
+        for w in self.near[v]:
+            self._whole[w] = None
 
     def after(self, v: int, choices: np.ndarray) -> np.ndarray:
         """Totals, one column for each of `choices` of node `v`."""
-        contribution = self._contribution(v, choices)
-        rest = self.totals
-        before = self._contribution(v, np.array([self.choice[v]])) if self.choice[v] >= 0 else self._idle(v)
-        return np.asarray(rest - before + contribution)
+        return np.asarray(self.totals - self._before(v) + self._contribution(v, choices))
+
+    def after_all(self, v: int) -> np.ndarray:
+        """Totals, one column for every choice of node `v`."""
+        whole = self._whole[v]
+        if whole is None:
+            whole = self._whole[v] = self._count(v, np.arange(self.own[v].shape[1]))
+        return np.asarray(self.totals - self._before(v) + whole)
+
+    def _before(self, v: int) -> np.ndarray:
+        """What of the totals node `v` accounts for where it is."""
+        return self._contribution(v, np.array([self.choice[v]])) if self.choice[v] >= 0 else self._idle(v)
 
     def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
         """Seconds of each column, penalties included."""
@@ -82,6 +95,11 @@ class State:
         return out
 
     def _contribution(self, v: int, choices: np.ndarray) -> np.ndarray:
+        """What each of `choices` of node `v` adds, with all others as they are."""
+        whole = self._whole[v]
+        return self._count(v, choices) if whole is None else whole[:, choices]
+
+    def _count(self, v: int, choices: np.ndarray) -> np.ndarray:
         out = self.own[v][:, choices]
         for t in self.touching[v]:
             net, table = self.problem.nets[t], self.tables[t]
@@ -108,6 +126,10 @@ class State:
         if node.group >= 0:
             own[_FIXED + node.group] -= node.hide_s
         return own
+
+
+def _members(net: Net) -> list[int]:
+    return [net.producer, *(use.node for use in net.uses)]
 
 
 def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: list[int]) -> np.ndarray:

@@ -1,0 +1,37 @@
+"""Ways between layouts as numbers, against `layout.steps` and `steps_s` for each pair alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.cost.comm import steps_s
+from autopar.layout import fraction, is_placed, steps
+from autopar.problem.paths import Paths
+
+ENTRIES = ("R", "P", "S0", "S1", "S1/3", "O1")
+
+
+def _layouts() -> list[tuple[str, ...]]:
+    return [pair for pair in itertools.product(ENTRIES, repeat=2) if set(pair) != {"S1", "S1/3"} and pair.count("O1") < 2]
+
+
+@pytest.mark.parametrize("size_bytes", [1e3, 1e8])
+def test_all_ways_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
+    mesh = Cluster.parse("h100:2x4").mesh((2, 4))
+    sources, targets = _layouts(), [e for e in _layouts() if "P" not in e]
+    paths = Paths(mesh)
+    paths.ids(targets, sources[:3])  # what was asked for before changes nothing
+    ids = paths.ids(sources, targets)
+    assert np.array_equal(ids, paths.ids(sources, targets))
+    seconds, gathers, held = paths.seconds(ids, size_bytes), paths.gathers(ids), paths.held(ids)
+    for (i, source), (j, target) in itertools.product(enumerate(sources), enumerate(targets)):
+        way = steps(source, target, mesh.sizes)
+        made = [s.after for s in way if not is_placed(s.after[s.axis])]
+        assert seconds[i, j] == pytest.approx(steps_s(way, size_bytes, mesh), rel=1e-12)
+        assert gathers[i, j] == any(s.kind == "all_gather" for s in way)
+        assert math.isnan(held[i, j]) if not made else held[i, j] == fraction(made[-1], mesh.sizes)

@@ -156,17 +156,27 @@ class Prices:
         graded = np.array([[NO_GRAD not in r[1] and NO_GRAD not in c[1] for c in columns] for r in rows])
         if not graded.any():
             return seconds
-        still = tuple("R" for _ in self.sizes)
-        backward, _ = self._changes([still if NO_GRAD in c[1] else c[1] for c in columns],
-                                    [still if NO_GRAD in r[1] else r[1] for r in rows], size_bytes)
+        backward_s = self._back_s(rows, columns, size_bytes, weight)
         once = [any(map(is_placed, target)) for target in targets]  # codegen.edges.Reshard.regathers says why
         twice = gathers & graded & np.array([*again] or [False] * len(columns)) & ~np.array(once)
-        return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward.T, 0.0)
+        return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward_s, 0.0)
+
+    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
+        """[rows, columns]: seconds of the way back of the gradient, anything where there is none."""
+        return self._changes([self._grad(c) for c in columns], [self._grad(r) for r in rows], size_bytes)[0].T
+
+    def _grad(self, uses: Pair) -> Layout:
+        """The gradient's layout, something harmless where there is none."""
+        return tuple("R" for _ in self.sizes) if NO_GRAD in uses[1] else uses[1]
 
     def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds from each source to each target layout, and whether a gather is among the steps; distinct ones once."""
         ids, where = self._ways(sources, targets)
         return self.paths.seconds(ids, size_bytes)[where], self.paths.gathers(ids)[where]
+
+    def _pairs_s(self, cells: Sequence[Sequence[tuple[Layout, Layout]]], size_bytes: float) -> np.ndarray:
+        """Seconds of the change in each cell, from one layout to the other."""
+        return self.paths.seconds(np.array([[self.paths.ids([a], [b])[0, 0] for a, b in line] for line in cells]), size_bytes)
 
     def _ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """The ways between distinct layouts, and where in them each source and target is."""

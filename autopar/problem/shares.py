@@ -34,15 +34,11 @@ def _synced(row: Pair, column: Pair) -> Layout:
 class MicroPrices(Prices):
     """What one microbatch costs."""
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False) -> np.ndarray:
-        """As Prices.table_s, without the sums of gradients that wait for the end of the step."""
+    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
+        """As Prices._back_s, without the sums of gradients that wait for the end of the step."""
         if not weight:
-            return super().table_s(rows, columns, size_bytes, again)
-        flags = [*again] or [False] * len(columns)
-        cells = [[super(MicroPrices, self).table_s([(row[0], _synced(row, column))], [column], size_bytes, [flag])[0, 0]
-                  for column, flag in zip(columns, flags, strict=True)] for row in rows]
-        return np.array(cells)
+            return super()._back_s(rows, columns, size_bytes, weight)
+        return self._pairs_s([[(self._grad(c), self._grad((r[0], _synced(r, c)))) for c in columns] for r in rows], size_bytes)
 
     def rest_bytes(self, op: Op, layout: Layout) -> float:
         """Nothing: what rests is there once."""
@@ -69,8 +65,7 @@ class StepPrices(Prices):
         """Seconds of the sums of gradients at the end of the step."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
-        return np.array([[self._path_s(_synced(row, column), row[1], size_bytes) if NO_GRAD not in row[1] else 0.0 for column in columns]
-                         for row in rows])
+        return self._pairs_s([[(self._grad((r[0], _synced(r, c))), self._grad(r)) for c in columns] for r in rows], size_bytes)
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Nothing: kept by microbatches."""

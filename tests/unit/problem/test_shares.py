@@ -1,0 +1,36 @@
+"""What a microbatch costs and what a step costs once make up the whole, reshard by reshard."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.problem.prices import Pair, Prices, Settings
+from autopar.problem.shares import MicroPrices, StepPrices
+
+ROWS: tuple[Pair, ...] = ((("R", "R"), ("R", "R")), (("S0", "R"), ("S0", "R")), (("R", "S1"), ("R", "S1")), (("S0", "S1"), ("S0", "S1")))
+COLUMNS: tuple[Pair, ...] = (*ROWS, (("R", "R"), ("P", "P")), (("R", "S1"), ("P", "S1")), (("S0", "R"), ("S0", "P")), (("R", "R"), ("-", "-")))
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
+    cluster = Cluster.parse("h100:2x4")
+    whole, micro, once = (made(cluster.mesh((2, 4)), cluster.device, Settings()) for made in (Prices, MicroPrices, StepPrices))
+    size, again = 1e8, [i % 2 == 0 for i in range(len(COLUMNS))]
+    per_step = once.table_s(ROWS, COLUMNS, size, again, weight=weight)
+    per_micro = micro.table_s(ROWS, COLUMNS, size, again, weight=weight)
+    if not weight:
+        assert not per_step.any()
+        assert np.array_equal(per_micro, whole.table_s(ROWS, COLUMNS, size, again))
+        return
+    for (i, row), (j, column) in itertools.product(enumerate(ROWS), enumerate(COLUMNS)):
+        late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row[0], column[0], column[1], strict=True)]
+        kept = tuple("P" if wait else own for wait, own in zip(late, row[1], strict=True))
+        assert (per_step[i, j] > 0) == any(late)
+        alone = whole.table_s([(row[0], kept)], [column], size, [again[j]])
+        assert per_micro[i, j] == pytest.approx(alone[0, 0])
+        if all(late):  # nothing but the sum itself goes back, and it is the same sum
+            assert per_micro[i, j] + per_step[i, j] == pytest.approx(whole.table_s([row], [column], size)[0, 0])

@@ -6,25 +6,28 @@ differ between shards).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autopar.codegen import sizes
 from autopar.codegen.edges import Pair
-from autopar.codegen.expressions import Written
+from autopar.codegen.expressions import Written, write
 from autopar.errors import PlanError
-from autopar.layout import show
+from autopar.layout import dim_of, show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
+from autopar.rules import halo as windows
+from autopar.rules.arguments import given
 from passes import ops
 
 if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "placed", "ring_attention", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "placed", "ring_attention", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -78,6 +81,35 @@ def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
     return f"ring_attention({', '.join(call.args[:3])}{kept}, rows={rows}, axes={axes}, mesh=MESH)"
 
 
+def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    """The operator on images with borders, padded along the dims that are cut."""
+    context.algorithms["halo"] = None
+    context.use(op.target)
+    image, layout = call.args[0], Pair.of(node.ins[0]).value
+    whole, result = op.call.ins[0].shape, op.call.outs[0].shape
+    cut = {dim_of(layout[axis]): axis for axis in axes}
+    for dim, axis in cut.items():
+        read = windows.window(op.call, dim)
+        named = {"stride": read.stride, "padding": read.padding} if read.stride != 1 or read.padding else {}
+        fill = ', fill=float("-inf")' if "max_pool" in str(op.target) and read.padding else ""
+        image = (f"halo({image}, dim={dim}, axis={axis}, size={sizes.text(whole[dim])}, outs={sizes.text(result[dim])}, reach={read.reach}"
+                 f"{''.join(f', {k}={v}' for k, v in named.items())}{fill}, mesh=MESH)")
+    return write(*_padded(op, replace(call, args=(image, *call.args[1:])), cut))
+
+
+def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:
+    """The call with padding left along the dims that are not cut; "same" padding as numbers."""
+    arguments, names = given(op.call), [a.name for a in op.target._schema.arguments]
+    if arguments["padding"] == "valid":
+        return op.target, call
+    text = str(windows.paddings(op.call, cut))
+    if "padding" in call.kwargs:
+        call = replace(call, kwargs={**call.kwargs, "padding": text})
+    elif (at := names.index("padding")) < len(call.args):
+        call = replace(call, args=(*call.args[:at], text, *call.args[at + 1:]))
+    return (op.target.overloadpacket.default if arguments["padding"] == "same" else op.target), call
+
+
 def _dropout_p(call: Written) -> str:
     return call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", "0.0")
 
@@ -105,6 +137,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,
     "expert_dispatch": _experts,
+    "halo": _halo,
     "own_experts": _experts,
     "ring": _ring,
 }

@@ -97,6 +97,7 @@ class Prices:
         moved = op.bytes * self._moved(op, options)
         if op.target in INSIDE:
             moved += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
+        moved += sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         matmul = self._matmul(op, options, share)
         seconds = op_s(op.flops * share, moved, op.dtype, self.device, matmul=matmul)
         shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
@@ -204,6 +205,8 @@ class Prices:
         own = 0.0
         if op.target in INSIDE and self.settings.training and any(t.grad for t in op.call.outs):
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes))
+        if self.settings.training and any(t.grad for t in op.call.outs):
+            own += sum(algorithm.inside.kept_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.inside)
         layout = tuple(option.outs[0].value for option in options)
         for index in op.copies:
             own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))

@@ -4,6 +4,7 @@
     cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
     causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
     ring             queries, keys and values are chunks of rows: keys and values go round under the work, their gradients behind them
+    halo             an image is cut along a spatial dim: neighbours send the rows that windows read, and gradients back
     own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
     expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
 """
@@ -14,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import dim_of, is_shard
-from autopar.rules import experts, ring
+from autopar.rules import experts, halo, ring
 from autopar.rules.language import Option
-from autopar.rules.site import Inner, Site, once
+from autopar.rules.site import Inner, Inside, Site, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Algorithm:
     """The inner collectives of one call, forward and backward, in the order in which they run.
 
     `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
-    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even.
+    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even. `inside` is what
+    it holds and moves beside operands and outputs.
     """
 
     forward: tuple[Inner, ...] = ()
@@ -32,6 +34,7 @@ class Algorithm:
     pace: Callable[[Site], float] = once
     alone: bool = False
     travels: tuple[int, ...] = ()
+    inside: Inside | None = None
 
     def inner(self, *, training: bool) -> tuple[Inner, ...]:
         """The inner collectives of one call, backward included when training."""
@@ -59,6 +62,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),
     "expert_dispatch": Algorithm(forward=(experts.COUNTS, experts.ROWS, experts.RESULTS), backward=(experts.RESULTS, experts.ROWS)),
+    "halo": Algorithm(halo.FORWARD, halo.BACKWARD, alone=True, travels=(halo.IMAGE,), inside=halo.INSIDE),
     "own_experts": Algorithm(),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
 }

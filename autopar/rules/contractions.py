@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.arguments import Spec, given, rule
+from autopar.rules.halo import borders
 from autopar.rules.language import Call
 from autopar.rules.ring import ring
 from autopar.rules.rule import Rule
@@ -84,7 +85,8 @@ def _stretched(call: Call, ins: list[list[str]]) -> dict[tuple[int, str], None]:
 
 
 def convolution(call: Call) -> str:
-    """Samples and output channels split; input channels leave a partial sum unless there is a bias; positions stay whole.
+    """Samples and output channels split; input channels leave a partial sum unless there is a bias; positions
+    split with borders (rules.halo).
     Groups are not split: their number is an argument."""
     return _convolution(call, "o{o} {i} {k}")
 
@@ -154,8 +156,8 @@ RULES: dict[Any, Rule] = {
     aten.baddbmm.default: Rule(added("b m k!, b k! n", "b m n")),
     aten.bmm.default: Rule("b m k, b k n -> b m n", linear="each"),
     aten.cdist.default: Rule("... p k!, ... r k! -> ... p r"),
-    **{op: Rule(convolution, linear=unless_bias) for op in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-                                                            aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)},
+    **{op: Rule(convolution, linear=unless_bias, together=borders) for op in (
+        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)},
     **{op: Rule(transposed_convolution, linear=unless_bias) for op in (
         aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)},
     aten.dot.default: Rule("k, k -> ", linear="each"),

@@ -33,7 +33,7 @@ def _tokens(call: Call) -> str:
     return " ".join(f"t{d}" for d in range(len(call.ins[HIDDEN].shape) - 1))
 
 
-def dispatched(call: Call) -> Together:
+def dispatched(call: Call, ways: int) -> Together:
     """Each dim of the tokens together with the experts."""
     return [((factor, "e"), "expert_dispatch") for factor in _tokens(call).split()]
 

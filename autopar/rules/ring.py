@@ -9,7 +9,7 @@ from autopar.rules.site import Inner, Site
 QUERY, KEY, VALUE = 0, 1, 2
 
 
-def ring(call: Call) -> Together:
+def ring(call: Call, ways: int) -> Together:
     """Query rows and keys are cut together: keys and values go round the ranks. A mask keeps its columns whole.
 
     Not where weights are dropped (masks would have to agree between ranks), nor where rows and keys differ in number or anything but

@@ -16,14 +16,14 @@ class Rule:
     together: add, view, sum), "each" (linear in each operand alone: mul, matmul), "first" (linear in the first: div),
     operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
     leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers. `together` says for one call which factors can also be cut
-    together by one axis, each set with the runtime algorithm that makes it right.
+    together by one axis of so many ranks, each set with the runtime algorithm that makes it right.
     """
 
     spec: str | Callable[[Call], str]
     linear: str | Callable[[Call], str] = ""
     reduce: str = "P"
     random: bool = False
-    together: Callable[[Call], Together] = lambda call: ()
+    together: Callable[[Call, int], Together] = lambda call, ways: ()
 
     def text(self, call: Call) -> str:
         """The rule string for one call."""
@@ -33,4 +33,4 @@ class Rule:
         """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
         linear = self.linear if isinstance(self.linear, str) else self.linear(call)
         return options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,
-                       together=self.together(call))
+                       together=self.together(call, ways))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autopar.rules.arguments import Spec, named, rule
+from autopar.rules.halo import borders
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 
@@ -14,7 +15,7 @@ aten = torch.ops.aten
 
 
 def positions_whole(spatial: int) -> Spec:
-    """Samples and channels split, the last `spatial` dims do not (pooling, resizing)."""
+    """Samples and channels split, the last `spatial` dims do not (resizing; pools, but for `rules.halo`)."""
     def spec(call: Call) -> str:
         left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
         return rule([f"... {left}"], [f"... {right}" for _ in call.outs])
@@ -36,21 +37,26 @@ def patches(call: Call) -> str:
 
 
 NONLINEAR = {
-    1: "max_pool1d.default adaptive_max_pool1d.default max_pool1d_with_indices.default lp_pool1d_.default",
-    2: "max_pool2d.default max_pool2d_with_indices.default adaptive_max_pool2d.default",
-    3: "max_pool3d.default max_pool3d_with_indices.default adaptive_max_pool3d.default",
+    1: "adaptive_max_pool1d.default max_pool1d_with_indices.default lp_pool1d_.default",
+    2: "max_pool2d_with_indices.default adaptive_max_pool2d.default",
+    3: "max_pool3d_with_indices.default adaptive_max_pool3d.default",
 }
 LINEAR = {
-    1: "avg_pool1d.default adaptive_avg_pool1d.default upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
+    1: "adaptive_avg_pool1d.default upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
        "replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default",
-    2: "avg_pool2d.default adaptive_avg_pool2d.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
+    2: "adaptive_avg_pool2d.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
        "upsample_bilinear2d.default upsample_nearest2d.default upsample_bicubic2d.default reflection_pad2d.default replication_pad2d.default",
-    3: "avg_pool3d.default adaptive_avg_pool3d.default upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
+    3: "adaptive_avg_pool3d.default upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
        "replication_pad3d.default",
 }
 
+POOLS = {
+    n: {op: linear for linear, names in (("", f"max_pool{n}d.default"), ("all", f"avg_pool{n}d.default")) for op in named(names)} for n in (1, 2, 3)
+}
+
 RULES: dict[Any, Rule] = {
+    **{op: Rule(positions_whole(n), linear=linear, together=borders) for n, ops in POOLS.items() for op, linear in ops.items()},
     **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names)},
     **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names)},
     aten.channel_shuffle.default: Rule("b c! ... -> b c! ..."),

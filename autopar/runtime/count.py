@@ -17,7 +17,8 @@ _active: list[list[Counted]] = []
 @dataclass(frozen=True, slots=True)
 class Counted:
     """One executed step on one mesh axis. `bytes` is what one group of the axis holds together: the tensor as it would
-    lie without the cut on this axis (the gathered output, the reduced input, the whole exchanged tensor); of a send, what this rank sends."""
+    lie without the cut on this axis (the gathered output, the reduced input, the whole exchanged tensor); of a send, what this rank sends, or of
+    borders the rank that sends most."""
 
     kind: str
     axis: int

@@ -3,6 +3,7 @@
     recipe      a named strategy on the real `cpu` preset
     searched    the free search on a cluster where splitting pays even for tiny models: slow cores, links that cost next to nothing
     thrifty     the solution of least memory
+    spatial     images are cut along height on the first axis, along width on the second, wherever they can be
     random      one seeded random option per cluster and axis: any solution of a Problem must compute the same numbers
 """
 
@@ -128,6 +129,21 @@ def by_chance(who: Subject, sizes: Sizes, seed: int) -> Plan:
     return assemble(who, planner, sizes, decisions, f"random {seed}")
 
 
+def by_place(who: Subject, sizes: Sizes) -> Plan:
+    """Height cut on the first axis, width on the second, of as many images [b, c, h, w] as can be; all else whole."""
+    planner = planner_of(who, sizes)
+    decisions: Decisions = {}
+    for cluster in planner.clusters:
+        joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
+        combo = tuple(max(found, key=lambda joint: sum(o.outs[0].value == f"S{2 + axis}" and len(op.call.outs[0].shape) == 4
+                                                       for op, o in zip(cluster.members, joint.options, strict=True) if o.outs))
+                      for axis, found in enumerate(joints))
+        assert fits_together(cluster, combo, sizes)
+        for member, op in enumerate(cluster.members):
+            decisions[op.name] = tuple(joint.options[member] for joint in combo)
+    return assemble(who, planner, sizes, decisions, "spatial")
+
+
 def planner_of(who: Subject, sizes: Sizes, batch: int = BATCH) -> Planner:
     """The planner for a splitting cluster."""
     request = Request(splitting(math.prod(sizes)), Settings(who.mode), mesh=sizes)
@@ -165,9 +181,11 @@ def kinds(made: Plan) -> dict[str, None]:
 
 
 def planned(who: Subject, sizes: Sizes, how: str) -> Plan:
-    """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty" or "random <seed>"."""
+    """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty", "spatial" or "random <seed>"."""
     if how.startswith("random"):
         return by_chance(who, sizes, int(how.removeprefix("random")))
+    if how == "spatial":
+        return by_place(who, sizes)
     if how in ("searched", "thrifty"):
         return by_search(who, sizes, SEARCHES["ilp"] if how == "searched" else thrifty)
     return by_search(who, sizes, batch=FEW) if how == "few" else by_recipe(who, sizes, how)

@@ -10,7 +10,8 @@ import torch
 
 from autopar.codegen.expressions import Written, write
 from autopar.rules import RULES
-from autopar.rules.oracle import call_of, failures
+from autopar.rules.halo import borders
+from autopar.rules.oracle import Together, call_of, failures
 from autopar.rules.rule import Rule
 from passes import ops
 from tests.unit.rules import samples_maths as maths
@@ -85,8 +86,20 @@ def ring(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
+def halo(target: Any, shape: Sequence[int]) -> Together:
+    """Each rank gives its outputs of the whole image, by its own weights."""
+    def run(shards: Sequence[Any]) -> list[torch.Tensor]:
+        (dim,) = [d for d, (whole, part) in enumerate(zip(shape, shards[0][0][0].shape, strict=True)) if whole != part]
+        image = torch.cat([args[0] for args, _ in shards], dim)
+        return [target(image, *args[1:], **kwargs).chunk(len(shards), dim)[rank] for rank, (args, kwargs) in enumerate(shards)]
+    return run
+
+
 TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts,
             "expert_dispatch": expert_dispatch, "ring": ring}
+
+
+WINDOWS = [target for target, rule in RULES.items() if rule.together is borders]
 
 
 def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[tuple[int, ...]]) -> Any:
@@ -112,8 +125,9 @@ def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs
 def wrong(target: Any, rule: Rule, one: Case, ways: int) -> list[str]:
     torch.manual_seed(0)
     args, kwargs = fill((list(one.args), dict(one.kwargs)))
+    here = {**TOGETHER, "halo": halo(target, args[0].shape)} if target in WINDOWS else TOGETHER
     random = target in views.STILL or target in pointwise.STILL
-    return failures(rule, target, args, kwargs, ways, execute=as_emitted, together=TOGETHER, mask=random)
+    return failures(rule, target, args, kwargs, ways, execute=as_emitted, together=here, mask=random)
 
 
 def test_every_row_has_a_sample():
@@ -139,6 +153,40 @@ def test_ring_splits_rows_and_keys_of_every_kind_of_attention():
     assert found == [args[0].shape[-2] == args[1].shape[-2] for args in (one.args for one in SAMPLES[target])]
     args, kwargs = fill(([f(4, 6, 5, 3)] * 3, {"dropout_p": 0.1}))
     assert not [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run]
+
+
+CUT = {  # the spatial dims of each sample that 2 ranks may cut
+    "conv1d.default": ["0", "0", "0", "0"], "conv1d.padding": ["0", ""], "conv2d.default": ["01", "01", "01", "01", "01"],
+    "conv2d.padding": ["01", "01"], "conv3d.default": ["012"], "conv3d.padding": ["012"],
+    "max_pool1d.default": ["0", "0"], "max_pool2d.default": ["01", "01", "01"], "max_pool3d.default": ["012"],
+    "avg_pool1d.default": ["0", ""], "avg_pool2d.default": ["01", "01", "", "1"], "avg_pool3d.default": ["012"],
+}
+
+
+@pytest.mark.parametrize("target", WINDOWS, ids=str)
+def test_which_dims_windows_go_over_may_be_cut(target):
+    found = []
+    for one in SAMPLES[target]:
+        args, kwargs = fill((list(one.args), dict(one.kwargs)))
+        here = [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run == "halo"]
+        first = args[0].dim() - int(str(target).split("d.")[0][-1])
+        for option in here:
+            assert option.ins[0] == option.outs[0] and option.ins[0].value == option.ins[0].grad == f"S{first + int(option.factor[1])}"
+            assert all(str(use) == "R|P" for use in option.ins[1:])
+        found.append("".join(option.factor[1] for option in here))
+    assert found == CUT[str(target).removeprefix("aten.")]
+
+
+def test_windows_that_reach_beyond_the_ranks_beside_are_refused():
+    target, rule = aten.conv1d.default, RULES[aten.conv1d.default]
+
+    def cut(size, ways, *args):
+        filled, _ = fill(([f(2, 3, size), f(4, 3, args[0]), None, *args[1:]], {}))
+        return any(o.run == "halo" for o in rule.options(call_of(target, filled, {}), ways))
+
+    assert cut(16, 4, 7, [1], [3]) and not cut(8, 4, 7, [1], [3])  # 3 rows on either side of chunks of 2
+    assert cut(16, 4, 3, [2], [1]) and not cut(9, 4, 3, [2], [1])  # outputs of the last rank: none
+    assert cut(12, 2, 5, [1], [0], [2]) and not cut(12, 4, 5, [1], [0], [2])  # no padding: 4 outputs, chunk 3 reads from row 3 on
 
 
 PLANTED = {

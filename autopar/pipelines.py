@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from autopar import planner
-from autopar.cluster import Mesh
+from autopar.cluster import Cluster, Mesh
 from autopar.cost.comm import collective_s
 from autopar.errors import InfeasibleError
 from autopar.pipeline.assemble import pipelined
@@ -32,6 +33,7 @@ from autopar.pipeline.views import views
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model, build
+from autopar.problem.prices import Prices
 from autopar.problem.shares import MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
 from autopar.recipes import roles
@@ -39,7 +41,7 @@ from autopar.recipes.pipelines import PIPELINES, PipelineRecipe
 from autopar.search import ilp
 
 SOLVE_S = 2.0  # seconds for one mesh of one place
-MICROBATCHES = (1, 2, 4, 8)  # times the number of places
+MICROBATCHES = (1, 2, 4, 8, 16)  # times the number of places
 
 
 @dataclass(eq=False)
@@ -104,8 +106,8 @@ class _Pipelines:
         tried: list[Alternative] = []
         for recipe in recipes:
             for shape in self._shapes(recipe):
-                if best is not None and time.monotonic() > deadline:
-                    break
+                if time.monotonic() > deadline + (0.0 if best is not None else self.request.time_limit_s):
+                    break  # twice the time while there is no answer
                 self.request.say(f"{recipe.name}: {shape}")
                 with suppress(InfeasibleError):
                     found = self._price(recipe, shape)
@@ -118,7 +120,11 @@ class _Pipelines:
         return self._finished(best, tried, about)
 
     def _shapes(self, recipe: PipelineRecipe) -> Iterator[Shape]:
-        """The shapes worth trying, short pipelines first."""
+        """The shapes worth trying: those whose innermost axis is that of the cluster first, then short pipelines."""
+        inner_size = self.request.cluster.levels[-1].size
+        yield from sorted(self._all_shapes(recipe), key=lambda s: (s.mesh[-1] != inner_size, s.places))
+
+    def _all_shapes(self, recipe: PipelineRecipe) -> Iterator[Shape]:
         devices, batch = self.request.cluster.devices, self.hints.get("b", 1)
         schedule = SCHEDULES[recipe.schedule]
         for mesh in self.request.cluster.meshes(max_axes=1 + len(recipe.roles)):
@@ -129,11 +135,25 @@ class _Pipelines:
             used = recipe.roles_on(inner)
             if places < 2 or used is None or places * virtual > self.pieces or devices != places * math.prod(inner):
                 continue
+            if not self._may_rest(places, inner, used):
+                continue
             ways = math.prod(n for n, role in zip(inner, used, strict=True) if role in (roles.data, roles.zero3))
             counts = [1] if schedule.name == "naive" else [k * places for k in MICROBATCHES]
             for count in counts:
                 if batch % (count * ways) == 0:
                     yield Shape(places, inner, virtual, count)
+
+    def _may_rest(self, places: int, inner: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
+        """Whether weights, gradients and optimizer state alone can fit when cut as evenly as the roles allow."""
+        cut = places * math.prod(n for n, role in zip(inner, used, strict=True) if role is not roles.data)
+        return self._rest_bytes / cut <= self.request.cluster.device.usable_memory_bytes
+
+    @cached_property
+    def _rest_bytes(self) -> float:
+        """Bytes of all that rests, on one device."""
+        line = replace(self.request.cluster.levels[-1], size=1)
+        prices = Prices(Cluster("one", (line,), self.request.cluster.device).mesh((1,)), self.request.cluster.device, self.request.settings)
+        return sum(prices.rest_bytes(op, ("R",)) for op in self.whole.program.ops.values() if op.role == "param")
 
     def _planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""

@@ -33,7 +33,7 @@ _TABLE = (
     PipelineRecipe("1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage", searched=True),
     PipelineRecipe("interleaved", "interleaved_1f1b", (roles.data,), "1F1B with two stages per place", virtual=2),
     PipelineRecipe("zero_bubble", "zbv_zero_bubble", (roles.data,), "zero bubble in a V: weight gradients fill the gaps"),
-    PipelineRecipe("3d", "1f1b", (roles.data, roles.megatron), "Megatron's 3-D: tensor parallel inside, 1F1B stages across, data parallel else",
+    PipelineRecipe("3d", "1f1b", (roles.data, roles.tensor_sequence), "3-D: tensor and sequence parallel inside, 1F1B stages across, data parallel else",
                    searched=True),
     PipelineRecipe("pp_zero3", "1f1b", (roles.zero3, roles.tensor_sequence), "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
                    searched=True),

@@ -23,10 +23,11 @@ JSON: st.SearchStrategy[Any] = st.recursive(st.none() | st.booleans() | st.integ
 PLANS = st.builds(
     Plan, model=TEXT, graph_hash=TEXT, mode=st.sampled_from(["train", "inference"]), precision=TEXT, optimizer=TEXT,
     hints=st.dictionaries(TEXT, st.integers(1, 99), max_size=2), cluster=st.dictionaries(TEXT, JSON, max_size=2), axes=TEXTS, mesh=SIZES,
-    strategy=TEXT, seed=st.integers(0, 99), nodes=st.dictionaries(TEXT, st.builds(NodePlan, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=3),
+    strategy=TEXT, seed=st.integers(0, 99), nodes=st.dictionaries(TEXT, st.builds(NodePlan, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=3),
     predicted=st.builds(Predicted, *[SECONDS] * 6),
     alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT), max_size=2).map(tuple),
-    stages=st.lists(st.builds(Stage, TEXTS, SIZES), max_size=2).map(tuple), schedule=TEXT, microbatches=st.integers(1, 9),
+    stages=st.lists(st.builds(Stage, TEXTS, st.dictionaries(TEXT, st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2), st.integers(0, 9)),
+                    min_size=1, max_size=2).map(tuple), schedule=TEXT, microbatches=st.integers(1, 9), totals=TEXTS,
     source=st.dictionaries(TEXT, JSON, max_size=2), notes=TEXTS)
 
 
@@ -59,7 +60,7 @@ def test_a_missing_key_is_named(key: str) -> None:
     (("schema",), str(SCHEMA), rf"schema '{SCHEMA}'"),
     (("nodes",), [], "malformed"), (("nodes", "x"), {"ins": []}, "malformed.*missing"), (("nodes", "x", "more"), [], "malformed.*more"),
     (("predicted",), {"step_s": 1}, "malformed.*missing"), (("predicted", "speed"), 1, "malformed.*speed"),
-    (("stages",), [{"nodes": []}], "malformed.*ranks"), (("mesh",), 4, "malformed"), (("alternatives",), [{"name": "ddp"}], "malformed.*mesh"),
+    (("stages",), [{"nodes": []}], "malformed.*blocks"), (("mesh",), 4, "malformed"), (("alternatives",), [{"name": "ddp"}], "malformed.*mesh"),
 ])
 def test_a_plan_that_is_bent_is_refused(path: tuple[str, ...], value: Any, said: str) -> None:
     data = json.loads(PLAN.to_json())

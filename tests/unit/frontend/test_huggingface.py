@@ -18,6 +18,7 @@ CONFIGS = ROOT / "models" / "hf"
 PUBLISHED = {
     "gpt2": 124.44,
     "llama3-8b": 8030.26,
+    "llama3.1-8b": 8030.26,
     "llama3-70b": 70553.71,
     "llama3-405b": 405853.39,
     "bert": 109.51,

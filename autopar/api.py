@@ -128,14 +128,17 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
     count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
-    "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes. `rules` maps operators to rule
-    strings. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
+    "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
+    operators to rule strings. `precision` ("bfloat16") plans and emits the model as `model.to(dtype)` would be: weights,
+    gradients and optimizer state too; without it the model stays in its own. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
     from autopar.capture import capture
+    from autopar.capture.precision import dtype_of, in_dtype, with_values
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
+    from autopar.frontend.loading import cast
     from autopar.pipelines import plan
     from autopar.planner import Request
     from autopar.problem.prices import Settings
@@ -145,8 +148,14 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
         raise PlanError(f"mode is {mode!r}, wanted train or inference")
     where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
     args, kwargs = _inputs(model, example_inputs, batch=batch, seq=seq, labels=mode == "train")
-    captured = capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, progress=progress)
-    settings = Settings(mode, optimizer, precision or "float32")
+    dtype = _dtype(precision) if precision is not None else dtype_of(model)
+    typed = in_dtype(model, dtype)
+    if typed is not model:
+        args, kwargs = cast((args, kwargs), dtype)
+    captured = capture(typed, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, progress=progress)
+    if typed is not model:
+        captured = with_values(captured, model, dtype)
+    settings = Settings(mode, optimizer, str(dtype).removeprefix("torch."))
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
                       as_rules(rules), progress)
     chosen = _agree(lambda: plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
@@ -155,6 +164,14 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
     return Compiled(bundle, weights, captured)
+
+
+def _dtype(precision: str) -> torch.dtype:
+    """Raises PlanError for what is no floating dtype."""
+    found = getattr(torch, precision, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise PlanError(f"precision {precision!r} is no floating dtype of torch; wanted for example float32, bfloat16 or float16")
+    return found
 
 
 def load(folder: str | Path) -> Compiled:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar import frontend
 from autopar.api import compile
 from autopar.cli.console import progress, show, write_json
@@ -62,7 +64,8 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"
     with progress(f"planning {asked.model}") as tell:
-        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, train=training, labels=training, seed=asked.seed)
+        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=getattr(torch, dtype), train=training,
+                               labels=training, seed=asked.seed)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source))

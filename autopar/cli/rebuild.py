@@ -38,12 +38,13 @@ class Source:
             raise PlanError(f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made by "
                             "`autopar plan`. Use autopar.compile and Compiled.save in Python, or plan the model again") from error
 
-    def load(self, plan: Plan, *, device: str = "meta", dtype: torch.dtype = torch.float32, batch: int | None = None,
+    def load(self, plan: Plan, *, device: str = "meta", dtype: torch.dtype | None = None, batch: int | None = None,
              seq: int | None = None) -> frontend.Loaded:
-        """The model and one global batch. Raises CaptureError when the model is not where it was."""
+        """The model and one global batch, in the precision of the plan (or in `dtype`). Raises CaptureError when the model is not
+        where it was."""
         training = plan.mode == "train"
-        return frontend.load(self.model, batch=batch or self.batch, seq=seq or self.seq, device=device, dtype=dtype,
-                             train=training, labels=training, seed=self.seed)
+        return frontend.load(self.model, batch=batch or self.batch, seq=seq or self.seq, device=device,
+                             dtype=dtype or getattr(torch, plan.precision), train=training, labels=training, seed=self.seed)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""A model in another floating dtype, as `model.to(dtype)` would make it, without touching the model or copying its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.capture.captured import Captured
+from autopar.capture.shadow import shadow
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The floating dtype of most parameter elements of `model`; float32 where it has none."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model` itself where all its floating parameters have `dtype`, else a twin on meta that has."""
+    same = all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
+    return model if same else shadow(model).to(dtype)
+
+
+def with_values(captured: Captured, model: nn.Module, dtype: torch.dtype) -> Captured:
+    """A capture of `in_dtype(model, dtype)` with the constants that `model` has values of, in `dtype`."""
+    held = {name: b for name, b in model.named_buffers() if not b.is_meta}
+    values = {name: (held[name].to(dtype) if held[name].is_floating_point() else held[name]).detach().cpu() if name in held else value
+              for name, value in captured.constants.items()}
+    found = {name: held[name] for name in captured.valueless if name in held}
+    values |= {name: (b.to(dtype) if b.is_floating_point() else b).detach().cpu() for name, b in found.items()}
+    return replace(captured, constants=values, valueless=tuple(name for name in captured.valueless if name not in found))

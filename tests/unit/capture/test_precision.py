@@ -1,0 +1,32 @@
+"""A model planned in another dtype is the model that `model.to(dtype)` is, and stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+import autopar.frontend
+from autopar.errors import PlanError
+from tests.helpers.tiny import TINY
+
+
+@pytest.mark.parametrize("name", ["hf-llama", "cnn"])
+def test_precision_plans_the_cast_model_and_leaves_the_model_alone(name: str) -> None:
+    loaded = autopar.frontend.load(TINY[name], batch=4, seq=8, device="cpu")
+    before = {n: t.clone() for n, t in loaded.model.state_dict().items()}
+    compiled = autopar.compile(loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), recipe="ddp", precision="bfloat16")
+    cast = autopar.frontend.load(TINY[name], batch=4, seq=8, device="cpu", dtype=torch.bfloat16)
+    plain = autopar.compile(cast.model, "cpu:1x2", (cast.args, cast.kwargs), recipe="ddp")
+    assert compiled.plan.precision == plain.plan.precision == "bfloat16"
+    assert compiled.plan.graph_hash == plain.plan.graph_hash and compiled.plan.predicted == plain.plan.predicted
+    assert list(compiled.bundle.constants) == list(plain.bundle.constants)
+    for key, value in compiled.bundle.constants.items():
+        assert torch.equal(value, plain.bundle.constants[key]), key
+    assert all(torch.equal(t, before[n]) and t.dtype == before[n].dtype for n, t in loaded.model.state_dict().items())
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    loaded = autopar.frontend.load(TINY["mlp"], batch=4, seq=8, device="cpu")
+    with pytest.raises(PlanError, match="precision 'int64' is no floating dtype"):
+        autopar.compile(loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), precision="int64")

@@ -173,10 +173,9 @@ class _Pipelines:
         here = self._planner(shape.microbatches)
         used = recipe.roles_on(shape.mesh)
         assert used is not None, "shapes have meshes that the recipe can be on"
-        allows = [role(n) for role, n in zip(used, shape.mesh, strict=True)]
-        tables = [here.table(n, placed=False) for n in shape.mesh]
+        joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
         device, limit = self.request.cluster.device, self.request.cluster.device.usable_memory_bytes
-        micro, once = (build(here.program, here.clusters, tables, allows, kind(mesh, device, self.request.settings), limit, recipe.name)
+        micro, once = (build(here.program, here.clusters, joints, kind(mesh, device, self.request.settings), limit, recipe.name)
                        for kind in (MicroPrices, StepPrices))
         stages = shape.places * shape.virtual
         schedule = SCHEDULES[recipe.schedule]

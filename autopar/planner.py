@@ -23,7 +23,7 @@ from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
 from autopar.problem.build import Decisions, Model, build
 from autopar.problem.clusters import Cluster as OpCluster
-from autopar.problem.clusters import Table
+from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.largest import largest
@@ -85,6 +85,7 @@ class Planner:
     clusters: list[OpCluster]
     branches: Branches
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+    _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
     missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
@@ -105,6 +106,13 @@ class Planner:
                                  + (self.branches.options(op, ways) if placed else []) for op in self.program.ops.values()}
         return self._tables[key]
 
+    def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
+        """Options of every cluster on an axis of `ways` ranks with that role."""
+        if (role, ways) not in self._joints:
+            table, allow = self.table(ways, placed=role is roles.anything), role(ways)
+            self._joints[role, ways] = [join(cluster, table, allow) for cluster in self.clusters]
+        return self._joints[role, ways]
+
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
         """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
         mesh = self.request.cluster.place_mesh(places, sizes)
@@ -112,9 +120,8 @@ class Planner:
             self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings)
         prices = self._prices[mesh]
         limit = self.request.cluster.device.usable_memory_bytes
-        allows = [role(n) for role, n in zip(used, sizes, strict=True)]
-        tables = [self.table(n, placed=role is roles.anything) for role, n in zip(used, sizes, strict=True)]
-        return build(self.program, self.clusters, tables, allows, prices, limit, name, self.branches)
+        joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
+        return build(self.program, self.clusters, joints, prices, limit, name, self.branches)
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution]) -> Candidate:

@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.pipeline.microbatches import Microbatching, microbatching
 from autopar.problem.build import build
 from autopar.problem.clusters import Cluster as OpCluster
-from autopar.problem.clusters import Table
+from autopar.problem.clusters import Table, join
 from autopar.problem.graph import Program
 from autopar.problem.prices import Pair, Prices, Settings
 from autopar.recipes import roles
@@ -38,7 +38,8 @@ def sharing(program: Program, clusters: list[OpCluster], table: Table, count: in
     the batch cannot be cut by `count`.
     """
     line = Cluster(cluster.name, (replace(cluster.levels[-1], size=count),), cluster.device)
-    model = build(program, clusters, [table], [roles.data(count)], _Matching(line.mesh((count,)), cluster.device, settings), float("inf"),
+    joints = [join(cluster, table, roles.data(count)) for cluster in clusters]
+    model = build(program, clusters, [joints], _Matching(line.mesh((count,)), cluster.device, settings), float("inf"),
                   "microbatches")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=LIMIT_S).choice)
     return microbatching(program, {name: options[0] for name, options in decisions.items()}, count)

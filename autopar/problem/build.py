@@ -18,7 +18,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, cutters, fits
 from autopar.problem.branches import Branches, coordinate_of
-from autopar.problem.clusters import Allow, Cluster, Joint, Table, join
+from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
@@ -66,13 +66,13 @@ class _Link:
         return Way(self.ref, reader.scope if self.kind == "edge" else reader.name, self.kind)
 
 
-def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], allows: Sequence[Allow], prices: Prices,
+def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], prices: Prices,
           memory_limit_bytes: float, name: str = "", branches: Branches | None = None) -> Model:
-    """The Problem of one mesh. `tables` and `allows` have one entry per axis; `branches` may work side by side.
+    """The Problem of one mesh. `joints[axis][cluster]` are the options of a cluster on an axis; `branches` may work side by side.
 
-    Raises InfeasibleError when the predicates leave some cluster without a choice.
+    Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
     """
-    choices = [_choices(c, tables, allows, prices) for c in clusters]
+    choices = [_choices(c, per_axis, prices) for c, *per_axis in zip(clusters, *joints, strict=True)]
     scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
     keeps = kept(clusters, program)
     nodes = tuple(_node(c, options, keeps.own.get(i, ()), program, prices, scopes[c.scope])
@@ -85,8 +85,7 @@ def build(program: Program, clusters: list[Cluster], tables: Sequence[Table], al
     return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices)
 
 
-def _choices(cluster: Cluster, tables: Sequence[Table], allows: Sequence[Allow], prices: Prices) -> list[Choice]:
-    per_axis = [join(cluster, table, allow) for table, allow in zip(tables, allows, strict=True)]
+def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], prices: Prices) -> list[Choice]:
     found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and fits_together(cluster, combo, prices.sizes)]
     if not found:
         op = cluster.root

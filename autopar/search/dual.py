@@ -24,6 +24,7 @@ from autopar.search.state import State, scale_s
 
 _MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 _FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
+_IDLE = 4  # rounds without progress: the LP that follows does better
 _SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the known solution by more
 
 
@@ -73,14 +74,17 @@ class _Factor:
 
 
 def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = 60) -> Bound:
-    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter) or when tight."""
+    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight, or after
+    `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met."""
     dual = _Dual(problem, known)
-    done = 0
-    while done < rounds and time.perf_counter() < deadline and not dual.closed():
+    done = idle = 0
+    while done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline) and not dual.closed():
+        before = dual.progress()
         dual.sweep(forwards=True)
         dual.sweep(forwards=False)
         dual.step(deadline)
         done += 1
+        idle = 0 if dual.progress() > before else idle + 1
     keep = [np.flatnonzero(k) for k in dual.keep]
     alone = all(len(k) == 1 and k[0] == c for k, c in zip(keep, dual.known, strict=True))
     bound_s = dual.known_s if alone else min(dual.best_s, dual.known_s)
@@ -92,6 +96,7 @@ class _Dual:
         self.problem, self.known = problem, known
         self.state = State(problem, known)
         self.known_s = problem.price(known).time_s
+        self.first_s = self.known_s or 1.0
         self.best_s = 0.0
         self.big_s = _FORBIDDEN * scale_s(problem)
         self.keep = [np.isfinite(node.cost_s) for node in problem.nodes]
@@ -100,7 +105,7 @@ class _Dual:
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
         self.factors = [f for net in problem.nets for f in _split(net)]
-        self.ahead = [self._neighbours(v) for v in range(len(problem.nodes))]
+        self.ahead = self._neighbours()
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -115,12 +120,13 @@ class _Dual:
                 late[node.group] -= node.hide_s[c]
         return (late > 0).astype(float)
 
-    def _neighbours(self, v: int) -> list[tuple[_Factor, int, bool, bool]]:
-        """(factor, slot of v, whether a later node is in it, whether an earlier one is)."""
-        out = []
+    def _neighbours(self) -> list[list[tuple[_Factor, int, bool, bool]]]:
+        """For each node v: (factor, slot of v, whether a later node is in it, whether an earlier one is)."""
+        out: list[list[tuple[_Factor, int, bool, bool]]] = [[] for _ in self.problem.nodes]
         for factor in self.factors:
             members = factor.members()
-            out += [(factor, slot, max(members) > v, min(members) < v) for slot, w in enumerate(members) if w == v]
+            for slot, v in enumerate(members):
+                out[v].append((factor, slot, max(members) > v, min(members) < v))
         return out
 
     def _price(self) -> None:
@@ -182,6 +188,11 @@ class _Dual:
     def value(self) -> float:
         """The bound at the present prices, seconds."""
         return float(self.least.sum()) - self.memory_s
+
+    def progress(self) -> tuple[int, int, float]:
+        """Grows while rounds are worth their time: with the bound (by thousandths of the first solution's time), choices ruled out
+        and better solutions."""
+        return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.keep), -self.known_s
 
     def closed(self) -> bool:
         """Whether the bound meets the known solution, or nothing else is left."""

@@ -40,12 +40,16 @@ class State:
 
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
         """Takes `choice` and counts everything anew."""
-        self.choice = [-1] * len(choice)
+        self.choice = list(choice)
         self.totals = np.zeros((self._rows, 1))
         self._whole: list[np.ndarray | None] = [None] * len(choice)  # the contribution of all choices, until a neighbour moves
         for v, c in enumerate(choice):
             if c >= 0:
-                self.move(v, c)
+                self.totals[:, 0] += self.own[v][:, c]
+        for net, table in zip(self.problem.nets, self.tables, strict=True):
+            if choice[net.producer] >= 0:
+                row = net.row[choice[net.producer]]
+                self.totals[self._slots(net), 0] += table[:, row, self._columns(net, net.producer)].sum(1)
 
     def move(self, v: int, c: int) -> None:
         """Puts node `v` on choice `c`."""

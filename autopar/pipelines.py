@@ -213,6 +213,10 @@ class _Pipelines:
         memory = [sum(memory_bytes(part, n) for part, n, at in zip(parts, flying, places, strict=True) if at == place)
                   for place in range(shape.places)]
         limit = self.request.cluster.device.usable_memory_bytes
+        idle = [place for place in range(shape.places) if not any(c.rest_bytes for part, at in zip(parts, places, strict=True) if at == place
+                                                                  for c in part)]
+        if idle:  # torch's optimizers refuse a rank without parameters, and there is nothing to gain
+            raise InfeasibleError(f"place {idle[0]} of {shape.places} would hold no parameter")
         if max(memory) > limit:
             why = f"place {memory.index(max(memory))} needs {max(memory) / 2**30:.2f} GiB, {limit / 2**30:.2f} GiB are there"
             self._why.append(f"{shape}: {why}")

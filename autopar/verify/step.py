@@ -53,7 +53,9 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
         found |= _compare("buffer", _state(module), wanted, module)
     if training:
         found |= _compare("gradient", _gradients(module), wanted, module)
-        optimizer(module.parameters()).step()
+        held = list(module.parameters())
+        if held:  # a place may have stages without any
+            optimizer(held).step()
         found |= _compare("parameter", _state(module), wanted, module)
     return found, list(seen)
 

@@ -1,0 +1,50 @@
+"""Pipelines by name: laid, cut, priced, and right on ranks; and found where nothing fits without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar import pipelines
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.planner import Request
+from autopar.problem.prices import Settings
+from autopar.recipes.pipelines import PIPELINES
+from tests.helpers.verify import Subject, subject
+
+
+def _planned(who: Subject, cluster: Cluster, recipe: str | None, batch: int = 8) -> Plan:
+    return pipelines.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=20.0),
+                          model=who.name, graph_hash=who.captured.graph_hash)
+
+
+@pytest.mark.parametrize("recipe", PIPELINES)
+def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
+    who = subject("hf-gpt2")
+    made = _planned(who, Cluster.parse("cpu:1x4"), recipe)
+    assert made.strategy == recipe and made.schedule == PIPELINES[recipe].schedule and made.ranks == 4
+    assert Plan.from_json(made.to_json()) == made
+    assert made.predicted.step_s >= made.predicted.compute_s > 0
+    assert all(other.step_s is None or other.step_s >= made.predicted.step_s for other in made.alternatives)
+    report = who.verified(made)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+def test_stages_where_nothing_else_fits() -> None:
+    """With a little more memory than the thriftiest pipeline needs the plan is a pipeline, and right; with less there is none."""
+    who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
+    needed = min(other.memory_bytes or 1e18 for name in ("1f1b", "3d", "pp_zero3") for other in _planned(who, base, name, 64).alternatives)
+    made = _planned(who, _with_memory(base, 1.1 * needed), None, 64)
+    assert made.places > 1 and made.predicted.memory_bytes <= 1.1 * needed
+    report = who.verified(made, 64)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*in pipeline stages: none of"):
+        _planned(who, _with_memory(base, 1.1 * needed), None, 512)
+
+
+def _with_memory(cluster: Cluster, usable: float) -> Cluster:
+    nbytes = int(usable / cluster.device.usable_memory)
+    return Cluster(cluster.name, cluster.levels, dataclasses.replace(cluster.device, memory_bytes=nbytes))

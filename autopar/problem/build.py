@@ -126,8 +126,8 @@ def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: 
             if op.role in HOLDERS:
                 memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
                 update[i] += prices.update_s(op, _lies(combo, member, 0))
-            elif op.extra_bytes or op.copies or op.target in INSIDE:
-                memory[i] += prices.extra_bytes(op, tuple(joint.options[member] for joint in combo))
+            elif op.extra_bytes or op.copies or op.target in INSIDE or any(option.run for option in chosen):
+                memory[i] += prices.extra_bytes(op, chosen)
         for name, output in own:
             size = program.bytes_of((name, output))
             memory[i] += prices.local_bytes(size, _lies(combo, place[name], output)) * program.ops[name].count

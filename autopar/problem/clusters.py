@@ -104,8 +104,8 @@ def _follow_parameters(program: Program, readers: Mapping[Ref, Sequence[tuple[Op
 
 
 def passes_through(op: Op, options: Sequence[Option]) -> bool:
-    """Whether every dim of every tensor of `op` can be cut, and no cut leaves a partial result."""
-    split = [o for o in options if o.split]
+    """Whether every dim of every tensor of `op` can be cut without an algorithm, and no cut leaves a partial result."""
+    split = [o for o in options if o.split and not o.run]
     if any(u.value.startswith("P") for o in split for u in o.outs):
         return False
     for index, tensor in enumerate(op.tensors):

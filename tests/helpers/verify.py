@@ -135,7 +135,7 @@ def by_place(who: Subject, sizes: Sizes) -> Plan:
     decisions: Decisions = {}
     for cluster in planner.clusters:
         joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
-        combo = tuple(max(found, key=lambda joint: sum(o.outs[0].value == f"S{2 + axis}" and len(op.call.outs[0].shape) == 4
+        combo = tuple(max(found, key=lambda joint: sum(op.role == "op" and o.outs[0].value == f"S{2 + axis}" and len(op.call.outs[0].shape) == 4
                                                        for op, o in zip(cluster.members, joint.options, strict=True) if o.outs))
                       for axis, found in enumerate(joints))
         assert fits_together(cluster, combo, sizes)

@@ -1,0 +1,80 @@
+"""A model whose images are cut evenly along height, or both ways: every byte that borders take is priced, and what they leave in memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.bundle import Bundle
+from autopar.capture import capture
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
+from autopar.planner import space
+from autopar.report.explain import choice_of
+from tests.helpers.kept import kept_on_rank
+from tests.helpers.ranks import on_ranks
+from tests.helpers.verify import BATCH, SEQ, Sizes, Subject, planned, planner_of
+from tests.unit.decisions.test_memory import activations
+
+SIDE = 32
+
+
+class Scene(nn.Module):
+    """All kinds of windows, and sums over the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 8, 7, stride=2, padding=3)
+        self.same = nn.Conv2d(8, 8, 3, padding="same", dilation=2)
+        self.deep = nn.Conv2d(8, 12, (5, 3), padding=(2, 1), groups=4, bias=False)
+        self.head = nn.Linear(12, 8)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(images))
+        x = F.max_pool2d(x + torch.tanh(self.same(x)), 3, stride=1, padding=1)
+        x = F.avg_pool2d(torch.tanh(self.deep(x)), 2)
+        return F.cross_entropy(self.head(x.square().sum((2, 3))), labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Scenes(Subject):
+    """The model with batches of its own."""
+
+    def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
+        """Random scenes."""
+        made = torch.Generator().manual_seed(0)
+        return {"images": torch.randn(batch, 4, SIDE, SIDE, generator=made), "labels": torch.randint(8, (batch,), generator=made)}
+
+
+@pytest.fixture(scope="module")
+def who() -> Scenes:
+    torch.manual_seed(0)
+    model = Scene()
+    args = torch.zeros(BATCH, 4, SIDE, SIDE), torch.zeros(BATCH, dtype=torch.long)
+    return Scenes("scene", "train", capture(model, args, {}), model.state_dict())
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+def test_every_byte_of_borders_is_priced(who: Scenes, sizes: Sizes) -> None:
+    made = planned(who, sizes, "spatial")
+    assert sum(run == "halo" for node in made.nodes.values() for run in node.runs) == 5 * len(sizes)
+    report = who.verified(made)
+    assert report.ok, (report.first, report.worst)
+    assert any(row.name == "bytes: run = priced" for row in report.rows)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_the_images_with_borders_are_kept_for_the_backward(who: Scenes, sizes: Sizes) -> None:
+    """Beside them the images themselves are counted, which others mostly keep: not here those that only windows read."""
+    made = planned(who, sizes, "spatial")
+    model = planner_of(who, sizes).model(sizes, space(sizes), "spatial")
+    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    ranks = math.prod(sizes)
+    held = max(on_ranks(ranks, kept_on_rank, bundle, dict(who.weights), who.batch()))
+    only_windows = 4 * BATCH * (4 * SIDE**2 + 2 * 8 * (SIDE // 2) ** 2) // ranks  # the input, the sum, the pool's result; in float32
+    assert activations(model, choice_of(model, made)) == pytest.approx(held + only_windows, rel=0.01)

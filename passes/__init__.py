@@ -15,6 +15,7 @@ from passes.drop_noops import drop_noops
 from passes.experts import experts
 from passes.fold_repeats import fold_repeats
 from passes.grouped import grouped
+from passes.grouped_heads import grouped_heads
 from passes.inline_no_grad import inline_no_grad
 from passes.inplace import inplace
 from passes.lint import lint
@@ -36,6 +37,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     drop_noops,
     causal_masks,
+    grouped_heads,
     grouped,
     matmul,
     sink_flatten,

@@ -16,7 +16,7 @@ from autopar.codegen import sizes
 from autopar.codegen.edges import Pair
 from autopar.codegen.expressions import Written, write
 from autopar.errors import PlanError
-from autopar.layout import dim_of, show
+from autopar.layout import cutters, dim_of, show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
 from autopar.rules import halo as windows
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "placed", "ring_attention", "seeded", "vocab_cross_entropy_sum", "vocab_embedding")
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_heads", "placed", "ring_attention", "seeded",
+            "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
 def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
     """The call of the runtime algorithm that `op` needs under this plan, or None where the plain operator is right."""
-    axes = tuple(a for a, run in enumerate(node.runs) if run)
-    names = list(dict.fromkeys(run for run in node.runs if run))
+    axes = tuple(a for a, run in enumerate(node.runs) if run and run not in OPERAND_TEXTS)
+    names = list(dict.fromkeys(run for run in node.runs if run and run not in OPERAND_TEXTS))
     writers = list(dict.fromkeys(ALGORITHM_TEXTS[name] for name in names))
     if len(writers) > 1:
         raise ValueError(f"{op.name}: algorithms {names} on one operator")
@@ -43,6 +44,23 @@ def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> s
     if op.target in RANDOM_TEXTS:
         return RANDOM_TEXTS[op.target](op, node, call, context)
     return None
+
+
+def operand_texts(op: Op, node: NodePlan, call: Written, context: Context) -> Written:
+    """The call with its operands as the algorithms that only choose parts of them give them."""
+    for name in dict.fromkeys(run for run in node.runs if run in OPERAND_TEXTS):
+        call = OPERAND_TEXTS[name](op, node, call, context)
+    return call
+
+
+def _own_heads(op: Op, node: NodePlan, call: Written, context: Context) -> Written:
+    context.algorithms["own_heads"] = None
+    query, key = op.call.ins[:2]
+    dim = len(query.shape) - 3
+    axes, within = (cutters(Pair.of(text).value, dim) for text in node.ins[:2])
+    rest = f"heads={query.shape[dim]}, groups={key.shape[dim]}, axes={axes}, within={within}, mesh=MESH"
+    taken = tuple(f"own_heads({text}, {rest})" for text in call.args[1:3])
+    return replace(call, args=(call.args[0], *taken, *call.args[3:]))
 
 
 def _embedding(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -141,6 +159,11 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "own_experts": _experts,
     "ring": _ring,
 }
+
+OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {
+    "own_heads": _own_heads,
+}
+"""Algorithms that choose parts of operands for whatever else the operator does."""
 
 RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {
     aten.dropout.default: _dropout,

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import IMPORTED, algorithm_text, seeded_text
+from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, in_pair, needed, out_pair
 from autopar.codegen.expressions import Written, write
@@ -187,7 +187,7 @@ class ScopeWriter:
         outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
         if node.target is torch.ops.aten.reshape.default:
             self._note_even(op, out_pair(plan, (op.name, 0)).value)
-        written = Written(args, kwargs, node.args, outs)
+        written = operand_texts(op, plan.nodes[op.name], Written(args, kwargs, node.args, outs), self.context)
         special = algorithm_text(op, plan.nodes[op.name], written, self.context)
         if special is not None:
             return special

@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
+from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules.language import Option
 from passes import edit, facts, ops
@@ -21,6 +22,9 @@ Role = Callable[[int], Allow]
 
 STACKS = (aten.bmm.default, aten.einsum.default, aten.matmul.default, ops.experts, ops.grouped_matmul)
 """Contractions whose weight may be a stack of matrices, one per expert."""
+
+LOCAL = ("", "own_heads")
+"""What tensor parallelism by hand does with operators: shards of them, and the key heads of a rank's query heads."""
 
 _STILL = ("param", "buffer", "constant", "input", "output", "loss", "mutation")
 
@@ -71,7 +75,7 @@ def samples(ways: int) -> Allow:
 def tensor(ways: int) -> Allow:
     """Tensor parallel: work splits over weights and heads; every rank sees the whole batch and sequence."""
     def allow(op: Op, option: Option) -> bool:
-        return _model(op, option, ways) and not option.run and not (op.role != "param" and cuts_sequence(op, option))
+        return _model(op, option, ways) and option.run in LOCAL and not (op.role != "param" and cuts_sequence(op, option))
     return allow
 
 
@@ -80,7 +84,7 @@ def tensor_sequence(ways: int) -> Allow:
     def allow(op: Op, option: Option) -> bool:
         if _norm_of_tokens(op, ways):
             return cuts_sequence(op, option)
-        return _model(op, option, ways) and not option.run
+        return _model(op, option, ways) and option.run in LOCAL
     return allow
 
 
@@ -159,8 +163,10 @@ def _model(op: Op, option: Option, ways: int) -> bool:
         return not option.split
     if op.target is ops.experts and option.run:  # every rank has a slice of each expert, as of every other weight
         return False
+    if attention.by_heads(op, ways):
+        return attention.cuts_heads(op, option)
     if not op.head and _dense(op, ways):
-        return kind(op, option) == PARAMETER
+        return kind(op, option) == PARAMETER or (not option.split and attention.makes_few_heads(op.node, ways))
     return op.role in _STILL or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
+from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.rules import options_for
 from autopar.rules.language import Option
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 Wish = Callable[[Op, Option], bool]
 
 

@@ -3,6 +3,7 @@
     embedding        rows of other ranks are masked to zero: nothing is sent
     cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
     causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
+    own_heads        query heads of groups are cut, keys and values whole: each rank takes the heads of its queries, nothing is sent
     ring             queries, keys and values are chunks of rows: keys and values go round under the work, their gradients behind them
     halo             an image is cut along a spatial dim: neighbours send the rows that windows read, and gradients back
     own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
@@ -26,7 +27,8 @@ class Algorithm:
 
     `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
     `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even. `inside` is what
-    it holds and moves beside operands and outputs.
+    it holds and moves beside operands and outputs. `follow` are operands whose part on a rank must not depend on minor axes along the
+    dim that this one cuts of operand 0.
     """
 
     forward: tuple[Inner, ...] = ()
@@ -35,6 +37,7 @@ class Algorithm:
     alone: bool = False
     travels: tuple[int, ...] = ()
     inside: Inside | None = None
+    follow: tuple[int, ...] = ()
 
     def inner(self, *, training: bool) -> tuple[Inner, ...]:
         """The inner collectives of one call, backward included when training."""
@@ -42,14 +45,29 @@ class Algorithm:
 
 
 def agree(options: Sequence[Option]) -> bool:
-    """Whether one operator can do `options`, one per axis: two axes must not cut a dim of which one wants to be alone."""
-    for axis, option in enumerate(options):
-        if option.run and ALGORITHMS[option.run].alone:
-            others = [other for index, other in enumerate(options) if index != axis]
-            cut = [(i, dim_of(use.value)) for i, use in enumerate(option.ins) if is_shard(use.value)]
-            if any(is_shard(o.ins[i].value) and dim_of(o.ins[i].value) == dim for o in others for i, dim in cut):
-                return False
-    return True
+    """Whether one operator can do `options`, one per axis, major first."""
+    return not any(option.run and (_crowded(axis, options) or _behind(axis, options)) for axis, option in enumerate(options))
+
+
+def _crowded(axis: int, options: Sequence[Option]) -> bool:
+    """Whether another axis cuts a dim that the algorithm on `axis` wants to cut alone."""
+    if not ALGORITHMS[options[axis].run].alone:
+        return False
+    cut = [(i, dim_of(use.value)) for i, use in enumerate(options[axis].ins) if is_shard(use.value)]
+    others = [other for index, other in enumerate(options) if index != axis]
+    return any(_cuts(other, i, dim) for other in others for i, dim in cut)
+
+
+def _behind(axis: int, options: Sequence[Option]) -> bool:
+    """Whether a minor axis cuts what should follow operand 0 on `axis`: of 8 query heads on 2 x 2 ranks the second has 2 and 3, but of
+    2 key heads cut by the minor axis it has the second, which those do not attend to."""
+    dim = dim_of(options[axis].ins[0].value) if is_shard(options[axis].ins[0].value) else -1
+    return any(_cuts(minor, i, dim) for minor in options[axis + 1:] for i in ALGORITHMS[options[axis].run].follow)
+
+
+def _cuts(option: Option, operand: int, dim: int) -> bool:
+    value = option.ins[operand].value
+    return is_shard(value) and dim_of(value) == dim
 
 
 def _statistic(site: Site) -> float:
@@ -64,5 +82,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "expert_dispatch": Algorithm(forward=(experts.COUNTS, experts.ROWS, experts.RESULTS), backward=(experts.RESULTS, experts.ROWS)),
     "halo": Algorithm(halo.FORWARD, halo.BACKWARD, alone=True, travels=(halo.IMAGE,), inside=halo.INSIDE),
     "own_experts": Algorithm(),
+    "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
 }

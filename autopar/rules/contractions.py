@@ -117,16 +117,28 @@ def _convolution(call: Call, weight: str) -> str:
 
 def attention(call: Call) -> str:
     """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
-    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) are split by key heads only."""
+    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with their key heads."""
     arguments = given(call)
-    rank = len(call.ins[0].shape)
     rows = "q!" if arguments["dropout_p"] and arguments["is_causal"] else "q@causal_rows" if arguments["is_causal"] else "q"
+    return _attention(call, "(h r!)" if _grouped(call) else "h", rows, "v")
+
+
+def grouped_heads(call: Call) -> str:
+    """Grouped query heads split whatever the number of key heads, which stay whole: `own_heads` takes those of a rank's queries."""
+    return _attention(call, "g@own_heads", "q", "v") if _grouped(call) else ""
+
+
+def _grouped(call: Call) -> bool:
+    return bool(given(call)["enable_gqa"]) and call.ins[0].shape[-3] != call.ins[1].shape[-3]
+
+
+def _attention(call: Call, heads: str, rows: str, features: str) -> str:
+    """`heads` and `rows` of the queries, `features` of the values; keys and values have heads h."""
+    rank = len(call.ins[0].shape)
     lead = ["b", "h"][4 - rank:] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
-    grouped = arguments["enable_gqa"] and call.ins[0].shape[-3] != call.ins[1].shape[-3]
-    heads = "(h r!)" if grouped else "h"
     names = [*(heads if w == "h" else w for w in lead), rows, "d!"]
-    pairs = [[*lead, "k!", "d!"], [*lead, "k!", "v"]]
-    out = [*names[:-1], "v"]
+    pairs = [[*lead, "k!", "d!"], [*lead, "k!", features]]
+    out = [*names[:-1], features]
     ins = [names, *pairs]
     if len(call.ins) > 3:
         ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape):])
@@ -168,7 +180,7 @@ RULES: dict[Any, Rule] = {
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
-    aten.scaled_dot_product_attention.default: Rule(attention, together=ring),
+    aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads),
     ops.count_each: Rule("n -> c!"),
     ops.grouped_matmul: Rule("n! k, g! k m, g! -> n! m", linear="0|1"),
 }

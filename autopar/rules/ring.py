@@ -47,16 +47,27 @@ def _home(site: Site) -> int:
 
 
 def _all(site: Site) -> float:
-    return site.local_bytes(QUERY, KEY, VALUE)
+    return site.local_bytes(QUERY) + _keys(site)
 
 
 def _keys(site: Site) -> float:
-    return site.local_bytes(KEY, VALUE)
+    """Where an axis has `own_heads` beside the ring, only the heads that it takes go round."""
+    return site.local_bytes(KEY, VALUE) * _taken(site)
+
+
+def _taken(site: Site) -> float:
+    """The share of the local heads of keys and values that runtime.algorithms.own_heads takes on each rank of even cuts."""
+    if not any(option.run == "own_heads" for option in site.options):
+        return 1.0
+    dim = len(site.operands[QUERY].shape) - 3
+    queries, group = round(site.local(QUERY, dim)), site.operands[QUERY].sizes[dim] // site.operands[KEY].sizes[dim]
+    taken = queries // group if queries % group == 0 else 1 if group % queries == 0 else queries
+    return taken / site.local(KEY, dim)
 
 
 def _sums(site: Site) -> float:
     """Gradients of keys and values are summed up, and sent, in float32 or wider."""
-    return site.local_bytes(KEY, VALUE) * max(4, site.operands[KEY].itemsize) / site.operands[KEY].itemsize
+    return _keys(site) * max(4, site.operands[KEY].itemsize) / site.operands[KEY].itemsize
 
 
 def _result(site: Site) -> float:

@@ -16,7 +16,8 @@ class Rule:
     together: add, view, sum), "each" (linear in each operand alone: mul, matmul), "first" (linear in the first: div),
     operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
     leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers. `together` says for one call which factors can also be cut
-    together by one axis of so many ranks, each set with the runtime algorithm that makes it right.
+    together by one axis of so many ranks, each set with the runtime algorithm that makes it right. `also` writes a second rule string for
+    the same call, "" for none: its factors may be cut otherwise than those of the first, and only those with a runtime algorithm count.
     """
 
     spec: str | Callable[[Call], str]
@@ -24,6 +25,7 @@ class Rule:
     reduce: str = "P"
     random: bool = False
     together: Callable[[Call, int], Together] = lambda call, ways: ()
+    also: Callable[[Call], str] = lambda call: ""
 
     def text(self, call: Call) -> str:
         """The rule string for one call."""
@@ -32,5 +34,7 @@ class Rule:
     def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
         """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
         linear = self.linear if isinstance(self.linear, str) else self.linear(call)
-        return options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,
-                       together=self.together(call, ways))
+        found = options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,
+                        together=self.together(call, ways))
+        second = self.also(call)
+        return found + ([option for option in options(second, call, ways) if option.run] if second else [])

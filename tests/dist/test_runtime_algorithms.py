@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.runtime import Mesh, count
-from autopar.runtime.algorithms import causal_rows, dropout, vocab_cross_entropy_sum, vocab_embedding
+from autopar.runtime.algorithms import causal_rows, dropout, own_heads, vocab_cross_entropy_sum, vocab_embedding
 from autopar.runtime.collectives import all_reduce
 from autopar.runtime.cuts import own
 from autopar.runtime.rng import Rng, using
@@ -120,6 +120,41 @@ def _causal(sizes, length, kv_heads):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_causal_rows(sizes, length, kv_heads):
     on_ranks(math.prod(sizes), _causal, sizes, length, kv_heads)
+
+
+def _own_heads(sizes, heads, groups, within):
+    mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
+    torch.manual_seed(0)
+    shapes = ((2, heads, 5, 8), (2, groups, 5, 8), (2, groups, 5, 8))
+    whole = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    pull = torch.randn(shapes[0], dtype=torch.float64)
+    wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wanted.backward(pull)
+    lies = tuple("S1" if axis in within else "R" for axis in axes)
+    q = _cut(whole[0].detach(), 1, mesh).requires_grad_()
+    k, v = (own(t.detach(), lies, mesh.sizes, mesh.coord).clone().requires_grad_() for t in whole[1:])
+    taken = [own_heads(t, heads=heads, groups=groups, axes=axes, within=within, mesh=mesh) for t in (k, v)]
+    got = F.scaled_dot_product_attention(q, *taken, is_causal=True, enable_gqa=True)
+    got.backward(_cut(pull, 1, mesh))
+    _close(got.detach(), _cut(wanted.detach(), 1, mesh))
+    _close(q.grad, _cut(whole[0].grad, 1, mesh))
+    for part, full in ((k, whole[1]), (v, whole[2])):
+        total = part.grad
+        for axis in set(axes) - set(within):
+            total = all_reduce(total, axis, mesh)
+        _close(total, own(full.grad, lies, mesh.sizes, mesh.coord))
+    return taken[0].shape[1], taken[0].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("sizes", "heads", "groups", "within", "taken"), [
+    ((2,), 8, 2, (), 1), ((4,), 8, 2, (), 1), ((4,), 8, 1, (), 1), ((2,), 12, 4, (), 2),  # a part of a group, whole groups
+    ((2, 2), 8, 2, (), 1), ((2, 2), 8, 2, (0,), 1), ((2, 2), 16, 8, (0,), 2),
+    ((3,), 6, 2, (), None), ((2,), 10, 2, (), 1), ((2,), 9, 3, (), None), ((2,), 5, 1, (), 1), ((2, 2), 12, 4, (0,), 1),
+])
+def test_own_heads(sizes, heads, groups, within, taken):
+    """The heads that a rank takes are a view of what it holds, except where a chunk of queries ends inside a group and has others."""
+    found = on_ranks(math.prod(sizes), _own_heads, sizes, heads, groups, within)
+    assert taken is None or found == [(taken, True)] * len(found)
 
 
 def _dropouts(seed):

@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -114,13 +116,16 @@ def at_random(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tu
     return Solution(tuple(int(rng.integers(len(node.labels))) for node in problem.nodes), "random")
 
 
-def by_chance(who: Subject, sizes: Sizes, seed: int) -> Plan:
+def by_chance(who: Subject, sizes: Sizes, seed: int, wanted: Mapping[Any, tuple[str, ...]] | None = None) -> Plan:
     """A random solution of the Problem of this mesh: one option per cluster and axis, operator placements aside (they go by
-    whole branches). No Problem is built, so three axes are cheap."""
+    whole branches). No Problem is built, so three axes are cheap. `wanted` names the factors, one per axis, of roots by their target."""
     planner, rng = planner_of(who, sizes), np.random.default_rng(seed)
     decisions: Decisions = {}
     for cluster in planner.clusters:
         joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
+        if factors := (wanted or {}).get(cluster.root.target):
+            joints = [[j for j in found if j.options[-1].factor == factor] for found, factor in zip(joints, factors, strict=True)]
+            assert any(fits_together(cluster, combo, sizes) for combo in itertools.product(*joints)), (cluster.name, factors, sizes)
         combo = tuple(found[rng.integers(len(found))] for found in joints)
         while not fits_together(cluster, combo, sizes):
             combo = tuple(found[rng.integers(len(found))] for found in joints)

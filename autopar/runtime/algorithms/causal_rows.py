@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.runtime.algorithms.partial_attention import repeat_heads
 from autopar.runtime.mesh import Mesh
 
 
@@ -23,6 +24,8 @@ def causal_rows(q: Tensor, k: Tensor, v: Tensor, *, axes: Sequence[int], mesh: M
     if start == 0:
         return F.scaled_dot_product_attention(q, k[..., :seen, :], v[..., :seen, :], dropout_p=dropout_p, is_causal=True,
                                               scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa and q.device.type == "cuda":  # no fused kernel there takes both groups and a mask
+        k, v = repeat_heads(k, q), repeat_heads(v, q)
     row = torch.arange(start, stop, device=q.device).unsqueeze(-1)
     visible = torch.arange(seen, device=q.device) <= row
     return F.scaled_dot_product_attention(q, k[..., :seen, :], v[..., :seen, :], attn_mask=visible, dropout_p=dropout_p, scale=scale,

@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 
     `mask` is boolean (True: seen) or added; `causal` hides key j from row i < j and wants l = s.
     """
-    k, v = _repeat(k, q), _repeat(v, q)
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
     if mask is None and flash_takes(q, k, v, causal):
         out, lse = flash_attention(_batched(q), _batched(k), _batched(v), causal, scale)
         return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
                     scale: float) -> Grads:
     """Gradients of q, k, v and a floating mask that come from this part; `out` and `lse` are those over all keys."""
-    groups, k, v = k.shape[-3] if k.dim() > 2 else 1, _repeat(k, q), _repeat(v, q)
+    groups, k, v = k.shape[-3] if k.dim() > 2 else 1, repeat_heads(k, q), repeat_heads(v, q)
     if mask is None and flash_takes(q, k, v, causal):
         dq, dk, dv = flash_attention_backward(_batched(grad), _batched(q), _batched(k), _batched(v), _batched(out),
                                               _batched(lse.unsqueeze(-1)).squeeze(-1), causal, scale)
@@ -64,7 +64,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """One head of keys or values for each head of `q`."""
     if q.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
@@ -72,7 +72,7 @@ def _repeat(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _sum_groups(grad: Tensor, groups: int) -> Tensor:
-    """The gradient of what `_repeat` repeated."""
+    """The gradient of what `repeat_heads` repeated."""
     return grad if grad.dim() < 3 or grad.shape[-3] == groups else grad.unflatten(-3, (groups, -1)).sum(-3, dtype=wide(grad.dtype))
 
 

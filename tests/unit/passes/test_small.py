@@ -221,3 +221,27 @@ def test_mean_losses_are_sums_over_numbers(loss):
 def test_cross_entropy_with_class_weights_stays():
     gm = normalized(lambda m, x, y: F.cross_entropy(x @ m.w, y, weight=m.w[0].abs().detach()), data(4, 6), LABELS[:, 0])
     assert "aten.cross_entropy_loss.default" in targets(gm)
+
+
+def attends(repeated=(True, True), each=3, **named):
+    def function(m, x, y):
+        q, k = x, x[:, ::each]
+        k, v = (t[:, :, None].expand(2, 2, each, 5, 6).reshape(2, 2 * each, 5, 6) if wide else x for t, wide in zip((k, k @ m.w), repeated, strict=True))
+        return F.scaled_dot_product_attention(q @ m.w, k, v, **named)
+    return function
+
+
+def test_repeated_key_heads_become_groups():
+    gm = normalized(attends(is_causal=True), data(2, 6, 5, 6))
+    assert "aten.expand.default" not in targets(gm)
+    (node,) = [n for n in gm.graph.nodes if n.op == "call_function" and "scaled_dot" in str(n.target)]
+    assert node.kwargs["enable_gqa"] and node.args[1].meta["val"].shape[1] == node.args[2].meta["val"].shape[1] == 2
+
+
+@pytest.mark.parametrize("function", [
+    attends(repeated=(True, False)), attends(attn_mask=torch.randn(5, 5, dtype=torch.float64)),
+], ids=["values of their own", "a mask"])
+def test_repeated_heads_stay_where_groups_would_not_do_or_no_fused_kernel_takes_them(function):
+    gm = normalized(function, data(2, 6, 5, 6))
+    (node,) = [n for n in gm.graph.nodes if n.op == "call_function" and "scaled_dot" in str(n.target)]
+    assert not node.kwargs.get("enable_gqa") and node.args[1].meta["val"].shape[1] == 6

@@ -95,8 +95,19 @@ def halo(target: Any, shape: Sequence[int]) -> Together:
     return run
 
 
+def own_heads(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank has some query heads and all heads of keys and values, each of which serves `each` query heads in a row."""
+    heads, outs, start = sum(args[0].shape[-3] for args, _ in shards), [], 0
+    for (query, key, value, *mask), kwargs in shards:
+        each, mine = heads // key.shape[-3], torch.arange(start, start + query.shape[-3])
+        named = {k: v for k, v in kwargs.items() if k != "enable_gqa"}
+        outs.append(aten.scaled_dot_product_attention.default(query, key[..., mine // each, :, :], value[..., mine // each, :, :], *mask, **named))
+        start += query.shape[-3]
+    return outs
+
+
 TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts,
-            "expert_dispatch": expert_dispatch, "ring": ring}
+            "expert_dispatch": expert_dispatch, "own_heads": own_heads, "ring": ring}
 
 
 WINDOWS = [target for target, rule in RULES.items() if rule.together is borders]

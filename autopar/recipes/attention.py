@@ -1,0 +1,48 @@
+"""What strategies by hand do with attention: heads are cut, and with too few key heads their projections may be whole."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from autopar.layout import dim_of, is_shard
+from autopar.problem.graph import Op
+from autopar.rules.language import Option
+from passes import edit, facts
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+QUERY, KEY, VALUE = "query", "key", "value"
+CONTRACTIONS = (ATTENTION, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.einsum.default)
+
+
+def by_heads(op: Op, ways: int) -> bool:
+    """Whether `op` is an attention whose query heads can be cut `ways` ways."""
+    return op.target is ATTENTION and _divide(op.call.ins[0].sizes, ways)
+
+
+def cuts_heads(op: Op, option: Option) -> bool:
+    """Whether `option` of an attention cuts its query heads."""
+    value = option.ins[0].value
+    return is_shard(value) and dim_of(value) == len(op.call.ins[0].shape) - 3
+
+
+def makes_few_heads(node: fx.Node, ways: int) -> bool:
+    """Whether all that is made of `node` are keys and values with too few heads for `ways` ranks, of attentions whose query heads
+    are enough."""
+    return bool(node.users) and all(_few(user, node, ways) for user in node.users)
+
+
+def _few(user: fx.Node, node: fx.Node, ways: int) -> bool:
+    if user.target is ATTENTION:
+        given = edit.args_of(user)
+        enough = _divide(facts.shape(given[QUERY]), ways) and given[QUERY] is not node
+        return enough and node in (given[KEY], given[VALUE]) and not _divide(facts.shape(node), ways)
+    passes = user.target is operator.getitem or (user.op == "call_function" and user.target not in CONTRACTIONS)
+    return passes and makes_few_heads(user, ways)
+
+
+def _divide(shape: tuple[facts.Size, ...], ways: int) -> bool:
+    return len(shape) > 2 and isinstance(shape[-3], int) and shape[-3] % ways == 0

@@ -1,0 +1,55 @@
+"""Grouped-query attention without repeated keys and values.
+
+Exported models repeat each key and value head for the query heads of its group and attend as if there were no groups. The
+attention kernels do that themselves, so the repeated copies need neither be made nor kept for the backward.
+
+Not where there is a mask, or weights are dropped: there few fused kernels take groups, and the unfused way keeps all weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def grouped_heads(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: every change of sizes spelled `reshape`, copies dropped.
+    does: finds attentions whose keys and values both are heads repeated by unsqueeze, expand, reshape.
+    gives: `enable_gqa=True` on the heads themselves.
+    """
+    for node in edit.calls(gm, aten.scaled_dot_product_attention.default):
+        given = edit.args_of(node)
+        key, value = (_unrepeated(given[name]) for name in ("key", "value"))
+        if key is None or value is None or facts.shape(key)[1] != facts.shape(value)[1]:
+            continue
+        if given["enable_gqa"] or given["attn_mask"] is not None or given["dropout_p"] or not _one_each(given["query"], given["key"]):
+            continue
+        node.args = (node.args[0], key, value, *node.args[3:])
+        node.kwargs = {**node.kwargs, "enable_gqa": True}
+    return edit.finish(gm)
+
+
+def _one_each(query: fx.Node, key: fx.Node) -> bool:
+    """Whether there are as many heads of queries as of repeated keys: nothing is broadcast."""
+    return len(facts.shape(query)) == 4 and facts.shape(query)[1] == facts.shape(key)[1]
+
+
+def _unrepeated(node: Any) -> fx.Node | None:
+    """`x [b, h, s, d]` where `node [b, h r, s, d]` has each head of `x` r times in a row, else None."""
+    joined = node if isinstance(node, fx.Node) and node.target is aten.reshape.default else None
+    wide = joined.args[0] if joined is not None else None
+    thin = wide.args[0] if isinstance(wide, fx.Node) and wide.target is aten.expand.default else None
+    if not (isinstance(wide, fx.Node) and isinstance(thin, fx.Node) and thin.target is aten.unsqueeze.default):
+        return None
+    (source, dim), sizes = thin.args, facts.shape(wide)
+    if len(sizes) != 5 or dim not in (2, -3) or not isinstance(source, fx.Node):
+        return None
+    batch, heads, times, rows, features = sizes
+    alike = facts.shape(source) == (batch, heads, rows, features)
+    return source if alike and facts.shape(node) == (batch, heads * times, rows, features) else None

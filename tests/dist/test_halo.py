@@ -57,9 +57,9 @@ def _outs(size, kernel, stride, padding, dilation):
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def _convolutions(ways):
+def _convolutions(ways, lengths):
     ran = 0
-    for size, kernel, stride, dilation, padded in itertools.product((12, 13, 17, 24), (1, 3, 5, 7), (1, 2), (1, 2), (False, True)):
+    for size, kernel, stride, dilation, padded in itertools.product(lengths, (1, 3, 5, 7), (1, 2), (1, 2), (False, True)):
         padding = dilation * (kernel - 1) // 2 if padded else 0
         if _outs(size, kernel, stride, padding, dilation) < 1:
             continue
@@ -91,9 +91,10 @@ def _two_dims(*sizes):
         _compare(sizes, aten.max_pool2d.default, [(2, 3, *shape), [3, 3], [stride] * 2, [1, 1], [1, 1], True], (3, 2))
 
 
+@pytest.mark.parametrize("lengths", [(13,), pytest.param((12, 17, 24), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ways", [1, 2, 3, 4])
-def test_a_convolution_of_a_cut_signal_or_image_is_that_of_the_whole(ways):
-    assert min(on_ranks(ways, _convolutions, ways)) > 40
+def test_a_convolution_of_a_cut_signal_or_image_is_that_of_the_whole(ways, lengths):
+    assert min(on_ranks(ways, _convolutions, ways, lengths)) >= 15 * len(lengths)
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4])

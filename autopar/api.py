@@ -107,6 +107,10 @@ class Compiled:
         """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
         return self.module.full(outputs)
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients, of all ranks, to a global 2-norm of at most `max_norm`; the norm before."""
+        return self.module.clip_grad_norm_(max_norm)
+
     def save(self, folder: str | Path) -> Path:
         """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""
         return self.bundle.save(Path(folder))

@@ -17,6 +17,7 @@ from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
+from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.mesh import Mesh
@@ -258,6 +259,15 @@ class ShardedModule(Scope):
         trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
         return {n: None if h.tensor.grad is None else checkpoint.whole(local_of(h.tensor.grad), h, self.MESH)
                 for n, h in trained.items()}
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one
+        device; gives the norm before. A collective operation of all ranks."""
+        return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """The parameters whose gradients this place adds to a norm over all of them."""
+        return list(self.parameters())
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
         """Compile the forward of every block with torch.compile; numerically the same."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import RunError
 from autopar.layout import dim_of, is_shard
@@ -242,6 +242,10 @@ class PipelinedModule(ShardedModule):
         if "loss" not in roles:
             raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
         return roles.index("loss")
+
+    def _counted(self) -> list[nn.Parameter]:
+        first = {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}
+        return [p for name, p in self.named_parameters() if first[name] == self.MESH.place]
 
     def _elsewhere(self) -> Iterator[str]:
         names = dict.fromkeys(name for kind in self.STAGES for name in kind.names())

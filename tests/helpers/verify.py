@@ -176,7 +176,8 @@ def by_stages(who: Subject, sizes: Sizes, recipe: str, places: int, microbatches
     if microbatches > 1:
         micro = sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
                         planner.request.settings)
-    return pipelined(by_recipe(who, sizes, recipe), planner.program, cuts, schedule, places, micro, microbatches)
+    flat = replace(by_recipe(who, sizes, recipe), cluster=Cluster.parse(f"cpu:1x{places * math.prod(sizes)}").to_dict())
+    return pipelined(flat, planner.program, cuts, schedule, places, micro, microbatches)
 
 
 def kinds(made: Plan) -> dict[str, None]:

@@ -21,7 +21,7 @@ def test_a_small_model_on_fast_links_is_data_parallel() -> None:
 
 
 def test_what_does_not_fit_is_sharded() -> None:
-    made = planned(Work("llama3-8b", 8, 2048, torch.bfloat16), "h100:1x8")
+    made = planned(Work("llama3-8b", 16, 2048, torch.bfloat16), "h100:1x8")  # two samples per rank: replicas of all weights leave no room
     assert not {"single", "ddp"} & set(made.recipes_ms), str(made)
     large = {name: w for name, w in made.weights.items() if len(w.shape) == 2}
     assert all(w.layout.startswith("S") for w in large.values()), str(made)

@@ -113,6 +113,11 @@ class Planner:
             self._joints[role, ways] = [join(cluster, table, allow) for cluster in self.clusters]
         return self._joints[role, ways]
 
+    def cuts_samples(self, ways: int) -> bool:
+        """Whether an axis of `ways` ranks can split the inputs by samples."""
+        inputs = [i for i, cluster in enumerate(self.clusters) if cluster.root.role == "input"]
+        return any(joint.options[-1].split for i in inputs for joint in self.joints(roles.samples, ways)[i])
+
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
         """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
         mesh = self.request.cluster.place_mesh(places, sizes)
@@ -222,7 +227,7 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
     if search is None:
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
-    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster)
+    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
     if search is ilp.search:
         return _best_first(planner, meshes, deadline, best)
     found: Candidate | None = None
@@ -271,9 +276,11 @@ GLANCE_S = 2.0  # seconds for the first look at a mesh
 CLOSE = 0.01  # relative: prices are less exact than this
 
 
-def spaces(cluster: Cluster) -> list[tuple[int, ...]]:
-    """The meshes that are searched: all of one and two axes; of three those whose outermost axis is the cluster's own."""
-    outermost = cluster.levels[0].size
+def spaces(cluster: Cluster, cuts_samples: Callable[[int], bool]) -> list[tuple[int, ...]]:
+    """The meshes that are searched: all of one and two axes; of three those whose outermost axis, which splits samples, is the
+    cluster's own, or as many of its parts as there are samples for."""
+    level = cluster.levels[0].size
+    outermost = next((n for n in range(level, 1, -1) if level % n == 0 and cuts_samples(n)), 0)
     return [m for m in cluster.meshes(max_axes=3) if len(m) < 3 or m[0] == outermost]
 
 

@@ -72,7 +72,7 @@ def row(case: Case, limit_s: float) -> dict[str, object]:
         "model": f"{case.name} {case.batch}x{case.seq}" if case.seq > 1 else f"{case.name} {case.batch}", "cluster": case.cluster,
         "an expert": case.expected, "chosen": made.strategy, "mesh": "x".join(map(str, made.mesh)),
         "step ms": f"{1e3 * made.predicted.step_s:.2f}", "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}",
-        "gap": f"{100 * made.predicted.gap:.1f} %", "best recipe": _recipe(fitting, 0), "worst": _recipe(fitting, -1),
+        "gap": f"{100 * made.predicted.gap:.1f} %" if made.predicted.bound_s > 0 else "no bound", "best recipe": _recipe(fitting, 0), "worst": _recipe(fitting, -1),
         "splits": " ".join(f"{name[:5]} {splits[name]}" for name in SPLITS if name in splits), "rest": _rest(program, made),
         "s": f"{spent:.1f}",
     }

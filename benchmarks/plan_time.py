@@ -1,8 +1,9 @@
-"""Time and memory from `compile()` to emitted source, for Llama-3 models of growing depth.
+"""Time and memory from `compile()` to emitted source, for Llama-3 models of growing depth and for ResNet-50.
 
-    python -m benchmarks.plan_time [--models 8b 70b 405b] [--cluster h100:8x8] [--batch 16] [--seq 8192]
+    python -m benchmarks.plan_time [--models 8b 70b 405b resnet50] [--cluster h100:8x8] [--batch 16] [--seq 8192]
 
-Each model is planned in a process of its own, on the meta device, in bfloat16. Building the model (Hugging Face's own constructor)
+Each model is planned in a process of its own, on the meta device, in bfloat16 (CASES: for which cluster and batch; Llama for the
+smallest one of a power of two nodes on which it fits without rematerialisation, and for one with more meshes). Building the model (Hugging Face's own constructor)
 and importing torch are not counted; capture, passes, search and emission are. `cpu_s` is the processor time of the same, the figure to
 look at on a machine that does other things besides.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,35 +21,46 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+CASES = {  # name: (config, cluster, batch, sequence)
+    "8b": ("llama3-8b", "h100:8x8", 16, 8192),
+    "70b": ("llama3-70b", "h100:16x8", 16, 8192),
+    "70b-wide": ("llama3-70b", "h100:32x8", 16, 8192),
+    "405b": ("llama3-405b", "h100:64x8", 16, 8192),
+    "resnet50": ("resnet50", "a100-80:1x8", 256, 1),
+}
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def one(model: str, cluster: str, batch: int, seq: int, limit_s: float) -> dict[str, object]:
-    """Plan one model in this process."""
+def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limit_s: float) -> dict[str, object]:
+    """Plan one case in this process, on another cluster or at other sizes where they are given."""
     import torch
 
     import autopar
     from autopar.frontend import load
 
-    loaded = load(f"hf:{ROOT}/models/hf/llama3-{model}.json", batch=batch, seq=seq, dtype=torch.bfloat16)
+    config, usual, *sizes = CASES[case]
+    cluster, batch, seq = cluster or usual, batch or sizes[0], seq or sizes[1]
+    loaded = load(f"hf:{ROOT}/models/hf/{config}.json", batch=batch, seq=seq, dtype=torch.bfloat16)
     start, used = time.perf_counter(), time.process_time()
     compiled = autopar.compile(loaded.model, cluster, (loaded.args, loaded.kwargs), time_limit_s=limit_s)
     lines = len(compiled.source.splitlines())
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - used
     plan = compiled.plan
-    return {"model": model, "layers": loaded.model.config.num_hidden_layers, "seconds": seconds, "cpu_s": cpu_s,
+    gap = f"{100 * plan.predicted.gap:.2f}" if plan.predicted.bound_s > 0 else "no bound"
+    return {"model": case, "layers": getattr(loaded.model.config, "num_hidden_layers", ""), "cluster": cluster, "seconds": seconds, "cpu_s": cpu_s,
             "capture_s": sum(compiled.captured.seconds.values()) if compiled.captured else 0.0,
             "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "strategy": plan.strategy, "mesh": "x".join(map(str, plan.mesh)),
-            "step_s": plan.predicted.step_s, "memory_GiB": plan.predicted.memory_bytes / 2**30, "gap_%": 100 * plan.predicted.gap,
+            "step_s": plan.predicted.step_s, "memory_GiB": plan.predicted.memory_bytes / 2**30, "gap_%": gap,
             "lines": lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["8b", "70b", "405b"])
-    parser.add_argument("--cluster", default="h100:8x8")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cluster")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--seq", type=int)
     parser.add_argument("--time-limit", type=float, default=30.0)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -56,13 +69,15 @@ def main() -> None:
         return
     rows = []
     for model in options.models:
-        command = [sys.executable, "-m", "benchmarks.plan_time", "--one", model, "--cluster", options.cluster, "--batch",
-                   str(options.batch), "--seq", str(options.seq), "--time-limit", str(options.time_limit)]
+        given = [("--cluster", options.cluster), ("--batch", options.batch), ("--seq", options.seq), ("--time-limit", options.time_limit)]
+        command = [sys.executable, "-m", "benchmarks.plan_time", "--one", model]
+        command += [text for name, value in given if value is not None for text in (name, str(value))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             rows.append({"model": model, "strategy": done.stderr.strip().splitlines()[-1][:100]})
             continue
         rows.append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"load of the machine (1 min): {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
 
 

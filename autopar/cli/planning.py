@@ -79,11 +79,11 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
 
 
 def as_json(plan: Plan, program: Program) -> dict[str, Any]:
-    """The tables as data."""
+    """The tables as data; the gap is None where no bound is proven."""
     return {
         "model": plan.model, "cluster": plan.cluster["name"], "axes": list(plan.axes), "mesh": list(plan.mesh),
         "strategy": plan.strategy, "mode": plan.mode, "hints": dict(plan.hints), "graph_hash": plan.graph_hash,
-        "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap}, "splits": kinds(plan.nodes),
+        "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap if plan.predicted.bound_s > 0 else None}, "splits": kinds(plan.nodes),
         "recipes": [asdict(other) for other in plan.alternatives],
         "weights": [weight.to_dict() for weight in weights(program, plan)],
         "reshards": [row.to_dict() for row in reshards(program, plan)],

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from autopar.planner import SIMPLER, Candidate, _simplest
+from autopar.cluster import Cluster
+from autopar.planner import SIMPLER, Candidate, _simplest, spaces
 from autopar.problem.types import Cost, Solution
 
 
@@ -31,3 +32,9 @@ def test_a_recipe_is_preferred_where_prices_cannot_tell(searched_s: float, chose
 def test_one_of_them_alone_is_the_answer() -> None:
     only = candidate("ddp", 1.0)
     assert _simplest(None, only, {})[0] is only and _simplest(only, None, {})[0] is only and _simplest(None, None, {})[0] is None
+
+
+@pytest.mark.parametrize(("samples", "outermost"), [(64, 32), (16, 16), (24, 8), (1, 0)])
+def test_the_outermost_of_three_axes_has_no_more_ranks_than_samples(samples: int, outermost: int) -> None:
+    three = [m for m in spaces(Cluster.parse("h100:32x8"), lambda ways: samples % ways == 0) if len(m) == 3]
+    assert {m[0] for m in three} == ({outermost} if outermost else set())

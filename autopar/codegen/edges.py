@@ -104,7 +104,7 @@ def edges(program: Program, plan: Plan) -> Edges:
             if needed(src, dst):
                 saved = any(op.needs_again(operand) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
-                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, producer.role == "param", saved, names))
+                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names))
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):

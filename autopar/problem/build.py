@@ -176,7 +176,7 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
             again.update(column.tolist())
         if (op.name, operand) in keeps.reads:
             saved.update(column.tolist())
-    weight = clusters[producer].members[0].role == "param"
+    weight = program.is_weight(ref)
     size = program.bytes_of(ref)
     twice = [weight and c in again for c in range(len(columns))]
     cost = prices.table_s(rows, list(columns), size, again=twice, weight=weight) * link.count

@@ -11,7 +11,6 @@ no reshard happens inside a cluster.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +64,7 @@ def build(program: Program, table: Table) -> list[Cluster]:
             cluster = Cluster(op.name, [], anchor=kind)
         cluster.members.insert(0, op)
         home[op.name] = cluster
-    _follow_parameters(program, readers, pinned, home, table)
+    _follow_parameters(program, pinned, home, table)
     found: dict[str, Cluster] = {}
     for op in program.ops.values():
         found.setdefault(home[op.name].name, home[op.name])
@@ -89,18 +88,15 @@ def _target(op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
 
 
-def _follow_parameters(program: Program, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set[Ref],
-                       home: dict[str, Cluster], table: Table) -> None:
-    """Casts of one parameter join it: a shard is cast before it is gathered."""
-    for op in program.ops.values():
-        if op.role != "op" or not op.weight or not all(op.weight) or len(set(op.operands)) != 1:
-            continue
+def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Cluster], table: Table) -> None:
+    """Turns and casts of one parameter join it: they are done on the shard, before it is gathered."""
+    for name in program.following:
+        op = program.ops[name]
         source = home[op.operands[0][0]]
-        alone = len(readers[op.operands[0]]) == 1 and op.operands[0] not in pinned
-        grows = math.prod(op.call.outs[0].sizes) > math.prod(op.call.ins[0].sizes)  # repeated for every sample: no longer a weight's size
-        if source.members[0].role == "param" and alone and not grows and passes_through(op, table[op.name]) and len(home[op.name].members) == 1:
+        assert op.operands[0] not in pinned and passes_through(op, table[name]), f"{name} is no turn of a parameter"
+        if len(home[name].members) == 1:
             source.members.append(op)
-            home[op.name] = source
+            home[name] = source
 
 
 def passes_through(op: Op, options: Sequence[Option]) -> bool:

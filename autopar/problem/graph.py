@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -20,6 +21,9 @@ from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts, ops
 from passes.saved import Saved
+
+TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.to.dtype)
+"""Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 
@@ -82,7 +86,7 @@ class Run:
     mutated: tuple[str, ...] = ()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Program:
     """All Ops in execution order (bodies inside the place where they are called) and the runs."""
 
@@ -98,6 +102,26 @@ class Program:
             for index, ref in enumerate(op.operands):
                 found.setdefault(ref, []).append((op, index))
         return found
+
+    @cached_property
+    def following(self) -> dict[str, str]:
+        """Operators that only turn or cast one parameter, which nobody else reads: name -> the parameter. They are done on the
+        shard, so that what is gathered, and gathered again, is their result."""
+        readers = self.readers()
+        fed = {ref for run in self.runs.values() for ref in (*run.feeds, *run.carried)}
+        found: dict[str, str] = {}
+        for op in self.ops.values():
+            if op.role != "op" or op.target not in TURNS or len(op.operands) != 1 or len(op.call.outs) != 1:
+                continue
+            ref = op.operands[0]
+            source = ref[0] if self.ops[ref[0]].role == "param" else found.get(ref[0])
+            if source is not None and len(readers[ref]) == 1 and ref not in fed and self.ops[ref[0]].scope == op.scope:
+                found[op.name] = source
+        return found
+
+    def is_weight(self, ref: Ref) -> bool:
+        """Whether a value is a parameter, or one that was turned or cast."""
+        return self.ops[ref[0]].role == "param" or ref[0] in self.following
 
     @property
     def results(self) -> list[Op]:

@@ -47,10 +47,22 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
     for run in program.runs.values():
         _check_run(program, run.ports, run.feeds, options, count)
         _check_run(program, run.ports[:len(run.carried)], run.carried, options, count)
+    _check_cut(program, options, count)
     entries = {op.name: tuple(use.value for use in options[op.name].outs) for op in program.ops.values()}
     for name, index in totals:
         entries[name] = tuple("R" if i == index else e for i, e in enumerate(entries[name]))
     return Microbatching(entries, tuple(name if index == 0 else f"{name}:{index}" for name, index in totals))
+
+
+def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> None:
+    """Raises PlanError where microbatches would not have parts of the batch, or the loss is no sum of theirs."""
+    for op in program.ops.values():
+        if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % count:
+            raise PlanError(f"input {op.name}: a batch of {op.call.outs[0].sizes[0]} does not divide into {count} microbatches; "
+                            "use fewer, or another batch")
+        if op.role == "loss" and (made := options[op.operands[0][0]].outs[op.operands[0][1]].value) != "P":
+            raise PlanError(f"{op.operands[0][0]} ({program.ops[op.operands[0][0]].where}): the loss is {made} across {count} microbatches, "
+                            "wanted a sum of theirs; use one microbatch")
 
 
 def from_inputs(program: Program) -> dict[str, None]:

@@ -25,7 +25,7 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
 ]
 MODELS = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-bert")
-SLOW = [(model, mesh, recipe, places, 2 * places * virtual, schedule, virtual)
+SLOW = [(model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples
         for model in MODELS for mesh, recipe in (((1,), "single"), ((2,), "zero3"), ((2,), "tp")) for places in (2, 4)
         for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,)
         if not (places == 4 and (mesh != (1,) or schedule in ("zbv_zero_bubble", "dualpipev") and model == "hf-vit"))]
@@ -77,6 +77,8 @@ def test_inference_goes_forward_only() -> None:
     ("hf-resnet", 2, "1f1b", 2, 1, "so 2 microbatches would not compute what the batch computes"),  # statistics of the batch
     ("moe", 2, "1f1b", 2, 1, "would not compute what the batch computes"),  # a balance loss over the batch
     ("gpt", 4, "naive", 2, 1, "schedule naive runs one microbatch, got 4"),
+    ("hf-bert", 16, "1f1b", 2, 1, "a batch of 8 does not divide into 16 microbatches"),
+    ("hf-bert", 3, "1f1b", 2, 1, "a batch of 8 does not divide into 3 microbatches"),
     ("gpt", 2, "1f1b", 2, 2, "schedule 1f1b on 2 groups of ranks needs 2 stages, got 4"),
     ("gpt", 2, "zigzag", 2, 1, "unknown schedule 'zigzag'"),
 ])

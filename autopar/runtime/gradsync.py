@@ -11,7 +11,7 @@ as on one device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,14 @@ class GradSync:
         self.held_of[id(held.leaf)] = held
         if held.leaf.requires_grad:
             held.leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(held))
+
+    def renew(self, held: Iterable[Held]) -> None:
+        """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
+        self.reset()
+        for one in held:
+            if one.stale():
+                one.renew()
+                self.attach(one)
 
     def reset(self) -> None:
         """Forget a backward that ended in an error."""

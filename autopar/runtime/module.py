@@ -123,19 +123,28 @@ class ShardedModule(Scope):
         """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`. Gives the global loss, the
         same on all ranks, detached. Raises RunError where the plan has no loss."""
         values = self._run(args, kwargs)
-        roles = [role for role, _ in self._results()]
-        if "loss" not in roles:
-            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
-        loss = values[roles.index("loss")]
+        loss = values[self._loss_number(self._results())]
         loss.backward()
         return loss.detach()
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def _loss_number(self, outputs: Sequence[tuple[str, str]]) -> int:
+        """Which of `outputs` is the loss. Raises RunError where none is."""
+        roles = [role for role, _ in outputs]
+        if "loss" not in roles:
+            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
+        return roles.index("loss")
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The inputs in the order of the plan; on the first call the ranks compare them."""
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)
             self._agreed = True
-        self._renew()
+        return inputs
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        inputs = self._bound(args, kwargs)
+        self._sync.renew(self._held.values())
         self._spread.clear()
         self._changed.clear()
         self.rng.advance()
@@ -152,14 +161,6 @@ class ShardedModule(Scope):
         for name, value in self._changed:
             self._mutate(self._held[self.ALIASES.get(name, name)], value)
         return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
-
-    def _renew(self) -> None:
-        """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
-        self._sync.reset()
-        for held in self._held.values():
-            if held.stale():
-                held.renew()
-                self._sync.attach(held)
 
     def changed(self, block: Block, values: Sequence[Tensor]) -> None:
         """New values of the buffers that `block` mutates; they are taken when the forward has ended."""

@@ -25,6 +25,7 @@ over ranks once, at its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,15 +34,13 @@ from torch import Tensor, nn
 
 from autopar.errors import RunError
 from autopar.layout import dim_of, is_shard
-from autopar.runtime import batch, rng
+from autopar.runtime import rng
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.module import Block, Scope, ShardedModule
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held
 from autopar.runtime.places import everywhere, shared_gradients, tell
 from autopar.runtime.stepping import Engine, run_forward
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +137,18 @@ class PipelinedModule(ShardedModule):
         """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in
         `param.grad`. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss or the batch does
         not divide into the microbatches."""
-        number = self._loss_number()
+        number = self._loss_number(self.OUTPUTS)
         sizes, micro = self._begin(args, kwargs)
         key = tuple(sizes.items())
         if key not in self._engines:
             self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
-        with rng.using(self.rng):
+        with ExitStack() as stack:
+            stack.enter_context(rng.using(self.rng))
+            for group in self._shared:
+                stack.enter_context(group.summing(self._held))
             losses = self._engines[key].step(micro, self._syncs)
-        for sync in self._syncs:
-            sync.flush()
-        for group in self._shared:
-            group.sum(self._held)
+            for sync in self._syncs:
+                sync.flush()
         loss = torch.stack(losses).sum() if losses else None
         return everywhere(loss, self.PIPELINE.places[-1], self.MESH)
 
@@ -186,11 +186,9 @@ class PipelinedModule(ShardedModule):
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
-        inputs = batch.bind(self.INPUTS, args, kwargs)
-        if not self._agreed:
-            batch.check_agreement(self.INPUTS, inputs, self.MESH)
-            self._agreed = True
-        self._follow()
+        inputs = self._bound(args, kwargs)
+        for stage, sync in zip(self.stages, self._syncs, strict=True):
+            sync.renew(stage.held.values())
         self.rng.advance()
         sizes = self.sizes(*inputs)
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
@@ -208,15 +206,6 @@ class PipelinedModule(ShardedModule):
                            f"use a multiple of {count}, or plan for the batch that you have")
         parts: Sequence[Any] = value.chunk(count, dim_of(entry))
         return parts
-
-    def _follow(self) -> None:
-        """As `_renew`, for the parameters of each stage."""
-        for stage, sync in zip(self.stages, self._syncs, strict=True):
-            sync.reset()
-            for held in stage.held.values():
-                if held.stale():
-                    held.renew()
-                    sync.attach(held)
 
     def _joined(self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str) -> tuple[Tensor | None, Spread | None]:
         """One result over all microbatches, where it was made here."""
@@ -236,12 +225,6 @@ class PipelinedModule(ShardedModule):
     def _spread_of(self, value: Tensor, layout: str, shape: Sequence[int]) -> tuple[Tensor, Spread]:
         done = super().spread(value, layout, shape)
         return done, self._spread.pop()
-
-    def _loss_number(self) -> int:
-        roles = [role for role, _ in self.OUTPUTS]
-        if "loss" not in roles:
-            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
-        return roles.index("loss")
 
     def _counted(self) -> list[nn.Parameter]:
         first = {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}

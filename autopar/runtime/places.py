@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +32,32 @@ class Shared:
     group: dist.ProcessGroup
     mine: bool
 
-    @torch.no_grad()
-    def sum(self, held: Mapping[str, Held]) -> None:
-        """Add up the gradients of all copies, which stay equal bit for bit."""
-        if not self.mine:
-            return
-        for name in self.names:
-            param = held[name].tensor
-            if param.grad is None:
-                param.grad = wrap_like(torch.zeros_like(local_of(param)), param)
-            grad = local_of(param.grad)
-            record("all_reduce", PIPELINE_AXIS, grad.numel() * grad.element_size(), name)
-            dist.all_reduce(grad, group=self.group)
+    @contextmanager
+    def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
+        """Add up what the step inside gives to the gradients of all copies, which stay equal bit for bit. What earlier steps left
+        in `param.grad` was added up then: it is put aside, and back."""
+        params = {name: held[name].tensor for name in self.names} if self.mine else {}
+        earlier = {name: param.grad for name, param in params.items()}
+        for param in params.values():
+            param.grad = None
+        try:
+            yield
+        except BaseException:
+            for name, param in params.items():
+                param.grad = earlier[name]
+            raise
+        with torch.no_grad():
+            for name, param in params.items():
+                self._sum(name, param, earlier[name])
+
+    def _sum(self, name: str, param: Tensor, earlier: Tensor | None) -> None:
+        if param.grad is None:
+            param.grad = wrap_like(torch.zeros_like(local_of(param)), param)
+        grad = local_of(param.grad)
+        record("all_reduce", PIPELINE_AXIS, grad.numel() * grad.element_size(), name)
+        dist.all_reduce(grad, group=self.group)
+        if earlier is not None:
+            grad.add_(local_of(earlier))
 
 
 def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh: Mesh) -> list[Shared]:

@@ -25,6 +25,7 @@ from autopar.errors import InfeasibleError
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import Cost, balance, memory_bytes
 from autopar.pipeline.costs import costs
+from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.orders import StageTime, in_flight, orders, step_s
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 from autopar.pipeline.sharing import sharing
@@ -61,11 +62,7 @@ class Shape:
 class Found:
     """One priced pipeline."""
 
-    shape: Shape
-    recipe: PipelineRecipe
-    model: Model
-    solution: Solution
-    bounds: list[int]
+    plan: Plan  # without a prediction
     step_s: float
     memory_bytes: float
     compute_s: float
@@ -97,6 +94,7 @@ class _Pipelines:
         self.whole = Planner.of(gm, hints, request)
         self.pieces = len(units(self.whole.program))
         self._planners: dict[int, Planner] = {1: self.whole}
+        self._shared: dict[int, Microbatching] = {}
         self._why: list[str] = []
 
     def plan(self, recipes: Sequence[PipelineRecipe], about: Mapping[str, Any]) -> Plan:
@@ -204,10 +202,9 @@ class _Pipelines:
         cuts = [0, *bounds, len(pieces)]
         parts = [pieces[a:b] for a, b in itertools.pairwise(cuts)]
         base = self._assembled(recipe, shape, model, solution, bounds)
-        sends = [self._send_s(base, view.sends, line, shape) for view in views(self.whole.program, base)]
-        separable = [view.separable for view in views(self.whole.program, base)]
-        times = [_stage_time(part, send, schedule.splits_backward and apart, self.request.settings.training)
-                 for part, send, apart in zip(parts, sends, separable, strict=True)]
+        times = [_stage_time(part, self._send_s(base, view.sends, line, shape), schedule.splits_backward and view.separable,
+                             self.request.settings.training)
+                 for part, view in zip(parts, views(self.whole.program, base), strict=True)]
         places = [schedule.place(i, shape.places) for i in range(len(parts))]
         once = [sum(c.once_s for part, at in zip(parts, places, strict=True) if at == place for c in part) for place in range(shape.places)]
         memory = [sum(memory_bytes(part, n) for part, n, at in zip(parts, flying, places, strict=True) if at == place)
@@ -224,7 +221,7 @@ class _Pipelines:
         seconds = step_s(order, times, places) + max(once)
         busy = max(sum(shape.microbatches * c.micro_s for part, at in zip(parts, places, strict=True) if at == place for c in part)
                    for place in range(shape.places))
-        return Found(shape, recipe, model, solution, bounds, seconds, max(memory), busy)
+        return Found(base, seconds, max(memory), busy)
 
     def _send_s(self, base: Plan, sends: Sequence[Any], line: Mesh, shape: Shape) -> float:
         """Seconds of sending what leaves a stage in one microbatch."""
@@ -236,18 +233,21 @@ class _Pipelines:
         """The plan, without a prediction."""
         _, mesh = self._mesh(shape)
         flat = planner.bare_plan(self.whole, mesh, model.decode(solution.choice), recipe.name)
-        micro = None
-        if shape.microbatches > 1:
-            request = self.request
-            micro = sharing(self.whole.program, self.whole.clusters, self.whole.table(shape.microbatches, placed=False), shape.microbatches,
-                            request.cluster, request.settings)
-        return pipelined(flat, self.whole.program, bounds, recipe.schedule, shape.places, micro, shape.microbatches)
+        return pipelined(flat, self.whole.program, bounds, recipe.schedule, shape.places, self._sharing(shape.microbatches), shape.microbatches)
+
+    def _sharing(self, microbatches: int) -> Microbatching | None:
+        """How so many microbatches share values, whatever the shape; None for one."""
+        if microbatches == 1:
+            return None
+        if microbatches not in self._shared:
+            self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
+                                                 microbatches, self.request.cluster, self.request.settings)
+        return self._shared[microbatches]
 
     def _finished(self, best: Found, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
-        made = self._assembled(best.recipe, best.shape, best.model, best.solution, best.bounds)
         predicted = Predicted(best.step_s, best.memory_bytes, best.compute_s, max(0.0, best.step_s - best.compute_s), 0.0)
         notes = (*about.get("notes", ()), *planner.rule_notes(self.whole))
-        return replace(made, predicted=predicted, alternatives=tuple(tried), **{**about, "notes": notes})
+        return replace(best.plan, predicted=predicted, alternatives=tuple(tried), **{**about, "notes": notes})
 
 
 def _stage_time(part: Sequence[Cost], send_s: float, split: bool, training: bool) -> StageTime:

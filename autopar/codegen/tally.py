@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.codegen.edges import Reshard
-from autopar.layout import is_shard
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.views import RESULTS, View, total_ref, views
 from autopar.plan import Plan
-from autopar.problem.graph import Program, Ref
+from autopar.problem.graph import Program
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,6 @@ class Tally:
         ops = self.program.ops
         saved = any(ref == reshard.ref and ops[name].needs_again(i) for name in readers for i, ref in enumerate(ops[name].operands))
         return replace(reshard, readers=readers, saved=saved)
-
-    def bytes_of(self, ref: Ref) -> float:
-        """Bytes of the whole value in one microbatch."""
-        micro = self.plan.nodes[ref[0]].micro
-        cut = bool(micro) and is_shard(micro[ref[1]])
-        return self.program.bytes_of(ref) / (self.plan.microbatches if cut else 1)
 
     def sends(self) -> int:
         """Tensors that go from this place to the next stages in the forward of one step."""

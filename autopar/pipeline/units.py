@@ -15,8 +15,7 @@ from autopar.errors import PlanError
 from autopar.pipeline.schedules import Schedule
 from autopar.plan import Stage
 from autopar.problem.graph import Op, Program, Ref
-
-HOLDERS = ("param", "buffer", "constant", "input")
+from autopar.problem.saved import HOLDERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.pipeline.units import HOLDERS
 from autopar.plan import Plan, Stage
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.saved import HOLDERS
 
 RESULTS = ("loss", "output", "mutation")
 

@@ -64,9 +64,9 @@ class _Arrive(torch.autograd.Function):
 class Runner(nn.Module):
     """A stage as torch's schedules want it: activations in, activations or the loss out, its leaves as parameters."""
 
-    def __init__(self, engine: Engine, stage: Stage, sync: GradSync | None) -> None:
+    def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__()
-        self._engine, self._stage, self._sync = [engine], [stage], [sync]  # in lists: no submodules
+        self._engine, self._stage = [engine], [stage]  # in lists: no submodules
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
         """Run one microbatch."""
@@ -132,7 +132,7 @@ class Engine:
         following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
         self.following[stage.index] = following
         return _Stage(
-            Runner(self, stage, None), stage.index, len(model.STAGES), model.MESH.device, group=model.MESH.pipeline_group,
+            Runner(self, stage), stage.index, len(model.STAGES), model.MESH.device, group=model.MESH.pipeline_group,
             input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following),
             dw_builder=None if stage.SEPARABLE else lambda: lambda: None)  # the whole backward at once, nothing left for later
 

@@ -16,6 +16,7 @@ from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
 from autopar.pipeline import View, views
 from autopar.pipeline.microbatches import ancestors
+from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import total_ref
 from autopar.problem.graph import Op, Ref, Run
 
@@ -109,6 +110,7 @@ def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
 
 def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> str:
     plan = context.plan
+    schedule = SCHEDULES[plan.schedule]
     whole = replace(context, plan=replace(plan, microbatches=1))  # totals see the batch before it is cut
     writer = StageWriter(whole, gm, _totals_view(context))
     lines = writer.write()[:-1]  # what the totals need, without the return of a stage
@@ -121,7 +123,8 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
         "", "class Model(PipelinedModule):",
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut, `MICRO` how microbatches share inputs and outputs."""', "",
         *interface(context, names),
-        f'{INDENT}PIPELINE = Pipeline("{plan.schedule}", {plan.microbatches}, {tuple(stage.place for stage in plan.stages)})',
+        f'{INDENT}PIPELINE = Pipeline("{schedule.torch_name}", {schedule.splits_backward}, {plan.microbatches}, '
+        f"{tuple(stage.place for stage in plan.stages)})",
         f"{INDENT}STAGES = {_tuple([f'Stage{i}' for i in range(count)])}",
         f"{INDENT}MICRO = {_micro(context, names)!r}", "",
         f"{INDENT}def sizes(self, {', '.join(inputs)}):",

@@ -45,7 +45,29 @@ class Declarations:
     found: dict[str, Declared] = field(default_factory=dict)
     paths: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, reader: Tables, path: str = "") -> None:
+    @staticmethod
+    def of(scope: Scope) -> Declarations:
+        """Make the blocks of a model or stage and take the tables of all."""
+        made = Declarations()
+        made._add(scope)
+        for run, (kind, prefixes) in scope.RUNS.items():
+            scope.runs[run] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
+            for block, prefix in zip(scope.runs[run], prefixes, strict=True):
+                made._add(block, prefix)
+        return made
+
+    @staticmethod
+    def together(parts: Sequence[Declarations]) -> Declarations:
+        """What the scopes of one model declare, each name once."""
+        made = Declarations()
+        for part in parts:
+            for name, about in part.found.items():
+                made.found.setdefault(name, Declared(about.info, about.buffer)).readers.extend(about.readers)
+            for path, names in part.paths.items():
+                made.paths.setdefault(path, []).extend(names)
+        return made
+
+    def _add(self, reader: Tables, path: str = "") -> None:
         """Take the tables of the model (`path` is empty) or of the block at `path`."""
         for buffer, table, read in ((False, reader.PARAMS, reader.w), (True, reader.BUFFERS, reader.b)):
             for short, info in table.items():
@@ -53,14 +75,6 @@ class Declarations:
                 self.found.setdefault(name, Declared(info, buffer)).readers.append((read, short))
                 if path:
                     self.paths.setdefault(path, []).append(name)
-
-    def add_scope(self, scope: Scope) -> None:
-        """Make the blocks of a model or stage and take the tables of all."""
-        self.add(scope)
-        for run, (kind, prefixes) in scope.RUNS.items():
-            scope.runs[run] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
-            for block, prefix in zip(scope.runs[run], prefixes, strict=True):
-                self.add(block, prefix)
 
     def names(self, aliases: Mapping[str, str], order: Sequence[str], elsewhere: Container[str] = ()) -> list[str]:
         """All names, tied ones included: those of `order` first, where the path of a block stands for all its names; without those

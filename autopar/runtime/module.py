@@ -54,6 +54,11 @@ class Scope(nn.Module):
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
+        self.mutations: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
+
+    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
+        """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
+        self.mutations += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
 
 
 class ShardedModule(Scope):
@@ -77,12 +82,10 @@ class ShardedModule(Scope):
         super().__init__()
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
-        self._changed: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
         self._agreed = False
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
-        declarations = Declarations()
-        for scope in self._scopes():
-            declarations.add_scope(scope)
+        self._declared = [Declarations.of(scope) for scope in self._scopes()]
+        declarations = Declarations.together(self._declared)
         elsewhere = dict.fromkeys(self._elsewhere())
         aliases = {alias: name for alias, name in self.ALIASES.items() if name in declarations.found}
         self._names = declarations.names(aliases, self.ORDER, elsewhere)
@@ -146,7 +149,7 @@ class ShardedModule(Scope):
         inputs = self._bound(args, kwargs)
         self._sync.renew(self._held.values())
         self._spread.clear()
-        self._changed.clear()
+        self.mutations.clear()
         self.rng.advance()
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
@@ -157,14 +160,10 @@ class ShardedModule(Scope):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
         for (role, name), value in zip(self.OUTPUTS, values, strict=False):
             if role == "mutation":
-                self._changed.append((name, value))
-        for name, value in self._changed:
+                self.mutations.append((name, value))
+        for name, value in self.mutations:
             self._mutate(self._held[self.ALIASES.get(name, name)], value)
         return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
-
-    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
-        """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
-        self._changed += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
 
     def _mutate(self, held: Held, value: Tensor) -> None:
         """A buffer's new value. Not in place: the backward may need the old one."""

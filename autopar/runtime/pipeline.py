@@ -11,7 +11,7 @@
             return (h,), ()          # what goes to the next stage, and results
 
     class Model(PipelinedModule):
-        PIPELINE = Pipeline("1f1b", 4, (0, 1))                    # schedule, microbatches, place of each stage
+        PIPELINE = Pipeline("Schedule1F1B", False, 4, (0, 1))     # schedule, splits, microbatches, place of each stage
         STAGES = (Stage0, Stage1)
         MICRO = {"input_ids": "S0", "0": "P"}                     # how microbatches share inputs and results
         def sizes(self, input_ids): ...                           # {"b": ..., "s": ...}: global sizes
@@ -45,9 +45,11 @@ from autopar.runtime.stepping import Engine, run_forward
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The schedule's name in autopar.pipeline, the number of microbatches, and the place of each stage."""
+    """The schedule: its class in torch.distributed.pipelining, and whether it takes gradients of what is received and of weights
+    apart (zero bubble); the number of microbatches, and the place of each stage."""
 
-    schedule: str
+    torch_name: str
+    splits: bool
     microbatches: int
     places: tuple[int, ...]
 
@@ -63,7 +65,6 @@ class Stage(Scope):
     def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
         super().__init__()
         self.index, self.held, self.spreads = index, dict[str, Held](), list[Spread]()
-        self.mutations: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
         self._complete = complete
 
     @staticmethod
@@ -76,21 +77,6 @@ class Stage(Scope):
         value, spread = self._complete(value, layout, shape)
         self.spreads.append(spread)
         return value
-
-    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
-        """New values of the buffers that `block` mutates."""
-        self.mutations += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
-
-    def readers(self) -> dict[str, list[tuple[dict[str, Tensor], str]]]:
-        """By original name, the tables of the stage and its blocks that want the local part."""
-        found: dict[str, list[tuple[dict[str, Tensor], str]]] = {}
-        readers: list[Stage | Block] = [self, *(block for blocks in self.runs.values() for block in blocks)]
-        for reader in readers:
-            prefix = reader.prefix if isinstance(reader, Block) else ""
-            for table, read in ((reader.PARAMS, reader.w), (reader.BUFFERS, reader.b)):
-                for short in table:
-                    found.setdefault(prefix + short, []).append((read, short))
-        return found
 
     @classmethod
     def names(cls) -> dict[str, bool]:
@@ -115,8 +101,8 @@ class PipelinedModule(ShardedModule):
     def _watch(self) -> None:
         """Each stage has leaves of its own: a weight that two of them read gets two gradients, which add up."""
         self._syncs: list[GradSync] = []
-        for stage in self.stages:
-            stage.held = {name: replace(self._held[name], readers=readers) for name, readers in stage.readers().items()}
+        for stage, declared in zip(self.stages, self._declared, strict=True):
+            stage.held = {name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()}
             self._syncs.append(GradSync.watching(stage.held, self.MESH))
             self._syncs[-1].deferred = True
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}

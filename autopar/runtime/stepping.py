@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedModule, Stage
 
 Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
-SPLITTING = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Schedules that take gradients of inputs and of weights apart."""
-
-SCHEDULES = {
-    "naive": pipelining.ScheduleGPipe,
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
-    "looped_bfs": pipelining.ScheduleLoopedBFS,
-    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.schedules.ScheduleDualPipeV,
-}
 
 
 def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], given: Mapping[str, Any],
@@ -78,8 +65,7 @@ class Runner(nn.Module):
         if stage.index == engine.last:
             return results[engine.loss]
         if stage.index in engine.leaving:
-            for tensor in sends:
-                record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
+            _count(sends)
         following = engine.following[stage.index]
         return tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
 
@@ -117,16 +103,16 @@ class Engine:
         self.following: dict[int, Sequence[tuple[Sequence[int], str, bool]]] = {}  # stage -> what comes in at the next one
         self.count, places = model.PIPELINE.microbatches, model.PIPELINE.places
         self.leaving = [i for i, (here, there) in enumerate(itertools.pairwise(places)) if here != there]
-        self.splitting = model.PIPELINE.schedule in SPLITTING
+        self.splitting = model.PIPELINE.splits
         self.schedule: Any = None
         if model.MESH.places > 1:
             wrapped = [self._wrap(model, stage) for stage in stages]
-            kind: Any = SCHEDULES[model.PIPELINE.schedule]
+            kind: Any = getattr(pipelining.schedules, model.PIPELINE.torch_name)
             single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
             try:
                 self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=lambda output, target: output, scale_grads=False)
             except ValueError as error:
-                raise RunError(f"schedule {model.PIPELINE.schedule} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
+                raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
 
     def _wrap(self, model: PipelinedModule, stage: Stage) -> _Stage:
         following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
@@ -183,12 +169,18 @@ def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[
             if stage.index + 1 < len(places) and places[stage.index + 1] == here:
                 local[stage.index + 1, number] = sends
             else:
+                _count(sends)
                 for tensor in sends:
-                    record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
                     sent.append(dist.isend(tensor.contiguous(), group=model.MESH.pipeline_group, group_dst=places[stage.index + 1]))
     for work in sent:
         work.wait()
     return found
+
+
+def _count(sends: Sequence[Tensor]) -> None:
+    """Count what goes to another place."""
+    for tensor in sends:
+        record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
 
 
 def _receive(model: PipelinedModule, stage: Stage, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:

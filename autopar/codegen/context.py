@@ -57,6 +57,10 @@ class Context:
         entries = self.plan.nodes[ref[0]].micro
         return entries[ref[1]] if entries else "R"
 
+    def micro_bytes(self, ref: Ref) -> float:
+        """Bytes of the whole value in one microbatch, on one device."""
+        return self.program.bytes_of(ref) / (self.plan.microbatches if is_shard(self.micro(ref)) else 1)
+
     def local_sizes(self, ref: Ref) -> tuple[str, ...]:
         """The sizes of a value on this rank in one microbatch, as source."""
         tensor, layout = self.program.ops[ref[0]].call.outs[ref[1]], out_pair(self.plan, ref).value
@@ -101,7 +105,7 @@ class Context:
 
     def reason(self, reshard: Reshard) -> str:
         """Why a reshard stands there and what it costs, once: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
-        size = self.program.bytes_of(reshard.ref) / (self.plan.microbatches if is_shard(self.micro(reshard.ref)) else 1)
+        size = self.micro_bytes(reshard.ref)
         forward = reshard.forward(self.sizes)
         parts = [f"{self._words(forward, reshard)}: {_bytes(size * fraction(forward[-1].after, self.sizes))}, "
                  f"{_seconds(steps_s(forward, size, self.mesh))}"] if forward else []

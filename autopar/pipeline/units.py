@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.pipeline.schedules import Schedule
 from autopar.plan import Stage
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import Program, Ref
 from autopar.problem.saved import HOLDERS
 
 
@@ -52,13 +52,9 @@ def free_ops(program: Program) -> dict[str, None]:
         for index in range(len(op.call.outs)):
             from_params[op.name, index] = reads_param
         inside = all(ref not in carried and (ref[0] in free or program.ops[ref[0]].role in HOLDERS) for ref in op.operands)
-        if op.role == "op" and inside and (_of_weights(op) or not (reads_param or any(t.grad for t in op.call.outs))):
+        if op.role == "op" and inside and (op.of_weights or not (reads_param or any(t.grad for t in op.call.outs))):
             free[op.name] = None
     return free
-
-
-def _of_weights(op: Op) -> bool:
-    return bool(op.operands) and all(op.weight)
 
 
 def stages_of(program: Program, bounds: Sequence[int], schedule: Schedule, places: int, totals: Collection[Ref] = ()) -> tuple[Stage, ...]:

@@ -62,6 +62,11 @@ class Op:
     def target(self) -> Any:
         return self.call.target
 
+    @property
+    def of_weights(self) -> bool:
+        """Whether it only changes weights (a cast, a transpose): it follows the parameters."""
+        return self.role == "op" and bool(self.weight) and all(self.weight)
+
     def needs_again(self, operand: int) -> bool:
         """Whether the backward needs that operand in such a way that a gathered weight is dropped and gathered again: a vector
         is kept, because it is smaller than what starting one more collective costs."""

@@ -49,7 +49,7 @@ def zero3(ways: int) -> Allow:
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return option.split or max(op.call.outs[0].sizes, default=1) < ways
-        return _of_weights(op) or _samples(op, option, ways)
+        return op.of_weights or _samples(op, option, ways)
     return allow
 
 
@@ -58,7 +58,7 @@ def experts(ways: int) -> Allow:
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return _cuts_first(op, option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
-        if _of_weights(op):
+        if op.of_weights:
             return True
         stacks = [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
         if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
@@ -69,7 +69,7 @@ def experts(ways: int) -> Allow:
 
 def samples(ways: int) -> Allow:
     """Work splits over samples; parameters rest as they like: what the slowest axis of three is for."""
-    return lambda op, option: _of_weights(op) or _samples(op, option, ways)
+    return lambda op, option: op.of_weights or _samples(op, option, ways)
 
 
 def tensor(ways: int) -> Allow:
@@ -140,11 +140,6 @@ def _rests_in_stack(node: fx.Node) -> bool:
 def _cuts_first(op: Op, option: Option, index: int) -> bool:
     """Whether the option cuts dim 0 of tensor `index` (operands, then outputs) of `op`, and not in sections."""
     return (*option.ins, *option.outs)[index].value == "S0"
-
-
-def _of_weights(op: Op) -> bool:
-    """Whether `op` only changes a weight (a cast, a transpose): it follows the parameter."""
-    return op.role == "op" and bool(op.weight) and all(op.weight)
 
 
 def _samples(op: Op, option: Option, ways: int) -> bool:

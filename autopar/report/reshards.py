@@ -8,7 +8,6 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
-from autopar.layout import is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices, Settings
@@ -57,10 +56,8 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
 def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
     producer = context.program.ops[reshard.ref[0]]
     src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
-    micro = plan.microbatches
-    size = context.program.bytes_of(reshard.ref) / (micro if is_shard(context.micro(reshard.ref)) else 1)
-    runs = reshard.count * (micro if reshard.role != "sync" else 1)
-    once = float(prices.table_s([src], [dst], size, [reshard.regathers(context.sizes)])[0, 0])
+    runs = reshard.count * (plan.microbatches if reshard.role != "sync" else 1)
+    once = float(prices.table_s([src], [dst], context.micro_bytes(reshard.ref), [reshard.regathers(context.sizes)])[0, 0])
     readers = [context.program.ops[name] for name in reshard.readers]
     return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, runs,
                once * runs, context.reason(reshard), tuple(label(op) for op in readers),

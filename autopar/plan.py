@@ -37,6 +37,11 @@ class NodePlan:
     runs: tuple[str, ...]
     micro: tuple[str, ...] = ()
 
+    @property
+    def divides(self) -> tuple[bool, ...]:
+        """Whether the work divides by the size of each mesh axis."""
+        return tuple(kind in ("sample", "attribute", "parameter") for kind in self.kinds)
+
 
 @dataclass(frozen=True, slots=True)
 class Predicted:

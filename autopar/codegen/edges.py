@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
-from autopar.plan import Plan
+from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
+from autopar.rules.language import Option, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,17 @@ def out_pair(plan: Plan, ref: Ref) -> Pair:
 def in_pair(plan: Plan, name: str, operand: int) -> Pair:
     """How the plan wants operand `operand` of node `name`."""
     return Pair.of(plan.nodes[name].ins[operand])
+
+
+def options(node: NodePlan) -> tuple[Option, ...]:
+    """The options that a plan's node stands for, one per mesh axis."""
+    ins, outs = ([Pair.of(text) for text in texts] for texts in (node.ins, node.outs))
+
+    def uses(pairs: list[Pair], axis: int) -> tuple[Use, ...]:
+        return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in pairs)
+
+    return tuple(Option(factor, uses(ins, axis), uses(outs, axis), node.runs[axis], node.divides[axis])
+                 for axis, factor in enumerate(node.factors))
 
 
 def needed(src: Pair, dst: Pair) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.codegen.edges import Edges, Reshard, options
 from autopar.codegen.tally import Tally
 from autopar.layout import Step
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.inner import sites
-from autopar.rules.language import Option, Use
 from autopar.rules.site import Inner, Site
 from autopar.runtime.count import Counted
 from autopar.runtime.places import PIPELINE_AXIS
@@ -40,16 +39,8 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
 def inside(op: Op, node: NodePlan, sizes: tuple[int, ...]) -> list[tuple[Site, Inner]]:
     """The collectives that runtime algorithms run inside `op`, as planned."""
     training = any(t.grad for t in op.call.outs)
-    return [(site, each) for algorithm, site in sites(op, _options(node, len(sizes)), sizes)
+    return [(site, each) for algorithm, site in sites(op, options(node), sizes)
             for each in algorithm.inner(training=training)]
-
-
-def _options(node: NodePlan, axes: int) -> list[Option]:
-    """The options that a plan's node stands for, one per axis."""
-    def uses(texts: tuple[str, ...], axis: int) -> tuple[Use, ...]:
-        return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in map(Pair.of, texts))
-
-    return [Option(node.factors[a], uses(node.ins, a), uses(node.outs, a), node.runs[a]) for a in range(axes)]
 
 
 def moving(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:

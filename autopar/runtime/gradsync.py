@@ -150,16 +150,19 @@ class GradSync:
                 self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        grads = [_grad(held) for held in bucket.ready]
+        """Sum the gradients of `bucket` in one flat tensor, which they are parts of from now on."""
         with torch.no_grad():  # a copy even of a single one: its memory may be part of a gradient still on its way elsewhere
-            bucket.flat = torch.cat([grad.reshape(-1) for grad in grads])
+            bucket.flat = torch.cat([_grad(held).reshape(-1) for held in bucket.ready])
+        sizes = [held.leaf.numel() for held in bucket.ready]
+        for held, part in zip(bucket.ready, bucket.flat.split(sizes), strict=True):
+            held.leaf.grad = part.view(held.leaf.shape)
         if bucket.axes:
             bucket.work = dist.all_reduce(bucket.flat, group=self.mesh.group(bucket.axes[0]), async_op=True)
         self.started.append(bucket)
         if counting():
-            for held, grad in zip(bucket.ready, grads, strict=True):
+            for held in bucket.ready:
                 for step in sync_steps(held, self.mesh):
-                    record(step.kind, step.axis, step_bytes(step, held.info.shape, grad.element_size(), self.mesh), held.name)
+                    record(step.kind, step.axis, step_bytes(step, held.info.shape, _grad(held).element_size(), self.mesh), held.name)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -181,9 +184,6 @@ class GradSync:
             bucket.work.wait()
         for axis in bucket.axes[1:]:
             dist.all_reduce(bucket.flat, group=self.mesh.group(axis))
-        sizes = [held.leaf.numel() for held in bucket.ready]
-        for held, part in zip(bucket.ready, bucket.flat.split(sizes), strict=True):
-            held.leaf.grad = part.view(held.leaf.shape)
 
 
 def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:

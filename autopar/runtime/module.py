@@ -127,6 +127,7 @@ class ShardedModule(Scope):
         same on all ranks, detached. Raises RunError where the plan has no loss."""
         values = self._run(args, kwargs)
         loss = values[self._loss_number(self._results())]
+        del values  # other results (logits) need not outlive the forward
         loss.backward()
         return loss.detach()
 

@@ -1,0 +1,23 @@
+"""What a plan needs of each device's memory, when, and for what: liveness over the emitted program.
+
+    predict(program, plan) -> Prediction    the peak of every place of a pipeline, with the tensors that make it up
+
+    types.py      what a prediction says
+    shares.py     bytes that one rank has of each value
+    moves.py      what changes of layout take while they run
+    book.py       storages and the times at which they are alive
+    operators.py  what operators take for themselves, what their backward gives on without a copy: a table
+    forward.py    the forward of one stage, in the order in which it is emitted
+    backward.py   the way back over what the forward has noted
+    stage.py      both, as the profile of one microbatch in one stage
+    rest.py       parameters, gradients, optimizer state, buffers
+    place.py      the stages of one place under their schedule: the fullest moment
+    largest.py    the largest batch and sequence that fit
+"""
+
+from __future__ import annotations
+
+from autopar.memory.predict import predict
+from autopar.memory.types import Entry, Place, Prediction
+
+__all__ = ["Entry", "Place", "Prediction", "predict"]

@@ -1,0 +1,150 @@
+"""The way back over what a forward has noted: gradients, whole ones of gathered weights, weights gathered again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from autopar.memory.book import Storage
+from autopar.memory.forward import Blocks, Forward, Step, Value
+from autopar.memory.moves import fresh, workspace
+from autopar.memory.operators import backward_bytes, hands_on
+from autopar.problem.graph import Op
+
+LATE_BYTES = 50_000_000
+"""Whole gradients that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
+
+
+class Backward:
+    """Goes back over one forward. Where gradients `stay`, those of parameters are made here and are there to the end of the step;
+    else they are added to ones that are there already."""
+
+    def __init__(self, forward: Forward, *, stay: bool, scattering: bool = True) -> None:
+        self.forward, self.book, self.shares = forward, forward.book, forward.shares
+        self.stay, self.scattering = stay, scattering
+        self.final: list[Storage] = []  # gradients of parameters
+        self.late: deque[Storage] = deque()
+        self.again: dict[Storage, Storage] = {}
+
+    def walk(self) -> None:
+        """From the ends of the forward to its start."""
+        for value in (*self.forward.ends, *self.forward.sent):
+            if value.grad_bytes and value.slot is None:
+                value.slot = self.book.new("pipeline buffers", value.ref[0], "", 0.0)
+        for step in reversed(self.forward.steps):
+            if isinstance(step, Blocks):
+                self._blocks(step)
+            else:
+                self._step(step, {})
+        for value in self.forward.sent:
+            self.book.use(value.storage)  # torch's stages keep what they sent until the backward is done
+        for storage in (*self.final, *self.late):
+            self.book.use(storage)
+        for ref in self.forward.part.receives:
+            self.book.use(self.forward.values[ref].slot)
+
+    def _blocks(self, blocks: Blocks) -> None:
+        """The last block first; of those before it only the first, which has every gradient beside its own."""
+        self._pass(blocks.steps, {})
+        for storage in blocks.others:
+            self.book.use(storage)
+        if blocks.count > 1:
+            self._between(blocks)
+            self._pass(blocks.steps, blocks.twins)
+        for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
+            if port.slot is not None and feed.grad_bytes:
+                self._arrived(feed, port.slot)
+            port.slot = None
+
+    def _pass(self, steps: Sequence[Step], twins: Mapping[Storage, Storage | None]) -> None:
+        self.again.clear()
+        for step in reversed(steps):
+            self._step(step, twins)
+
+    def _between(self, blocks: Blocks) -> None:
+        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there."""
+        leaves = {value.leaf.name: value for step in blocks.steps for value in step.ins if value.leaf is not None and value.leaf.scope}
+        for value in leaves.values():
+            if self.stay and value.slot is not None and blocks.count > 2:
+                self.final.append(self.book.like(value.slot, self.book.now, blocks.count - 2))
+            value.slot = None
+        ports = dict.fromkeys(port.ref for port in blocks.ports)
+        for step in blocks.steps:
+            for value in (*step.outs, *step.ins):
+                value.slot = value.slot if value.ref in ports else None
+        for port, out in zip(blocks.ports, blocks.carried, strict=False):
+            if port.slot is not None and out.grad_bytes:
+                out.slot = self._own("gradients of activations", out) if port.grad_bytes != out.grad_bytes else port.slot
+            port.slot = None
+
+    def _step(self, step: Step, twins: Mapping[Storage, Storage | None]) -> None:
+        if all(value.slot is None for value in step.outs):
+            return
+        if step.op is None:
+            self._move_back(step)
+        else:
+            self._operator(step, step.op, twins)
+        for value in step.outs:
+            value.slot = None
+
+    def _operator(self, step: Step, op: Op, twins: Mapping[Storage, Storage | None]) -> None:
+        assert step.local is not None, "operators have their bytes with them"
+        self.book.step(f"backward of {op.name}")
+        for storage in step.kept:
+            self.book.use(self._gathered_again(storage) if storage.regathered else twins.get(storage, storage))
+        slots = [value.slot for value in step.outs if value.slot is not None]
+        for slot in slots:
+            self.book.use(slot)
+        self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs))
+        for index, value in enumerate(step.ins):
+            if value.grad_bytes:
+                handed = hands_on(op, index, step.local) and value.leaf is None
+                self._arrived(value, slots[0] if handed else self._own("gradients of activations", value))
+
+    def _move_back(self, step: Step) -> None:
+        (source,), (moved,), reshard = step.ins, step.outs, step.reshard
+        assert reshard is not None and moved.slot is not None, "steps without an operator are changes of layout"
+        if not source.grad_bytes:
+            return
+        back = reshard.backward(self.shares.plan.mesh)
+        self.book.step(f"gradient of {source.ref[0]} resharded")
+        self.book.use(moved.slot)
+        if reshard.weight:
+            moved.slot.kind = "whole gradients"
+        if not fresh(back):
+            self._arrived(source, moved.slot)
+            return
+        grad = self._own("reshards", source)
+        node = self.forward.program.ops[source.ref[0]]
+        self.book.new("temporaries", node.name, node.where, workspace(back, lambda layout: self.shares.value(source.ref, layout)))
+        if source.leaf is not None and reshard.regathers(self.shares.plan.mesh) and not self.forward.sync.get(source.ref) and self.scattering:
+            self._scatter_later(moved.slot)
+        self._arrived(source, grad)
+
+    def _scatter_later(self, whole: Storage) -> None:
+        """Whole gradients wait for their reduce-scatter, so many bytes at a time."""
+        self.late.append(whole)
+        while sum(storage.nbytes for storage in self.late) > LATE_BYTES:
+            self.book.use(self.late.popleft())
+
+    def _gathered_again(self, storage: Storage) -> Storage:
+        """A weight that the backward gathers again, once for all who need it in one block."""
+        if storage not in self.again:
+            self.again[storage] = self.book.like(storage, self.book.now)
+        return self.again[storage]
+
+    def _own(self, kind: str, value: Value) -> Storage:
+        op = self.forward.program.ops[value.ref[0]]
+        return self.book.new(kind, op.name, op.where, value.grad_bytes)
+
+    def _arrived(self, value: Value, grad: Storage) -> None:
+        """One more gradient of a value: added in place where one has come before."""
+        self.book.use(grad)
+        if value.slot is not None:
+            self.book.use(value.slot)
+            return
+        value.slot = grad
+        if value.leaf is not None:
+            grad.kind = "gradients"
+            if self.stay:
+                self.final.append(grad)

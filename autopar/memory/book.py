@@ -1,0 +1,78 @@
+"""Storages, and the times at which they are alive. A time is one step of the walk: an operator or a change of layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.memory.types import Entry
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """Memory of one tensor (or of `count` alike ones), alive at the times `born` to `last`."""
+
+    kind: str
+    node: str
+    where: str
+    nbytes: float
+    born: int
+    last: int
+    count: int = 1
+    regathered: bool = False  # of a gathered weight: the backward gathers it again, so that keeping it costs nothing
+
+    def alive(self, time: int) -> bool:
+        """Whether it is there at that time."""
+        return self.born <= time <= self.last
+
+    @property
+    def total(self) -> float:
+        """Bytes of all."""
+        return self.nbytes * self.count
+
+
+@dataclass(eq=False)
+class Book:
+    """All storages of a walk; `labels[time]` says what happens then."""
+
+    storages: list[Storage] = field(default_factory=list)
+    labels: list[str] = field(default_factory=lambda: ["the start"])
+
+    @property
+    def now(self) -> int:
+        """The time of the last step."""
+        return len(self.labels) - 1
+
+    def step(self, label: str) -> None:
+        """The next step begins."""
+        self.labels.append(label)
+
+    def new(self, kind: str, node: str, where: str, nbytes: float, count: int = 1) -> Storage:
+        """A storage that is made now."""
+        made = Storage(kind, node, where, nbytes, self.now, self.now, count)
+        self.storages.append(made)
+        return made
+
+    def like(self, other: Storage, born: int, count: int = 1) -> Storage:
+        """The same of other instances of a block, made at `born`."""
+        made = replace(other, born=born, last=born, count=count)
+        self.storages.append(made)
+        return made
+
+    def use(self, storage: Storage | None) -> None:
+        """It is still there now (None: what rests)."""
+        if storage is not None:
+            storage.last = max(storage.last, self.now)
+
+    def totals(self) -> np.ndarray:
+        """Bytes alive at each time."""
+        change = np.zeros(len(self.labels) + 1)
+        for storage in self.storages:
+            change[storage.born] += storage.total
+            change[storage.last + 1] -= storage.total
+        return np.cumsum(change)[:-1]
+
+    def entry(self, storage: Storage) -> Entry:
+        """For the report."""
+        return Entry(storage.kind, storage.node, storage.where, storage.total, storage.count, self.labels[storage.born], self.labels[storage.last])

@@ -1,0 +1,236 @@
+"""The forward of one stage as the emitted module runs it: what it makes, what it keeps for the backward, and until when.
+
+A forward is a Python function whose variables have names of their own, so everything that it makes is there until it returns; what
+autograd keeps lives on. The blocks of a run are walked once, as the last of them; what the others keep is added behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.memory.book import Book, Storage
+from autopar.memory.moves import fresh, workspace
+from autopar.memory.operators import COPIED, Local, forward_bytes
+from autopar.memory.shares import Shares
+from autopar.pipeline.views import RESULTS
+from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.saved import HOLDERS, looks
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is."""
+
+    ref: Ref
+    pair: Pair
+    storage: Storage | None
+    grad_bytes: float
+    slot: Storage | None = None
+    leaf: Op | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One operator or change of layout, as the backward needs it: `kept` is let go behind its backward."""
+
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    op: Op | None = None
+    local: Local | None = None
+    reshard: Reshard | None = None
+    kept: list[Storage] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Blocks:
+    """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other blocks: `twins`
+    of the first one by what the last one keeps, and the rest of them together."""
+
+    run: Run
+    count: int
+    steps: list[Step]
+    feeds: list[Value]
+    ports: list[Value]
+    carried: list[Value]
+    twins: dict[Storage, Storage | None]
+    others: list[Storage]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
+    earlier or not; values that come in and that go to the next stage."""
+
+    ops: frozenset[str]
+    blocks: dict[str, tuple[int, int]]
+    receives: tuple[Ref, ...] = ()
+    sends: tuple[Ref, ...] = ()
+    results: frozenset[str] = frozenset()
+
+
+class Forward:
+    """Walks one part; `steps` is what the backward goes back over."""
+
+    def __init__(self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part) -> None:
+        self.shares, self.book, self.part, self.extra_bytes = shares, book, part, extra_bytes
+        self.program: Program = shares.program
+        self.sizes = shares.plan.mesh
+        self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
+        self.sync = edges.sync
+        self.values: dict[Ref, Value] = {}
+        self.moved: dict[tuple[Ref, str, Pair, str], Value] = {}
+        self.steps: list[Step | Blocks] = []
+        self.frame: list[Storage | None] = []
+        self.sent: list[Value] = []
+        self.ends: list[Value] = []  # the loss
+
+    def walk(self) -> None:
+        """All of the part, to the end of its forward."""
+        for ref in self.part.receives:
+            self.values[ref] = self._value(ref, self.book.new("pipeline buffers", ref[0], "", 0.0))
+        for op in self.program.ops.values():
+            if op.role in HOLDERS:
+                self._holder(op)
+        done: dict[str, None] = {}
+        for op in self.program.ops.values():
+            if op.scope:
+                if op.scope in self.part.blocks and op.scope not in done:
+                    done[op.scope] = None
+                    self._run(self.program.runs[op.scope])
+            elif op.name in self.part.ops or (op.role in RESULTS and op.name in self.part.results):
+                self._op(op, self.steps)
+        self.sent = [self.values[ref] for ref in self.part.sends]
+        self._close(self.frame)
+
+    def _value(self, ref: Ref, storage: Storage | None, pair: Pair | None = None) -> Value:
+        pair = pair or self.shares.lies(ref)
+        graded = self.program.ops[ref[0]].call.outs[ref[1]].grad and pair.has_grad
+        return Value(ref, pair, storage, self.shares.gradient(ref, pair) if graded else 0.0)
+
+    def _holder(self, op: Op) -> None:
+        value = self._value((op.name, 0), None)
+        if op.role == "param" and value.pair.has_grad:
+            value.leaf = op
+            sync = self.sync.get(value.ref, ())
+            value.pair = Pair(value.pair.value, tuple("P" if a in sync else g for a, g in enumerate(value.pair.grad)))
+        self.values[op.name, 0] = value
+
+    def _close(self, frame: Sequence[Storage | None]) -> None:
+        """A function returns: all that it made was there until now."""
+        for storage in frame:
+            self.book.use(storage)
+
+    def arrive(self, ref: Ref, dst: Pair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]) -> Value:
+        """The value as a reader wants it; the change of layout is made once per scope."""
+        source = self.values[ref]
+        reshard = self.reshards.get((ref, role, dst, scope if role == "edge" else ""))
+        if reshard is None:
+            return source
+        key = (ref, role, dst, scope)
+        if key not in self.moved:
+            self.moved[key] = self._moved(source, reshard, dst, steps)
+        return self.moved[key]
+
+    def _moved(self, source: Value, reshard: Reshard, dst: Pair, steps: list[Step] | list[Step | Blocks]) -> Value:
+        ref, forward = source.ref, reshard.forward(self.sizes)
+        self.book.step(f"reshard of {ref[0]}")
+        self.book.use(source.storage)
+        storage = source.storage
+        if fresh(forward):
+            kind = "gathered weights" if reshard.weight else "reshards"
+            op = self.program.ops[ref[0]]
+            storage = self.book.new(kind, ref[0], op.where, self.shares.value(ref, dst.value))
+            storage.regathered = reshard.regathers(self.sizes)
+            self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
+        value = self._value(ref, storage, dst)
+        self.frame.append(storage)
+        steps.append(Step((source,), (value,), reshard=reshard))
+        return value
+
+    def _op(self, op: Op, steps: list[Step] | list[Step | Blocks]) -> None:
+        ins = tuple(self.arrive(ref, self.shares.asked(op.name, i), "edge", op.scope, steps) for i, ref in enumerate(op.operands))
+        if op.role in RESULTS:
+            self.ends += ins if op.role == "loss" else ()
+            return
+        self.book.step(op.name)
+        for value in ins:
+            self.book.use(value.storage)
+        local = self._local(op, ins)
+        outs = []
+        for index, nbytes in enumerate(local.outs):
+            storage = ins[0].storage if looks(op) else self.book.new("activations", op.name, op.where, nbytes)
+            outs.append(self._value((op.name, index), storage))
+            self.values[op.name, index] = outs[-1]
+            self.frame.append(storage)
+        runs = self.shares.plan.nodes[op.name].runs
+        self.book.new("temporaries", op.name, op.where, forward_bytes(local, runs))
+        steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
+
+    def _local(self, op: Op, ins: Sequence[Value]) -> Local:
+        outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
+        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op))
+
+    def _kept(self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]) -> list[Storage]:
+        """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""
+        kept: dict[Storage, None] = {}
+        for index in op.saves:
+            value = ins[index] if index < len(ins) else outs[index - len(ins)]
+            if index == 0 and op.target in COPIED:
+                kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
+            elif value.storage is not None and not (index == 0 and "halo" in runs):  # of an image with borders the copy is kept
+                kept[value.storage] = None
+        if local.extra:
+            kept[self.book.new("activations", op.name, op.where, local.extra)] = None
+        return list(kept)
+
+    def _run(self, run: Run) -> None:
+        """The last of the blocks, and what the others keep."""
+        first, stop = self.part.blocks[run.scope]
+        count = stop - first
+        feeds = [self.values[run.carried[i]] if first > 0 and i < len(run.carried) else
+                 self.arrive(ref, self.shares.asked(port, 0), "feed", "", self.steps)
+                 for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
+        began, ports = self.book.now, []
+        for i, (port, feed) in enumerate(zip(run.ports, feeds, strict=True)):
+            storage = feed.storage
+            if i < len(run.carried) and count > 1:
+                made = self.program.ops[run.carried[i][0]]
+                storage = self.book.new("activations", port, made.where, self.shares.value((port, 0), self.shares.lies((port, 0)).value))
+            ports.append(self._value((port, 0), storage))
+            self.values[port, 0] = ports[-1]
+        steps: list[Step] = []
+        outer, self.frame = self.frame, [v.storage for v in ports]
+        for op in self.program.ops.values():
+            if op.scope == run.scope and op.role == "op":
+                self._op(op, steps)
+        self._close(self.frame)
+        self.frame = outer
+        carried_out = [self.values[ref] for ref in run.carried]
+        self.frame += [v.storage for v in carried_out]
+        blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])
+        self._other_blocks(blocks, began)
+        self.steps.append(blocks)
+
+    def _other_blocks(self, blocks: Blocks, began: int) -> None:
+        """Stand-ins for what all blocks but the walked one keep. What goes round is one tensor for two blocks: kept by the one that
+        makes it, it is not counted again by the one that gets it."""
+        if blocks.count < 2:
+            return
+        kept = {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        makers = {port.storage: (feed.storage, out.storage)
+                  for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)}
+        for storage in kept:
+            if storage in makers:
+                feed, out = makers[storage]
+                blocks.twins[storage] = feed
+                if out in kept:
+                    storage.nbytes = 0.0
+                    continue
+            elif storage.born <= began:
+                continue  # the same for all blocks
+            else:
+                blocks.twins[storage] = self.book.like(storage, began)
+            if blocks.count > 2:
+                blocks.others.append(self.book.like(storage, began, blocks.count - 2))

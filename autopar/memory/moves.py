@@ -1,0 +1,35 @@
+"""What changes of layout take while they run: receive buffers, and parts put in order (runtime/moves.py, collectives.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.layout import Step, dim_of, is_placed, sections_of
+
+
+def fresh(steps: Sequence[Step]) -> bool:
+    """Whether the result has memory of its own."""
+    return any(not is_placed(step.after[step.axis]) for step in steps)
+
+
+def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -> float:
+    """The most bytes that stand beside what comes in and what comes out; `nbytes` gives those of the tensor under a layout."""
+    most = 0.0
+    for number, step in enumerate(steps):
+        before, after = nbytes(step.before), nbytes(step.after)
+        own = (before if number else 0.0) + (after if number + 1 < len(steps) else 0.0)
+        most = max(most, own + _parts(step, before, after))
+    return most
+
+
+def _parts(step: Step, before: float, after: float) -> float:
+    """Copies in which a collective takes or gives what it moves: none where the first dim is cut, the order in memory."""
+    if step.kind == "all_gather":
+        return 0.0 if _leading(step.before[step.axis]) else after
+    if step.kind == "reduce_scatter":
+        return 0.0 if _leading(step.after[step.axis]) else before
+    return before + after if step.kind == "all_to_all" else 0.0
+
+
+def _leading(entry: str) -> bool:
+    return dim_of(entry) == 0 and len(sections_of(entry)) == 1

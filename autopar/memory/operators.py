@@ -1,0 +1,115 @@
+"""What operators take for themselves while they run, and which of them hand their gradient on without a copy.
+
+Read off torch's derivatives.yaml and FunctionsManual.cpp, and the runtime's own algorithms; the tests compare with what is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.problem.graph import Op
+from autopar.problem.saved import looks
+from passes import ops
+from passes.tables import BINARY
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One call on one rank: bytes of operands and results, and of what its backward keeps beside them."""
+
+    op: Op
+    ins: Sequence[float]
+    outs: Sequence[float]
+    extra: float = 0.0
+
+    @property
+    def out(self) -> float:
+        return self.outs[0] if self.outs else 0.0
+
+
+Bytes = Callable[[Local], float]
+COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
+"""Operators that keep a tensor of the size of operand 0, their log-softmax, and not operand 0."""
+
+
+def nothing(local: Local) -> float:
+    """No bytes."""
+    return 0.0
+
+
+def _results(times: float) -> Bytes:
+    return lambda local: times * local.out
+
+
+def _operand(times: float) -> Bytes:
+    return lambda local: times * local.ins[0]
+
+
+def _scores(times: float) -> Bytes:
+    """Of attention that is not fused, which keeps its scores: as many again."""
+    return lambda local: times * local.extra if local.op.copies else 0.0
+
+
+def _reduced(local: Local) -> float:
+    """A product with an operand that is broadcast: its gradient is made at full size, then summed."""
+    return local.out if any(0 < nbytes < local.out for nbytes in local.ins) else 0.0
+
+
+def _quotient(local: Local) -> float:
+    """-gradient * ((x / y) / y) at full size, where y has a gradient."""
+    return 2 * local.out if len(local.ins) > 1 and local.op.call.ins[1].grad else 0.0
+
+
+FORWARD: dict[object, Bytes] = {
+    aten.scaled_dot_product_attention.default: _scores(1.0),
+    ops.experts: lambda local: 0.5 * local.extra,  # results put in order and weighted
+}
+"""Bytes beside operands, results and what is kept, while the forward runs."""
+
+BACKWARD: dict[object, Bytes] = {
+    aten.pow.Tensor_Scalar: _operand(2.0),  # gradient * (n * x ** (n - 1))
+    aten.mul.Tensor: _reduced,
+    aten.div.Tensor: _quotient,
+    aten.scaled_dot_product_attention.default: _scores(2.0),
+    ops.cross_entropy_sum: _operand(1.0),  # gradient of the log-softmax, then that of the logits
+    ops.cross_entropy_each: _operand(1.0),
+    ops.experts: lambda local: 0.5 * local.extra,
+}
+"""Bytes beside gradients of operands and results, while the backward runs."""
+
+SPLIT_LOSS: tuple[Bytes, Bytes] = (_operand(1.0), _operand(2.0))
+"""Of a loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py): forward and backward."""
+
+_ADDED = (aten.add.Tensor, aten.sub.Tensor)
+_COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.split.Tensor,
+                    aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default)
+"""Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
+
+
+def hands_on(op: Op, operand: int, local: Local) -> bool:
+    """Whether the gradient of an operand looks at the memory of that of the result."""
+    if op.target in _ADDED:
+        return math.isclose(local.ins[operand], local.out) and (operand == 0 or op.target is aten.add.Tensor)
+    if op.target in (aten.sum.default, aten.sum.dim_IntList, aten.cat.default):
+        return True
+    return looks(op) and op.target not in _COPIES_GRADIENT
+
+
+def forward_bytes(local: Local, runs: Sequence[str]) -> float:
+    """Temporaries of the forward of one call; `runs` are its runtime algorithms."""
+    return SPLIT_LOSS[0](local) if "cross_entropy" in runs else FORWARD.get(local.op.target, nothing)(local)
+
+
+def backward_bytes(local: Local, runs: Sequence[str]) -> float:
+    """Temporaries of the backward of one call."""
+    if "cross_entropy" in runs:
+        return SPLIT_LOSS[1](local)
+    if local.op.target in BINARY and local.op.target not in BACKWARD:
+        return _reduced(local)
+    return BACKWARD.get(local.op.target, nothing)(local)

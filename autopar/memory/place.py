@@ -1,0 +1,145 @@
+"""The stages of one place under their schedule: its fullest moment, and what is alive then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.memory import OPTIMIZERS
+from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting
+from autopar.memory.shares import Shares
+from autopar.memory.stage import Profile
+from autopar.memory.types import Entry, Place
+from autopar.pipeline.orders import Action
+from autopar.pipeline.views import View
+
+BUCKET_BYTES = 25_000_000
+"""Bytes of gradients that are summed together (runtime.gradsync.BUCKET_BYTES); a larger gradient is a bucket of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile, microbatches of each
+    stage that wait, and whether gradients of parameters are all there."""
+
+    nbytes: float
+    phase: str
+    stage: int
+    time: int
+    waiting: tuple[int, ...]
+    gradients: bool
+
+
+@dataclass(eq=False)
+class Holding:
+    """One place: the views of its stages, and their profiles by stage number."""
+
+    shares: Shares
+    number: int
+    views: Sequence[View]
+    profiles: dict[int, Profile]
+    places: Sequence[int]
+    actions: Sequence[Action]
+    synced: frozenset[str] = frozenset()  # parameters whose gradients are summed over ranks
+
+    def place(self) -> Place:
+        """The peak and what makes it up."""
+        training = self.shares.plan.mode == "train"
+        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
+        gradients = [e for e in rest if e.kind == "gradients"]
+        still = [e for e in rest if e.kind != "gradients"]
+        base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
+        moments = [*self._moments(base, held), *(self._after(base + held, gradients) if training else ())]
+        peak = max(moments, key=lambda moment: moment.nbytes)
+        order = sorted(self.profiles)
+        return Place(
+            self.number, self._when(peak), self._entries(peak, still, gradients), by_kind(rest),
+            tuple(self.profiles[i].kept_bytes for i in order), tuple(self._in_flight().get(i, 0) for i in order),
+            {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)})
+
+    def _in_flight(self) -> dict[int, int]:
+        most: dict[int, int] = {}
+        for action, waiting in self._flying():
+            for stage, n in waiting.items():
+                most[stage] = max(most.get(stage, 0), n + (action.stage == stage and action.kind == "F"))
+        return most
+
+    def _flying(self) -> Iterator[tuple[Action, dict[int, int]]]:
+        """Each action with the microbatches of each stage that are kept meanwhile, beside its own."""
+        now = dict.fromkeys(self.profiles, 0)
+        split = {(a.stage, a.microbatch) for a in self.actions if a.kind == "W"}
+        for action in self.actions:
+            whole = action.kind == "B" or (action.kind == "I" and (action.stage, action.microbatch) not in split)
+            if action.kind == "F":
+                yield action, dict(now)
+                now[action.stage] += 1
+            else:
+                now[action.stage] -= 1
+                yield action, dict(now)
+                now[action.stage] += not (whole or action.kind == "W")
+
+    def _moments(self, base: float, held: float) -> Iterator[Moment]:
+        """One per distinct situation; gradients are there in full from the first backward on where several microbatches add to them."""
+        stages = sorted(self.profiles)
+        several = self.shares.plan.microbatches > 1
+        back, seen = False, set[tuple[object, ...]]()
+        for action, waiting in self._flying():
+            forward = action.kind == "F"
+            back = back or not forward
+            if action.kind == "W":
+                continue
+            key = (action.stage, forward, back, *waiting.values())
+            if key in seen:
+                continue
+            seen.add(key)
+            nbytes, time = self.profiles[action.stage].peak(forward=forward)
+            beside = sum(n * self.profiles[stage].kept_bytes for stage, n in waiting.items())
+            total = base + beside + nbytes + (held if several and back else 0.0)
+            yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages), several and back)
+
+    def _after(self, full: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
+        """When the backward has ended: sums of gradients over ranks, then the optimizer."""
+        nothing = (0,) * len(self.profiles)
+        for phase, nbytes in (("sums of gradients", self.bucket_bytes()), ("update", self.update_bytes())):
+            yield Moment(full + nbytes, phase, -1, 0, nothing, True)
+
+    def bucket_bytes(self) -> float:
+        """The largest flat copy of gradients that are summed together."""
+        synced = [self.shares.elements(op.call.outs[0].sizes, self.shares.lies((op.name, 0)).value) * op.out_dtypes[0].itemsize * op.count
+                  for op in self.shares.program.ops.values() if op.role == "param" and op.name in self.synced]
+        largest = max(synced, default=0.0)
+        return float(min(sum(synced), max(BUCKET_BYTES, largest)))
+
+    def update_bytes(self) -> float:
+        """torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
+        _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
+        return (2.0 if OPTIMIZERS[self.shares.plan.optimizer] > 1 else 0.0) * largest_state(self.shares, self.views)
+
+    def _when(self, peak: Moment) -> str:
+        if peak.stage < 0:
+            return peak.phase
+        label = self.profiles[peak.stage].book.labels[peak.time]
+        return f"{label} in stage {peak.stage}" if len(self.places) > 1 else label
+
+    def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
+        found = list(still)
+        if peak.gradients:
+            found += gradients
+        for stage, n in zip(sorted(self.profiles), peak.waiting, strict=True):
+            book = self.profiles[stage].book
+            found += [replace(e, nbytes=e.nbytes * n, count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]
+        if peak.stage >= 0:
+            found += self.profiles[peak.stage].entries(peak.time)
+        else:
+            nbytes = self.bucket_bytes() if peak.phase == "sums of gradients" else self.update_bytes()
+            found += [Entry("gradient sums" if peak.phase == "sums of gradients" else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
+        return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
+
+
+def _merged(entries: Sequence[Entry]) -> list[Entry]:
+    """One entry per tensor and purpose: those of several blocks and microbatches together."""
+    found: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        before = found.get((entry.kind, entry.node))
+        found[entry.kind, entry.node] = entry if before is None else replace(before, nbytes=before.nbytes + entry.nbytes, count=before.count + entry.count)
+    return [entry for entry in found.values() if entry.nbytes]

@@ -1,0 +1,80 @@
+"""`predict`: the peak of every place of a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from autopar.cluster import Cluster
+from autopar.codegen.edges import Edges, edges
+from autopar.memory.forward import Part
+from autopar.memory.place import Holding
+from autopar.memory.shares import Shares
+from autopar.memory.stage import profile
+from autopar.memory.types import Place, Prediction
+from autopar.pipeline.orders import Action, orders
+from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.views import View, views
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program
+from autopar.problem.prices import Prices, Settings
+from autopar.problem.saved import HOLDERS
+
+
+def predict(program: Program, plan: Plan) -> Prediction:
+    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`."""
+    found, stages = edges(program, plan), parts_of(program, plan)
+    placed = Shares(program, plan).placed_axes
+    coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
+    lines = actions_of(plan)
+    places = []
+    for number in range(plan.places):
+        ranks = [_place(Shares(program, plan, coord), found, stages, number, lines[number]) for coord in coords]
+        places.append(max(ranks, key=lambda place: place.peak_bytes))
+    return Prediction(tuple(places))
+
+
+def parts_of(program: Program, plan: Plan) -> tuple[View, ...]:
+    """The stages of a plan; all of the program where it is not cut."""
+    if len(plan.stages) > 1:
+        return views(program, plan)
+    top = [op for op in program.ops.values() if not op.scope]
+    return (View(0, {op.name: None for op in top if op.role == "op"}, {run.scope: (0, run.count) for run in program.runs.values()},
+                 {op.name: None for op in top if op.role in HOLDERS and op.role != "input"},
+                 {op.name: None for op in top if op.role == "input"}, (), (), (), tuple(enumerate(program.results))),)
+
+
+def actions_of(plan: Plan) -> Sequence[Sequence[Action]]:
+    """What each place runs in order."""
+    if plan.places > 1 and plan.mode == "train":
+        return orders(plan.schedule, plan.places, len(plan.stages), plan.microbatches)
+    kinds = ("F", "B") if plan.mode == "train" else ("F",)
+    places: list[list[Action]] = [[] for _ in range(plan.places)]
+    for micro, kind in itertools.product(range(plan.microbatches), kinds):
+        order = enumerate(plan.stages) if kind == "F" else reversed(list(enumerate(plan.stages)))
+        for index, stage in order:
+            places[stage.place].append(Action(kind, index, micro))
+    return places
+
+
+def _place(shares: Shares, found: Edges, stages: Sequence[View], number: int, actions: Sequence[Action]) -> Place:
+    plan = shares.plan
+    here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
+    training, extra = plan.mode == "train", extra_bytes(shares)
+    splits = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
+    profiles = {view.index: profile(shares, found, extra, _part(view), training=training, stay=plan.microbatches == 1,
+                                    scattering=not (splits and view.separable)) for view in here}
+    synced = frozenset(ref[0] for ref, axes in found.sync.items() if axes)
+    return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced).place()
+
+
+def _part(view: View) -> Part:
+    return Part(frozenset(view.ops), dict(view.blocks), view.receives, view.sends, frozenset(op.name for _, op in view.results))
+
+
+def extra_bytes(shares: Shares) -> Callable[[Op], float]:
+    """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's cluster."""
+    plan, cluster = shares.plan, Cluster.from_dict(dict(shares.plan.cluster))
+    prices = Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+    return lambda op: prices.extra_bytes(op, shares.options(op)) / op.count * shares.scale(op)
+

@@ -1,0 +1,82 @@
+"""What rests on one rank of a place: parameters with gradients and optimizer state, buffers, inputs, buffers of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from autopar.cost.memory import parameter_bytes
+from autopar.memory.shares import Shares
+from autopar.memory.types import Entry
+from autopar.pipeline.views import View
+from autopar.problem.graph import Op, Ref
+
+ALWAYS = "the whole step"
+
+
+def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
+    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: those of blocks one per block,
+    all others one however many stages read them."""
+    found: dict[str, int] = {}
+    for op in shares.program.ops.values():
+        if op.scope:
+            found[op.name] = sum(stop - first for view in views for scope, (first, stop) in view.blocks.items() if scope == op.scope)
+        else:
+            found[op.name] = int(op.role == "input" or any(op.name in view.held for view in views))
+    return found
+
+
+def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
+    """The entries of parameters (gradients and optimizer state too), buffers and inputs."""
+    counts, plan = instances(shares, views), shares.plan
+    for op in shares.program.ops.values():
+        if op.role not in ("param", "buffer", "constant", "input") or not counts[op.name]:
+            continue
+        count, numel = counts[op.name], elements(shares, op)
+        name = f"{op.scope}: {op.fqn}" if op.scope else op.fqn or op.name
+        if op.role != "param":
+            kind = "inputs" if op.role == "input" else "buffers"
+            yield Entry(kind, name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)
+            continue
+        held = parameter_bytes(numel * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
+                               optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad)
+        for kind, nbytes in asdict(held).items():
+            if nbytes:
+                yield Entry(kind, name, op.where, nbytes, count, ALWAYS, ALWAYS)
+
+
+def elements(shares: Shares, op: Op) -> int:
+    """Elements of one parameter, buffer or input on this rank."""
+    return shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).value)
+
+
+def largest_state(shares: Shares, views: Sequence[View]) -> float:
+    """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter works with."""
+    counts = instances(shares, views)
+    return max((float(elements(shares, op) * op.out_dtypes[0].itemsize) for op in shares.program.ops.values()
+                if op.role == "param" and op.call.outs[0].grad and counts[op.name]), default=0.0)
+
+
+def receive_buffers(shares: Shares, views: Sequence[View], places: Sequence[int], *, training: bool) -> Iterator[Entry]:
+    """Buffers that torch's stages have for every microbatch of a step, from the first step on (stage.py: _setup_forward_recv_info,
+    _create_grad_recv_info): for what comes from another place, and for gradients of what goes to one."""
+    count = shares.plan.microbatches
+    for view in views:
+        if view.index and places[view.index - 1] != places[view.index]:
+            yield from (_buffer(shares, ref, shares.lies(ref).value, count) for ref in view.receives)
+        if training and view.index + 1 < len(places) and places[view.index + 1] != places[view.index]:
+            graded = [ref for ref in view.sends if shares.program.ops[ref[0]].call.outs[ref[1]].grad]
+            yield from (_buffer(shares, ref, shares.lies(ref).grad, count) for ref in graded)
+
+
+def _buffer(shares: Shares, ref: Ref, layout: tuple[str, ...], count: int) -> Entry:
+    op = shares.program.ops[ref[0]]
+    return Entry("pipeline buffers", op.name, op.where, shares.value(ref, layout) * count, count, ALWAYS, ALWAYS)
+
+
+def by_kind(entries: Sequence[Entry]) -> Mapping[str, float]:
+    """Bytes of entries by what they are for."""
+    found: dict[str, float] = {}
+    for entry in entries:
+        found[entry.kind] = found.get(entry.kind, 0.0) + entry.nbytes
+    return found

@@ -1,0 +1,72 @@
+"""Bytes that one rank has of values, gradients and parameters, in one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.codegen.edges import Pair, options
+from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program, Ref
+from autopar.rules.language import Option
+
+
+@dataclass(eq=False)
+class Shares:
+    """The rank that holds the first chunk of everything that is cut, the largest of uneven ones. `coord` says where it is on the
+    axes on which operators are placed: what is placed elsewhere takes none of its memory."""
+
+    program: Program
+    plan: Plan
+    coord: Mapping[int, int] = field(default_factory=dict)
+    _pairs: dict[str, Pair] = field(default_factory=dict)
+
+    def pair(self, text: str) -> Pair:
+        """Layouts of a value and of its gradient, from an entry of the plan."""
+        if text not in self._pairs:
+            self._pairs[text] = Pair.of(text)
+        return self._pairs[text]
+
+    def asked(self, name: str, operand: int) -> Pair:
+        """How node `name` wants an operand."""
+        return self.pair(self.plan.nodes[name].ins[operand])
+
+    def lies(self, ref: Ref) -> Pair:
+        """How a value lies where it is made."""
+        return self.pair(self.plan.nodes[ref[0]].outs[ref[1]])
+
+    def elements(self, sizes: tuple[int, ...], layout: Layout) -> int:
+        """Elements of a tensor of `sizes` on this rank."""
+        if any(is_placed(e) and placed_on(e) != self.coord.get(axis, 0) for axis, e in enumerate(layout)):
+            return 0
+        return most_elements(sizes, layout, self.plan.mesh)
+
+    def value(self, ref: Ref, layout: Layout) -> float:
+        """Bytes of a value that lies so, in one microbatch."""
+        op = self.program.ops[ref[0]]
+        return self.elements(op.call.outs[ref[1]].sizes, layout) * op.out_dtypes[ref[1]].itemsize / self.cuts(ref)
+
+    def gradient(self, ref: Ref, pair: Pair) -> float:
+        """Bytes of the gradient of a value, 0 where it has none."""
+        return self.value(ref, pair.grad) if pair.has_grad else 0.0
+
+    def cuts(self, ref: Ref) -> int:
+        """In how many parts microbatches cut a value."""
+        micro = self.plan.nodes[ref[0]].micro
+        return self.plan.microbatches if micro and is_shard(micro[ref[1]]) else 1
+
+    def scale(self, op: Op) -> float:
+        """The share of an operator's work that one microbatch has."""
+        return 1.0 / max((self.cuts((op.name, i)) for i in range(len(op.call.outs))), default=1)
+
+    def options(self, op: Op) -> tuple[Option, ...]:
+        """What the plan does with `op`, one option per mesh axis, as rules and prices see it."""
+        return options(self.plan.nodes[op.name])
+
+    @property
+    def placed_axes(self) -> tuple[int, ...]:
+        """The axes on which operators are placed."""
+        uses = [pair.partition("|")[0].split(",") for node in self.plan.nodes.values() for pair in (*node.ins, *node.outs)]
+        return tuple(axis for axis in range(len(self.plan.mesh)) if any(entries[axis][:1] == "O" for entries in uses if axis < len(entries)))
+

@@ -1,0 +1,72 @@
+"""The profile of one microbatch in one stage: bytes at each time of its forward and backward, and what is kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.codegen.edges import Edges
+from autopar.memory.backward import Backward
+from autopar.memory.book import Book, Storage
+from autopar.memory.forward import Forward, Part
+from autopar.memory.shares import Shares
+from autopar.memory.types import Entry
+from autopar.problem.graph import Op
+
+
+@dataclass(eq=False)
+class Profile:
+    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and stay."""
+
+    book: Book
+    turn: int
+    gradients: list[Storage]
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """Bytes alive at each time."""
+        return self.book.totals()
+
+    @cached_property
+    def kept(self) -> list[Storage]:
+        """What is alive between forward and backward."""
+        return [s for s in self.book.storages if s.nbytes and s.born <= self.turn < s.last]
+
+    @cached_property
+    def kept_bytes(self) -> float:
+        """What a microbatch in flight keeps."""
+        return sum(s.total for s in self.kept)
+
+    @cached_property
+    def gradients_bytes(self) -> float:
+        """Bytes of gradients of parameters at the end."""
+        return sum(s.total for s in self.gradients)
+
+    def peak(self, *, forward: bool) -> tuple[float, int]:
+        """The most bytes of one direction, and when."""
+        start, stop = (0, self.turn + 1) if forward else (self.turn + 1, len(self.totals))
+        if start >= stop:
+            return 0.0, self.turn
+        time = start + int(np.argmax(self.totals[start:stop]))
+        return float(self.totals[time]), time
+
+    def entries(self, time: int) -> list[Entry]:
+        """What is alive at a time."""
+        return [self.book.entry(s) for s in self.book.storages if s.nbytes and s.alive(time)]
+
+
+def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], part: Part, *, training: bool, stay: bool,
+            scattering: bool = True) -> Profile:
+    """Walk one microbatch through `part`, forward and, in training, backward. `stay`: whether it is the only microbatch, whose gradients
+    of parameters are made on the way; `scattering`: whether gradients of gathered weights are scattered as they come."""
+    forward = Forward(shares, edges, extra_bytes, Book(), part)
+    forward.walk()
+    turn = forward.book.now
+    if not training:
+        return Profile(forward.book, turn, [])
+    backward = Backward(forward, stay=stay, scattering=scattering)
+    backward.walk()
+    return Profile(forward.book, turn, backward.final)

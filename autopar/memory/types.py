@@ -1,0 +1,89 @@
+"""What a prediction says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+KINDS = ("weights", "gradients", "optimizer", "master", "buffers", "inputs", "activations", "gathered weights", "whole gradients",
+         "gradients of activations", "reshards", "temporaries", "gradient sums", "pipeline buffers")
+"""What bytes are for. Of them weights to inputs rest: they are there whatever a microbatch does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Bytes that are alive at the peak: what for (one of KINDS), whose (`node`, an operator or parameter), `count` tensors of them
+    all together (instances of a block, microbatches), made at `since` and let go at `until` (operators of the walk)."""
+
+    kind: str
+    node: str
+    where: str
+    nbytes: float
+    count: int = 1
+    since: str = ""
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of a pipeline (the only one of a plan that has none): bytes on its fullest rank.
+
+    `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a training step
+    holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and `in_flight` of how many a
+    stage keeps that at once; `phases` the peak of each part of the step: forward, backward, update.
+    """
+
+    number: int
+    when: str
+    entries: tuple[Entry, ...]
+    rest: Mapping[str, float]
+    kept_bytes: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    phases: Mapping[str, float]
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes that are alive at once."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def rest_bytes(self) -> float:
+        """Bytes of weights, gradients, optimizer state, buffers and inputs."""
+        return sum(self.rest.values())
+
+    @property
+    def activations_bytes(self) -> float:
+        """Bytes kept for the backward by all microbatches in flight."""
+        return sum(n * kept for n, kept in zip(self.in_flight, self.kept_bytes, strict=True))
+
+    def by_kind(self) -> dict[str, float]:
+        """Bytes alive at the peak by kind."""
+        found = dict.fromkeys(KINDS, 0.0)
+        for entry in self.entries:
+            found[entry.kind] += entry.nbytes
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The places of a plan."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def fullest(self) -> Place:
+        """The place with the highest peak."""
+        return max(self.places, key=lambda place: place.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes at the peak of the fullest rank of all."""
+        return self.fullest.peak_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {"peak_bytes": self.peak_bytes, "fullest": self.fullest.number, "places": [
+            {"number": p.number, "when": p.when, "peak_bytes": p.peak_bytes, "rest": dict(p.rest), "kept_bytes": list(p.kept_bytes),
+             "in_flight": list(p.in_flight), "phases": dict(p.phases), "by_kind": p.by_kind(), "entries": [asdict(e) for e in p.entries]}
+            for p in self.places]}

@@ -1,0 +1,50 @@
+"""The most memory that a training step really takes on a rank, as torch's profiler sees every allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from autopar._torch import local_of
+from autopar.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes on one rank beside what rests at the start of a step: the peak of forward and backward, and that of the update."""
+
+    step_bytes: int
+    update_bytes: int
+    curve: tuple[int, ...] = ()
+
+
+def allocations(body: Callable[[], Any]) -> list[int]:
+    """Bytes that are allocated after each allocation or release in `body`, counted from its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        body()
+    events = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(seen.profiler.kineto_results.events()) if e.name() == "[memory]")
+    return list(accumulate(nbytes for *_, nbytes in events))
+
+
+def counted_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], *, curve: bool = False) -> Counted:
+    """A step of training and its AdamW update, behind one that has made all state."""
+    module = bundle.build(weights)
+    inputs = module.shard_batch(**batch)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        module.train_step(*inputs)
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    first = allocations(step)
+    second = allocations(optimizer.step)
+    gradients = sum(local_of(p.grad).untyped_storage().nbytes() for p in module.parameters() if p.grad is not None)
+    return Counted(max(first, default=0), gradients + max(0, *second), tuple(first) if curve else ())

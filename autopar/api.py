@@ -143,7 +143,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
     from autopar.frontend.loading import cast
-    from autopar.pipelines import plan
+    from autopar.joint import plan
     from autopar.planner import Request
     from autopar.problem.prices import Settings
     from autopar.rules import as_rules

@@ -98,7 +98,12 @@ class StageTime:
 
 
 def step_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> float:
-    """Seconds until the last place is done: every place runs its actions in order, each when what it needs has arrived."""
+    """Seconds until the last place is done."""
+    return max(finishes_s(lines, times, places))
+
+
+def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> list[float]:
+    """Seconds until each place is done: it runs its actions in order, each when what it needs has arrived."""
     done: dict[Action, float] = {}
     clock, at = [0.0] * len(lines), [0] * len(lines)
     while True:
@@ -113,7 +118,7 @@ def step_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places
                 at[place] += 1
                 moved = True
         if all(at[place] == len(line) for place, line in enumerate(lines)):
-            return max(clock)
+            return clock
         if not moved:
             raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
 

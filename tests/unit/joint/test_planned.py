@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar import pipelines
+from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
@@ -17,7 +17,7 @@ from tests.helpers.verify import Subject, subject
 
 
 def _planned(who: Subject, cluster: Cluster, recipe: str | None, batch: int = 8) -> Plan:
-    return pipelines.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=20.0),
+    return joint.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=20.0),
                           model=who.name, graph_hash=who.captured.graph_hash)
 
 
@@ -38,13 +38,13 @@ def test_stages_where_nothing_else_fits() -> None:
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     needed = min(other.memory_bytes or 1e18 for name in ("1f1b", "3d", "pp_zero3") for other in _planned(who, base, name, 64).alternatives)
     made = _planned(who, _with_memory(base, 1.1 * needed), None, 64)
-    assert made.places > 1 and made.predicted.memory_bytes <= 1.1 * needed
+    assert made.pipelined and made.predicted.memory_bytes <= 1.1 * needed
     report = who.verified(made, 64)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
     with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*in pipeline stages: none of"):
-        _planned(who, _with_memory(base, 1.1 * needed), None, 512)
+        _planned(who, _with_memory(base, 0.4 * needed), None, 64)
 
 
 def _with_memory(cluster: Cluster, usable: float) -> Cluster:
-    nbytes = int(usable / cluster.device.usable_memory)
-    return Cluster(cluster.name, cluster.levels, dataclasses.replace(cluster.device, memory_bytes=nbytes))
+    device = dataclasses.replace(cluster.device, memory_bytes=2**21, usable_memory=usable / 2**21)
+    return Cluster(cluster.name, cluster.levels, device)

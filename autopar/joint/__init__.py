@@ -1,0 +1,79 @@
+"""The joint search: one stage or several, which schedule, how many microbatches, and what a place does, priced together.
+
+    shapes       places, mesh of a place, microbatches          timetables   schedule and stages per place
+    spaces       what a search or a named pipeline may have     inner        the Problems of one shape, solved
+    laid         one shape cut, timed, its memory counted       explore      the walk through a space
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar import planner
+from autopar.errors import InfeasibleError
+from autopar.joint.explore import CLOSE, Explorer
+from autopar.joint.inner import Inner
+from autopar.joint.laid import Found
+from autopar.joint.spaces import SEARCH, Space, of_recipe
+from autopar.plan import Alternative, Plan, Predicted
+from autopar.planner import Request
+from autopar.recipes.pipelines import PIPELINES
+
+
+def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
+    """As `planner.plan`, with stages and microbatches.
+
+    Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
+    """
+    began = time.monotonic()
+    if request.recipe in PIPELINES:
+        return _staged(Inner(gm, hints, request), [of_recipe(PIPELINES[request.recipe])], None, began, about)
+    if request.recipe is not None or request.search != "ilp" or not request.settings.training:
+        return planner.plan(gm, hints, request, **about)
+    flat, failed = None, None
+    try:
+        flat = planner.plan(gm, hints, request, **about)
+    except InfeasibleError as error:
+        failed = error
+    spaces = [*(of_recipe(recipe) for recipe in PIPELINES.values()), SEARCH]
+    try:
+        return _staged(Inner(gm, hints, request), spaces, flat, began, about)
+    except InfeasibleError as error:
+        if failed is None:
+            raise
+        raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
+
+
+def _staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any]) -> Plan:
+    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold."""
+    known_s = flat.predicted.step_s if flat is not None else float("inf")
+    deadline = began + inner.request.time_limit_s
+    best: Found | None = None
+    tried: list[Alternative] = []
+    why: list[str] = []
+    for space in spaces:
+        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s)
+        found = walk.run()
+        why += walk.why[:3]
+        tried += [Alternative(space.name, (f.shape.places, *f.shape.mesh), f.step_s, f.memory_bytes) for f in walk.found.values() if f]
+        if found is not None and found.step_s < known_s * (1 - CLOSE):
+            best, known_s = found, found.step_s
+    if best is None and flat is not None:
+        return flat
+    if best is None:
+        raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
+                              + ("; ".join(why[-3:]) or f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
+                                 f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
+    return _finished(inner, best, flat, tried, about)
+
+
+def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
+    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0)
+    notes = (*about.get("notes", ()), *planner.rule_notes(inner.whole))
+    others = (*(flat.alternatives if flat is not None else ()), *tried)
+    return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -1,0 +1,104 @@
+"""One shape under one timetable, laid out: cut into stages, timed by the schedule's own order, its memory counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import planner
+from autopar.cluster import Mesh
+from autopar.cost.comm import collective_s
+from autopar.errors import InfeasibleError
+from autopar.joint.inner import Inner
+from autopar.joint.shapes import Shape
+from autopar.joint.timetables import Timetable
+from autopar.pipeline.assemble import pipelined
+from autopar.pipeline.balance import Cost, balance, memory_bytes
+from autopar.pipeline.orders import StageTime
+from autopar.pipeline.views import views
+from autopar.plan import Plan
+from autopar.problem.build import Model
+from autopar.problem.types import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One priced answer: its plan without a prediction, seconds of a step, bytes of the fullest place, seconds of the busiest
+    place's own work."""
+
+    plan: Plan
+    shape: Shape
+    table: Timetable
+    step_s: float
+    memory_bytes: float
+    busy_s: float
+
+
+def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, pieces: Sequence[Cost],
+        *, whole: bool = False) -> Found:
+    """`solution` of `model` under `table`; `pieces` is what it costs piece by piece. `whole`: the order of
+    the whole step is timed, not that of a shorter one.
+
+    Raises InfeasibleError where no cut fits, or a place would have nothing to train.
+    """
+    bounds = balance(pieces, table.flying, inner.limit_bytes / table.kind.virtual)
+    parts = [pieces[a:b] for a, b in itertools.pairwise([0, *bounds, len(pieces)])]
+    held = _held(parts, table)
+    for place, nbytes in enumerate(held):
+        if nbytes > inner.limit_bytes:
+            raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {inner.limit_bytes / 2**30:.2f} GiB are there",
+                                  missing_bytes=nbytes - inner.limit_bytes)
+    plan = assembled(inner, name, shape, table, model, solution, bounds)
+    times = _times(inner, shape, table, plan, parts)
+    ends = table.ends_s(times, whole=whole)
+    once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
+    step_s = max(end + late for end, late in zip(ends, once, strict=True))
+    busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
+    return Found(plan, shape, table, step_s, max(held), max(busy))
+
+
+def assembled(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, bounds: Sequence[int]) -> Plan:
+    """The plan, without a prediction."""
+    flat = planner.bare_plan(inner.whole, inner.mesh(shape), model.decode(solution.choice), name)
+    return pipelined(flat, inner.whole.program, bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
+
+
+def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
+    """What the stages of each place have together."""
+    return [sum(value for value, at in zip(values, table.at, strict=True) if at == place) for place in range(table.places)]
+
+
+def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
+    """Bytes of each place. Raises InfeasibleError where a place would hold no parameter: torch's optimizers refuse a rank without
+    any, and there is nothing to gain."""
+    rest = _by_place(table, [sum(c.rest_bytes for c in part) for part in parts])
+    if not all(rest):
+        raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter")
+    return _by_place(table, [memory_bytes(part, n) for part, n in zip(parts, table.flying, strict=True)])
+
+
+def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequence[Sequence[Cost]]) -> list[StageTime]:
+    """Seconds of each stage in one microbatch."""
+    if table.stages == 1:
+        return [_stage_time(parts[0], 0.0, split=False, training=inner.request.settings.training)]
+    program, axis = inner.planner(shape.microbatches).program, inner.line(shape)
+    return [_stage_time(part, _send_s(program, plan, view.sends, axis), split=table.schedule.splits_backward and view.separable,
+                        training=inner.request.settings.training)
+            for part, view in zip(parts, views(inner.whole.program, plan), strict=True)]
+
+
+def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float:
+    """Seconds of sending what leaves a stage in one microbatch."""
+    return sum(collective_s("send", planner.local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
+
+
+def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool) -> StageTime:
+    """A stage's time, the backward twice the forward: half of it for what was received, half for the weights."""
+    seconds = sum(c.micro_s for c in part)
+    if not training:
+        return StageTime(seconds, 0.0, 0.0, send_s)
+    third = seconds / 3
+    return StageTime(third, third if split else 2 * third, third if split else 0.0, send_s)
+

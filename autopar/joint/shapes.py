@@ -1,0 +1,83 @@
+"""Shapes: how many places a pipeline has, the mesh of each, how many microbatches; which there are, and which are next to which."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+
+MOST_MICROBATCHES = 512  # of one place's share: beyond, what a microbatch costs at least is all that is left
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Shape:
+    """`places` of the pipeline axis (1: no pipeline), the `mesh` of each, and the microbatches of a step."""
+
+    places: int
+    mesh: tuple[int, ...]
+    microbatches: int
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh))
+        return f"{self.places} places of {mesh}, {self.microbatches} microbatches" if self.places > 1 else f"{mesh}, {self.microbatches} microbatches"
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Places and axes as four numbers, from the slowest links to the fastest."""
+        return (self.places, *(1,) * (3 - len(self.mesh)), *self.mesh)
+
+
+def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
+    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut."""
+    found = [(mesh[0], mesh[1:] or (1,)) for mesh in cluster.meshes(max_axes=1 + most_axes)]
+    return [(places, inner) for places, inner in found if 1 < places <= pieces]
+
+
+def counts(batch: int, least: int) -> list[int]:
+    """The numbers of microbatches, at least `least`, into which a batch divides, the fewest first."""
+    return [n for n in range(max(1, least), batch + 1) if batch % n == 0 and n <= MOST_MICROBATCHES * least]
+
+
+def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
+    """The shapes of `among` that are one move away: the next number of microbatches up or down, or one prime factor moved from
+    one axis to another; nearest in microbatches."""
+    same = sorted(s.microbatches for s in among if s.key == shape.key)
+    at = same.index(shape.microbatches)
+    found = [Shape(shape.places, shape.mesh, m) for m in (*same[max(0, at - 1):at], *same[at + 1:at + 2])]
+    others: dict[tuple[int, ...], list[Shape]] = {}
+    for other in among:
+        if other.key != shape.key and _one_move(shape.key, other.key):
+            others.setdefault(other.key, []).append(other)
+    samples = shape.microbatches * _ways(shape)
+    found += [min(group, key=lambda s: (abs(math.log(s.microbatches * _ways(s) / samples)), s)) for group in others.values()]
+    return found
+
+
+def _ways(shape: Shape) -> int:
+    """The ranks of all but the innermost axis: most often they cut the samples."""
+    return math.prod(shape.mesh[:-1])
+
+
+def _one_move(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether exactly one axis is larger by a prime, and one smaller by the same."""
+    more = [y // x for x, y in zip(a, b, strict=True) if y > x and y % x == 0]
+    less = [x // y for x, y in zip(a, b, strict=True) if x > y and x % y == 0]
+    equal = sum(x == y for x, y in zip(a, b, strict=True))
+    return len(more) == len(less) == 1 and equal == len(a) - 2 and more == less and _prime(more[0])
+
+
+def _prime(number: int) -> bool:
+    return number > 1 and all(number % d for d in range(2, math.isqrt(number) + 1))
+
+
+def starts(shapes: Sequence[Shape], inner: int, batch: int) -> list[Shape]:
+    """Where to begin: for each number of places the mesh whose innermost axis is `inner`, a node, or nearest to it, with as many
+    microbatches as leave each rank of the other axes a sample."""
+    found = []
+    for _, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
+        found.append(min(group, key=lambda s: (abs(math.log(s.mesh[-1] / inner)), len(s.mesh),
+                                               abs(math.log(s.microbatches * _ways(s) / batch)), s.microbatches)))
+    return found

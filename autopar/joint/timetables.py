@@ -1,0 +1,98 @@
+"""Timetables: a pipeline schedule with so many stages per place, and what it makes of a model cut evenly.
+
+The rows are what the search tries. GPipe is none of them, because 1F1B takes as long with less memory; the looped
+schedules that run all microbatches forward first neither, for the same reason. Recipes have them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from autopar.pipeline.orders import StageTime, finishes_s, in_flight, orders
+from autopar.pipeline.schedules import SCHEDULES, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A schedule by name and how many stages each place has under it."""
+
+    schedule: str
+    virtual: int = 1
+
+
+SEARCHED = (Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("interleaved_1f1b", 4), Kind("interleaved_zero_bubble", 2),
+            Kind("zbv_zero_bubble", 2), Kind("dualpipev", 2))
+
+ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What `kind` does with `microbatches` on `places`. Raises PlanError, when it is asked what it keeps or how long it takes, where it
+    cannot run them."""
+
+    kind: Kind
+    places: int
+    microbatches: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule's own row."""
+        return SCHEDULES[self.kind.schedule]
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.places * self.kind.virtual
+
+    @property
+    def at(self) -> list[int]:
+        """The place of each stage."""
+        return [self.schedule.place(stage, self.places) for stage in range(self.stages)]
+
+    @cached_property
+    def short(self) -> tuple[int, ...]:
+        """The numbers of microbatches whose steps tell this one's: its own, or where they are many two smaller ones.
+
+        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before, and keeps no more:
+        exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all schedules).
+        """
+        if self.microbatches <= (ROUNDS + 2) * self.places:
+            return (self.microbatches,)
+        first = ROUNDS * self.places + self.microbatches % self.places
+        return first, first + self.places
+
+    @cached_property
+    def flying(self) -> list[int]:
+        """For each stage the most microbatches that it keeps at once."""
+        return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
+
+    def ends_s(self, times: Sequence[StageTime], *, whole: bool = False) -> list[float]:
+        """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps."""
+        counts = (self.microbatches,) if whole else self.short
+        runs = [finishes_s(orders(self.kind.schedule, self.places, self.stages, m), times, self.at) for m in counts]
+        if len(runs) == 1:
+            return runs[0]
+        rounds = (self.microbatches - self.short[1]) / self.places
+        return [second + rounds * (second - first) for first, second in zip(*runs, strict=True)]
+
+    @cached_property
+    def length(self) -> float:
+        """The step's length where all stages together take 1 for one microbatch, each the same, a third of it forward."""
+        third = 1 / (3 * self.stages)
+        split = self.schedule.splits_backward
+        even = StageTime(third, third if split else 2 * third, third if split else 0.0)
+        return max(self.ends_s([even] * self.stages))
+
+    @cached_property
+    def kept(self) -> float:
+        """How often the place that keeps most keeps what one microbatch of the whole model keeps, stages cut evenly."""
+        return max(sum(n for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
+
+
+@lru_cache(maxsize=1024)
+def timetable(kind: Kind, places: int, microbatches: int) -> Timetable:
+    """The one Timetable of its arguments."""
+    return Timetable(kind, places, microbatches)

@@ -25,6 +25,7 @@ from autopar.runtime import ShardedModule
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.search import Search
+    from autopar.simulate import Simulation
 
 
 class Compiled:
@@ -110,6 +111,18 @@ class Compiled:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients, of all ranks, to a global 2-norm of at most `max_norm`; the norm before."""
         return self.module.clip_grad_norm_(max_norm)
+
+    def simulate(self, progress: Callable[[str], None] | None = None) -> Simulation:
+        """One step of the plan, simulated: its time, where it goes, memory over time, and a trace (`Simulation.save_trace`).
+
+        Raises PlanError where the graph is not there: `load` reads emitted code, which has none.
+        """
+        from autopar.simulate import simulate
+
+        if self.captured is None:
+            raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which a simulation needs; "
+                            "use the object that autopar.compile gave, or `autopar simulate plan.json` where the plan names its model")
+        return simulate(self.captured.gm, self.plan, progress)
 
     def save(self, folder: str | Path) -> Path:
         """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""

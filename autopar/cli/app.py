@@ -102,6 +102,16 @@ def explain(plan: PlanFile,
 
 
 @app.command()
+def simulate(plan: PlanFile,
+             trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write a trace for Perfetto")] = None,
+             json: Json = None) -> None:
+    """Simulate one step: time, shares, memory, and a trace of every stream."""
+    from autopar.cli.simulating import simulate_command
+
+    simulate_command(plan, trace, json)
+
+
+@app.command()
 def recipes(json: Json = None) -> None:
     """List the named strategies."""
     from autopar.cli.lists import recipes_command

@@ -1,0 +1,33 @@
+"""`autopar simulate`: one step of a plan, rank by rank, without running it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.rebuild import rebuild
+from autopar.errors import PlanError
+from autopar.report.simulation import simulation as report
+from autopar.simulate import simulate
+from autopar.simulate.trace import write_trace
+
+
+def simulate_command(where: Path, trace: Path | None, json: str | None) -> None:
+    """Simulate, print, and write what was asked for. Raises PlanError where the trace cannot be written."""
+    if trace is not None and trace.is_dir():
+        raise PlanError(f"cannot write the trace to {trace}: it is a folder, wanted a file as trace.json")
+    with progress(f"simulating {where}") as tell:
+        rebuilt = rebuild(where, tell)
+        began = time.perf_counter()
+        found = simulate(rebuilt.captured.gm, rebuilt.plan, tell)
+        took_s = time.perf_counter() - began
+        if trace is not None:
+            tell("writing the trace")
+            try:
+                write_trace(found, trace)
+            except OSError as error:
+                raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error
+    if not write_json(json, {**found.to_dict(), "took_s": took_s}):
+        written = f", trace written to {trace}: open it at https://ui.perfetto.dev" if trace is not None else ""
+        show(report(found), "", f"simulated in {took_s:.2f} s{written}")

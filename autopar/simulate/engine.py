@@ -1,0 +1,150 @@
+"""The event engine: tasks on streams, what they wait for, and what they share.
+
+A stream runs its tasks one after the other, in the order in which they are given. A task begins when its stream is free and all that it
+waits for has ended. Running tasks slow each other down where they share something:
+
+    links   the tasks on a link have equal parts of it; a task that needs several is as fast as the fullest one lets it be
+    units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
+
+Nothing here knows what a task is. The end is never before the longest chain of tasks that wait for each other, and never after the sum of
+all tasks, where what computes on units needs no links. Without shared links and units longer tasks never end earlier; with them they may: a task that comes later leaves a link to
+another one (Graham's anomaly).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`work_s` are its seconds when it has everything to itself; `after` are positions of tasks that must have ended.
+
+    `units` is the device that it computes on, or takes the share `takes` of (0: it gets what the others leave).
+    """
+
+    name: str
+    stream: str
+    work_s: float
+    after: tuple[int, ...] = ()
+    links: tuple[str, ...] = ()
+    units: str = ""
+    takes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each task began and ended, in seconds from the start."""
+
+    begin_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+
+    @property
+    def length_s(self) -> float:
+        """When the last task has ended."""
+        return max(self.end_s, default=0.0)
+
+
+def run(tasks: Sequence[Task]) -> Timeline:
+    """When each task runs. Raises PlanError where tasks wait for each other in a circle."""
+    state = _State(tasks)
+    while state.step():
+        pass
+    if state.left:
+        stuck = [t.name for t, end in zip(tasks, state.end_s, strict=True) if math.isnan(end)]
+        raise PlanError(f"{state.left} of {len(tasks)} tasks wait for each other: {', '.join(stuck[:4])}, ...; the order of a stream "
+                        "contradicts what its tasks wait for")
+    return Timeline(tuple(state.begin_s), tuple(state.end_s))
+
+
+@dataclass(eq=False)
+class _State:
+    """What has ended, what runs, what waits."""
+
+    tasks: Sequence[Task]
+    now_s: float = 0.0
+    alone: list[tuple[float, int]] = field(default_factory=list)  # tasks that share nothing: a heap of (end, position)
+    sharing: dict[int, float] = field(default_factory=dict)  # the others that run: seconds of work left
+    rates: dict[int, float] = field(default_factory=dict)  # of `sharing`
+
+    def __post_init__(self) -> None:
+        count = len(self.tasks)
+        self.left, self.begin_s, self.end_s = count, [math.nan] * count, [math.nan] * count
+        self.waits = [len(task.after) for task in self.tasks]
+        self.next: list[list[int]] = [[] for _ in self.tasks]
+        self.streams: dict[str, deque[int]] = {}
+        self.idle = dict.fromkeys((task.stream for task in self.tasks), True)
+        for index, task in enumerate(self.tasks):
+            self.streams.setdefault(task.stream, deque()).append(index)
+            for before in task.after:
+                self.next[before].append(index)
+        self._start(list(self.streams))
+
+    def step(self) -> bool:
+        """Go on to the next end of a task; False where nothing runs."""
+        first = min(self.sharing, key=lambda i: self.sharing[i] / self.rates[i] if self.rates[i] else math.inf, default=None)
+        ends = self.now_s + self.sharing[first] / self.rates[first] if first is not None and self.rates[first] else math.inf
+        if self.alone and self.alone[0][0] <= ends:
+            until, first = heapq.heappop(self.alone)
+        elif first is not None and ends < math.inf:
+            until = ends
+        else:
+            return False
+        for index in self.sharing:
+            self.sharing[index] = max(0.0, self.sharing[index] - self.rates[index] * (until - self.now_s))
+        self.now_s = until
+        self._end(first)
+        return True
+
+    def _end(self, index: int) -> None:
+        self.end_s[index] = self.now_s
+        self.left -= 1
+        stream = self.tasks[index].stream
+        self.idle[stream] = True
+        touched = {stream: None}
+        for later in self.next[index]:
+            self.waits[later] -= 1
+            touched[self.tasks[later].stream] = None
+        shared = self.sharing.pop(index, None) is not None
+        if self._start(list(touched)) or shared:
+            self._share()
+
+    def _start(self, streams: Sequence[str]) -> bool:
+        """Begin what can begin on some streams; whether something that shares did."""
+        found = False
+        for stream in streams:
+            queue = self.streams[stream]
+            if not self.idle[stream] or not queue or self.waits[queue[0]]:
+                continue
+            index = queue.popleft()
+            task = self.tasks[index]
+            self.idle[stream], self.begin_s[index] = False, self.now_s
+            if task.links or task.units:
+                self.sharing[index] = task.work_s
+                found = True
+            else:
+                heapq.heappush(self.alone, (self.now_s + task.work_s, index))
+        if found:
+            self._share()
+        return found
+
+    def _share(self) -> None:
+        """How fast each of the running tasks that share something is."""
+        on: dict[str, int] = {}
+        taken: dict[str, float] = {}
+        for index in self.sharing:
+            task = self.tasks[index]
+            for link in task.links:
+                on[link] = on.get(link, 0) + 1
+            taken[task.units] = taken.get(task.units, 0.0) + task.takes
+        self.rates = {}
+        for index in self.sharing:
+            task = self.tasks[index]
+            free = 1.0 if task.takes or not task.units else max(0.0, 1.0 - taken[task.units])
+            self.rates[index] = free / max((on[link] for link in task.links), default=1)

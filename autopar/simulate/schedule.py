@@ -1,0 +1,65 @@
+"""A pipeline: the actions of each place in the order of torch's schedule, and what they send, as tasks for the event engine.
+
+An action takes as long as its stage takes alone (simulate.stages). What a stage gives is sent when its action has ended, and the next
+stage's action waits for it; the sends of a place go over its link one after the other, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.pipeline.orders import Action
+from autopar.simulate.engine import Task
+
+Seconds = Callable[[Action], float]
+
+
+def tasks(lines: Sequence[Sequence[Action]], places: Sequence[int], action_s: Seconds,
+          send_s: Callable[[int, bool], float]) -> tuple[list[Task], list[Action | None]]:
+    """The tasks of a pipeline, and the action of each (None: a send).
+
+    `lines` has the actions of each place, `places` the place of each stage; `action_s` are the seconds of an action, `send_s` those of
+    sending what a stage gives to the next one, or with True its gradient back.
+    """
+    known = {action: index for index, action in enumerate(action for line in lines for action in line)}
+    actions: list[Action | None] = list(known)
+    sends: list[Task] = []
+    needs: dict[Action, list[int]] = {action: [] for action in known}
+    for action, index in known.items():
+        for after, sent_s, arrow in _following(action, places, known, send_s):
+            if sent_s is None:
+                needs[after].append(index)
+                continue
+            needs[after].append(len(known) + len(sends))
+            sends.append(Task(arrow, link(places[action.stage]), sent_s, (index,)))
+            actions.append(None)
+    made = [Task(label(action), f"place {places[action.stage]}", action_s(action), tuple(needs[action])) for action in known]
+    return made + sends, actions
+
+
+def link(place: int) -> str:
+    """The stream on which a place sends."""
+    return f"sends of place {place}"
+
+
+def label(action: Action) -> str:
+    """`F stage 3 microbatch 5`."""
+    return f"{action.kind} stage {action.stage} microbatch {action.microbatch}"
+
+
+def _following(action: Action, places: Sequence[int], known: dict[Action, int],
+               send_s: Callable[[int, bool], float]) -> list[tuple[Action, float | None, str]]:
+    """The actions that wait for `action`, with the seconds of what is sent to them (None: nothing is)."""
+    kind, stage, micro = action
+    found: list[tuple[Action, float | None, str]] = []
+    if kind == "F":
+        if stage + 1 < len(places):
+            found.append((Action("F", stage + 1, micro), send_s(stage, False) if places[stage] != places[stage + 1] else None,
+                          f"activations of stage {stage} microbatch {micro}"))
+        found += [(Action(back, stage, micro), None, "") for back in "BI"]
+    if kind in "BI" and stage > 0:
+        sent = send_s(stage - 1, True) if places[stage] != places[stage - 1] else None
+        found += [(Action(back, stage - 1, micro), sent, f"gradients of stage {stage - 1} microbatch {micro}") for back in "BI"]
+    if kind == "I":
+        found.append((Action("W", stage, micro), None, ""))
+    return [entry for entry in found if entry[0] in known]

@@ -1,0 +1,118 @@
+"""What the stages of a plan do, stage by stage: each distinct one is simulated once, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cluster import Cluster, Mesh, MeshAxis
+from autopar.codegen.edges import Edges, edges, out_pair
+from autopar.cost.comm import collective_s
+from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.views import View, views
+from autopar.plan import Plan
+from autopar.planner import local_share
+from autopar.problem.graph import Program, Ref, read
+from autopar.problem.prices import Settings
+from autopar.simulate.pieces import COMPUTE, Piece, Pieces
+from autopar.simulate.rank import Ran, Rank
+from autopar.simulate.sync import Sync
+from autopar.simulate.work import Turn, Walk, everything
+
+
+@dataclass(eq=False)
+class Stages:
+    """The stages of one plan. `program` has the sizes of one microbatch."""
+
+    gm: fx.GraphModule
+    plan: Plan
+    program: Program
+    cluster: Cluster
+    _ran: dict[tuple[int, str], Ran] = field(default_factory=dict)
+
+    @staticmethod
+    def of(gm: fx.GraphModule, plan: Plan) -> Stages:
+        """Read the graph that `plan` was made for at the sizes of a microbatch."""
+        cluster = Cluster.from_dict(dict(plan.cluster))
+        hints = {k: v // plan.microbatches if k == "b" else v for k, v in plan.hints.items()}
+        return Stages(gm, plan, read(gm, hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        whole = self.cluster.mesh((plan.places, *plan.mesh)) if plan.places > 1 else self.cluster.mesh(plan.mesh)
+        self.line: MeshAxis | None = whole.axes[0] if plan.places > 1 else None
+        self.mesh: Mesh = self.cluster.place_mesh(plan.places, plan.mesh)
+        self.pieces = Pieces(self.mesh, self.cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+        self.edges: Edges = edges(self.program, plan)
+        self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (everything(self.gm, self.program),)
+        schedule = SCHEDULES.get(plan.schedule)
+        self.splitting = plan.places > 1 and schedule is not None and schedule.splits_backward
+        self.walk = Walk(self.gm, self.program, plan, self.edges, self.pieces, self.splitting)
+        self.turns: list[list[Turn]] = [self.walk.stage(view) for view in self.views]
+        alike = [tuple(turn.item.name for turn in turns) for turns in self.turns]
+        self._first = [alike.index(names) for names in alike]  # the first stage that does the same
+        self.sync = Sync(self.program, plan, self.edges, self.mesh, self.line)
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward."""
+        return self.plan.mode == "train"
+
+    def ran(self, stage: int, part: str) -> Ran:
+        """One microbatch through one stage alone: its "forward", "backward", or the backward's parts "inputs" and "weights"."""
+        key = (self._first[stage], part)
+        if key not in self._ran:
+            rank = self.rank()
+            if part == "forward":
+                rank.forward(self.turns[stage])
+            else:
+                rank.backward(self.turns[stage], part=part)
+            self._ran[key] = rank.run()
+        return self._ran[key]
+
+    def rank(self) -> Rank:
+        """A rank that has nothing to do yet."""
+        return Rank(self.pieces)
+
+    def whole(self) -> Ran:
+        """The step of a plan without a pipeline: forward, backward with its sums, optimizer."""
+        (view,), (turns,) = self.views, self.turns
+        rank = self.rank()
+        rank.forward(turns)
+        if self.training:
+            rank.backward(turns, self.sync.buckets(view, turns))
+            rank.local(self.optimizer(0), "optimizer")
+        return rank.run()
+
+    def sums(self, place: int) -> Ran:
+        """The sums of gradients on a place once all microbatches have gone back, one stage after the other."""
+        rank = self.rank()
+        for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
+            if stage.place == place:
+                rank.finish(self.sync.buckets(view, turns))
+        return rank.run()
+
+    def optimizer(self, place: int) -> Piece:
+        """The optimizer's step over what a rank of `place` holds."""
+        ops, blocks, tops = self.program.ops, dict[str, int](), dict[str, None]()
+        for view, stage in zip(self.views, self.plan.stages, strict=True):
+            if stage.place == place:
+                tops |= dict.fromkeys(view.held)
+                for scope, (first, stop) in view.blocks.items():
+                    blocks[scope] = blocks.get(scope, 0) + stop - first
+        seconds = 0.0
+        for op in ops.values():
+            if op.role == "param" and (op.scope in blocks or op.name in tops):
+                share = blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
+                seconds += share * self.pieces.prices.update_s(op, out_pair(self.plan, (op.name, 0)).value)
+        return Piece(self.plan.optimizer, "compute", COMPUTE, seconds)
+
+    def send_s(self, stage: int, *, gradients: bool = False) -> float:
+        """Seconds of sending what leaves a stage in one microbatch to the next one, or the gradients of it back."""
+        if self.line is None:
+            return 0.0
+        ops, refs = self.program.ops, self.views[stage].sends
+        moving: Sequence[Ref] = [ref for ref in refs if not gradients or ops[ref[0]].call.outs[ref[1]].grad]
+        return sum(collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), self.line) for ref in moving)

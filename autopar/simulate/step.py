@@ -1,0 +1,164 @@
+"""One step of a plan: its stages one by one, then the pipeline made of them, then what a step does once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from autopar.pipeline.orders import Action, orders
+from autopar.plan import Plan
+from autopar.simulate import schedule
+from autopar.simulate.engine import Task, Timeline, run
+from autopar.simulate.rank import Ran
+from autopar.simulate.result import Place, Simulation, Span
+from autopar.simulate.stages import Stages
+
+Ending = tuple[int, str, Ran | None]  # a task behind the actions of a place: its position, "sync" or "optimizer", what it is in detail
+PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
+DETAILED = 200_000  # spans: where all actions have more, only the first and the last microbatch are shown operator by operator
+
+
+def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | None = None) -> Simulation:
+    """Simulate one training step (or forward, of a plan for inference) of `plan`, which was made for the captured graph `gm`.
+
+    `progress` is told what happens. Raises PlanError where the plan's schedule cannot run.
+    """
+    say = progress or (lambda _: None)
+    say("reading the graph")
+    stages = Stages.of(gm, plan)
+    say(f"simulating {len(stages.turns)} stage{'s' * (len(stages.turns) > 1)}")
+    places = _Pipeline(stages).places() if plan.pipelined else [_alone(stages)]
+    return _summed(stages, places)
+
+
+def _alone(stages: Stages) -> Place:
+    """A plan without a pipeline: one rank stands for all."""
+    ran = stages.whole()
+    optimizer_s = sum(task.work_s for task, mark in zip(ran.tasks, ran.marks, strict=True) if mark.during == "optimizer")
+    busy = ran.compute_s + ran.exposed_s
+    return Place(0, (0,), ran.compute_s - optimizer_s, ran.exposed_s, ran.communication_s - ran.exposed_s, ran.length_s - busy, optimizer_s,
+                 (), ran.launches, lambda: spans(ran))
+
+
+def spans(ran: Ran, at_s: float = 0.0) -> list[Span]:
+    """What a rank did, `at_s` later."""
+    return [Span(task.stream, _named(mark.piece.name, mark.instance), mark.piece.kind, at_s + begin, at_s + end, mark.piece.nbytes)
+            for task, mark, begin, end in zip(ran.tasks, ran.marks, ran.timeline.begin_s, ran.timeline.end_s, strict=True)]
+
+
+def _named(name: str, instance: int) -> str:
+    """`model.layers/linear` of instance 3 -> `model.layers 3/linear`."""
+    scope, slash, rest = name.partition("/")
+    return f"{scope} {instance}/{rest}" if slash and instance >= 0 else name
+
+
+@dataclass(eq=False)
+class _Pipeline:
+    """The actions of all places."""
+
+    stages: Stages
+    tasks: list[Task] = field(default_factory=list)
+    actions: list[Action | None] = field(default_factory=list)
+
+    @cached_property
+    def lines(self) -> Sequence[Sequence[Action]]:
+        """What each place runs, in order: torch's schedule, or one microbatch after the other where there is one place."""
+        plan = self.stages.plan
+        count, micro = len(plan.stages), range(plan.microbatches)
+        if not self.stages.training:
+            return [[Action("F", i, m) for i, stage in enumerate(plan.stages) if stage.place == place for m in micro] for place in range(plan.places)]
+        if plan.places == 1:
+            return [[Action(kind, i, m) for m in micro for kind in "FB" for i in (range(count) if kind == "F" else reversed(range(count)))]]
+        return orders(plan.schedule, plan.places, count, plan.microbatches)
+
+    def ran(self, action: Action) -> Ran | None:
+        """What a rank does in an action; None where the whole backward was done with the inputs' part."""
+        part, view = PARTS[action.kind], self.stages.views[action.stage]
+        if part in ("inputs", "weights") and not view.separable:
+            return self.stages.ran(action.stage, "backward") if part == "inputs" else None
+        return self.stages.ran(action.stage, part)
+
+    def places(self) -> list[Place]:
+        """Run it."""
+        plan = self.stages.plan
+        where = [stage.place for stage in plan.stages]
+        sends = {(stage, back): self.stages.send_s(stage, gradients=back) for stage in range(len(where)) for back in (False, True)}
+        seconds = {(kind, stage): ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0
+                   for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)}
+        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back])
+        ends = self._endings() if self.stages.training else [[] for _ in self.lines]
+        timeline = run(self.tasks)
+        mine: list[list[int]] = [[] for _ in self.lines]
+        for index, action in enumerate(self.actions):
+            if action is not None:
+                mine[where[action.stage]].append(index)
+        detailed = sum(len(ran.tasks) for line in self.lines for a in line if (ran := self.ran(a))) <= DETAILED
+        return [self._place(place, timeline, mine[place], ends[place], detailed) for place in range(plan.places)]
+
+    def _endings(self) -> list[list[Ending]]:
+        """Adds what each place does after its last action: (task, what, the sums in detail)."""
+        found: list[list[Ending]] = [[] for _ in self.lines]
+        for place, ending in enumerate(found):
+            sums = self.stages.sums(place)
+            ending.append((self._add(Task("sums of gradients", f"place {place}", sums.length_s)), "sync", sums))
+        before = [ending[-1][0] for ending in found]
+        for shared in self.stages.sync.shared(self.stages.views):
+            for place in shared.places:
+                found[place].append((self._add(Task(f"gradients of {', '.join(shared.names)} over places", f"place {place}", shared.seconds,
+                                                    tuple(before[p] for p in shared.places))), "sync", None))
+        for place, ending in enumerate(found):
+            ending.append((self._add(Task(self.stages.plan.optimizer, f"place {place}", self.stages.optimizer(place).seconds)), "optimizer", None))
+        return found
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        self.actions.append(None)
+        return len(self.tasks) - 1
+
+    def _place(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> Place:
+        did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
+        once_s = {what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what) for what in ("sync", "optimizer")}
+        compute, exposed = sum(ran.compute_s for ran in did), sum(ran.exposed_s for ran in did)
+        hidden = sum(ran.communication_s for ran in did) - exposed
+        exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
+        held = tuple(i for i, stage in enumerate(self.stages.plan.stages) if stage.place == place)
+        return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, (),
+                     sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
+
+    def _action(self, index: int) -> Action:
+        action = self.actions[index]
+        assert action is not None, "only actions are of a place"
+        return action
+
+    def _spans(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> list[Span]:
+        """The actions of a place, operator by operator (of the first and last microbatch, where not `detailed`), and its sends."""
+        def span(index: int, stream: str, kind: str) -> Span:
+            return Span(stream, self.tasks[index].name, kind, timeline.begin_s[index], timeline.end_s[index])
+
+        made, last = [], self.stages.plan.microbatches - 1
+        for index in mine:
+            made.append(span(index, "actions", "action"))
+            ran = self.ran(self._action(index))
+            if ran is not None and (detailed or self._action(index).microbatch in (0, last)):
+                made += spans(ran, timeline.begin_s[index])
+        for index, _, sums in ending:
+            made.append(span(index, "actions", "action"))
+            made += spans(sums, timeline.begin_s[index]) if sums is not None else []
+        return made + [span(index, "sends", "send") for index, task in enumerate(self.tasks) if task.stream == schedule.link(place)]
+
+
+def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
+    plan, device = stages.plan, stages.cluster.device
+    step_s = max(p.compute_s + p.exposed_s + p.idle_s + p.optimizer_s for p in places)
+    flops = plan.microbatches * sum(op.count * (op.flops + op.backward_flops * (stages.training and any(t.grad for t in op.call.outs)))
+                                    for op in stages.program.ops.values() if op.role == "op")
+    tokens = plan.hints.get("b", 1) * plan.hints.get("s", 1)
+    busiest = max(places, key=lambda p: p.compute_s)
+    return Simulation(
+        model=plan.model, cluster=stages.cluster.label, ranks=plan.ranks, schedule=plan.schedule, microbatches=plan.microbatches, step_s=step_s,
+        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * plan.ranks * device.flops(plan.precision)),
+        tokens_s=tokens / step_s / plan.ranks, tokens="tokens" if "s" in plan.hints else "samples", launch_s=busiest.launches * device.launch_s,
+        places=tuple(places))

@@ -1,0 +1,208 @@
+"""What one rank does in the forward and the backward of one stage, in the order of the emitted code.
+
+The walk is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard in front of
+the first operator that reads its result, blocks instance by instance. Autograd goes the other way round.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from autopar.codegen.edges import Edges, Pair, Reshard, in_pair
+from autopar.codegen.placements import Spot, in_order, spot_of
+from autopar.pipeline.views import View
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program, Ref
+from autopar.simulate.pieces import Piece, Pieces
+from passes import facts
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One operator or reshard. `again` are weights that its backward gathers first; `weights` is the share of its backward that is for
+    weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
+
+    Of a reshard of a weight, `later` says that the last collective of its backward runs in the background, `held_bytes` what that keeps
+    alive on the rank.
+    """
+
+    name: str
+    forward: tuple[Piece, ...] = ()
+    backward: tuple[Piece, ...] = ()
+    again: tuple[Piece, ...] = ()
+    weights: float = 0.0
+    lane: Spot | None = None
+    gathers: bool = False
+    later: bool = False
+    held_bytes: float = 0.0
+    reads: tuple[str, ...] = ()  # parameters, by the names of their Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One item where it runs: `unit` is what it belongs to (an operator of the top-level graph or a run of blocks) and `instance` which
+    of the blocks, -1 at the top."""
+
+    item: Item
+    unit: str
+    instance: int = -1
+
+
+@dataclass(eq=False)
+class Walk:
+    """Walks over the stages of a plan whose Ops have the sizes of one microbatch. `splits`: the schedule takes gradients of weights apart."""
+
+    gm: fx.GraphModule
+    program: Program
+    plan: Plan
+    edges: Edges
+    pieces: Pieces
+    splits: bool = False
+    _bodies: dict[str, list[Item]] = field(default_factory=dict)
+
+    def stage(self, view: View) -> list[Turn]:
+        """All that runs in the forward of `view`, in order."""
+        found: list[Turn] = []
+        resharded: dict[tuple[Ref, str], None] = {}
+        for node in self._ordered(self.gm, ""):
+            if node.op == "call_module" and str(node.target) in view.blocks:
+                found += self._run(str(node.target), view.blocks[str(node.target)], resharded)
+            elif (op := self._op(node, "")) is not None and op.role == "op" and view.runs(op.name) and not self._given(op, view):
+                found += [Turn(item, op.name) for item in self._operator(op, "", resharded)]
+        for _, op in view.results:
+            found += [Turn(item, op.name) for item in self._operands(op, "", resharded)]
+        return found
+
+    def _given(self, op: Op, view: View) -> bool:
+        return bool(view.given) and all((op.name, i) in view.given for i in range(len(op.call.outs)))
+
+    def _ordered(self, gm: fx.GraphModule, scope: str) -> list[fx.Node]:
+        spots: dict[fx.Node, Spot] = {}
+        for node in gm.graph.nodes:
+            name = self.program.runs[str(node.target)].ports[0] if node.op == "call_module" else self._full(node, scope)
+            if name in self.plan.nodes and (spot := spot_of(self.plan.nodes[name])) is not None and self.program.ops[name].role in ("op", "port"):
+                spots[node] = spot
+        return in_order(list(gm.graph.nodes), spots)
+
+    def _full(self, node: fx.Node, scope: str) -> str:
+        return f"{scope}/{node.name}" if scope else node.name
+
+    def _op(self, node: fx.Node, scope: str) -> Op | None:
+        if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
+            return None
+        return self.program.ops[self._full(node, scope)]
+
+    def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], unit: str = "") -> Iterator[Turn]:
+        """The blocks `[first, stop)` of a run, and what is fed to them and carried between them."""
+        run, (first, stop) = self.program.runs[scope], instances
+        unit = unit or scope
+        for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
+            if first == 0 or index >= len(run.carried):
+                yield from (Turn(item, unit, first) for item in self._asked(ref, in_pair(self.plan, port, 0), "feed", None, resharded))
+        carried = [item for port, ref in zip(run.ports, run.carried, strict=False)
+                   for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
+        body = self._body(scope)
+        for instance in range(first, stop):
+            if instance > 0:
+                yield from (Turn(item, unit, instance) for item in carried)
+            yield from (Turn(item, unit, instance) for item in body)
+
+    def _body(self, scope: str) -> list[Item]:
+        if scope not in self._bodies:
+            gm, resharded, found = self.gm.get_submodule(scope), dict[tuple[Ref, str], None](), list[Item]()
+            assert isinstance(gm, fx.GraphModule)
+            for node in self._ordered(gm, scope):
+                if node.op == "call_module":
+                    inner = self.program.runs[str(node.target)]
+                    found += [turn.item for turn in self._run(inner.scope, (0, inner.count), resharded)]
+                elif (op := self._op(node, scope)) is not None and op.role == "op":
+                    found += self._operator(op, scope, resharded)
+            for name in self.program.runs[scope].mutated:
+                found += self._operands(self.program.ops[name], scope, resharded)
+            self._bodies[scope] = found
+        return self._bodies[scope]
+
+    def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+        node = self.plan.nodes[op.name]
+        forward, backward = self.pieces.operator(op, node)
+        again = tuple(piece for reshard in self._gathered_again(op) for piece in self._way(reshard, "again"))
+        reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
+        mine = Item(op.name, forward, backward, again, _weights(op), spot_of(node), reads=reads)
+        return [*self._operands(op, scope, resharded), mine]
+
+    def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+        """The reshards in front of `op` that nothing before it asked for."""
+        return [item for index, ref in enumerate(op.operands)
+                for item in self._asked(ref, in_pair(self.plan, op.name, index), "edge", scope, resharded)]
+
+    def _asked(self, ref: Ref, dst: Pair, role: str, scope: str | None, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+        reshard, key = self._between(ref, dst, role, scope), (ref, f"{role} {dst}")
+        if reshard is None or key in resharded:
+            return []
+        resharded[key] = None
+        return [self._reshard(reshard)]
+
+    def _between(self, ref: Ref, dst: Pair, role: str, scope: str | None) -> Reshard | None:
+        return next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
+
+    @cached_property
+    def _of_ref(self) -> Mapping[Ref, list[Reshard]]:
+        found: dict[Ref, list[Reshard]] = {}
+        for reshard in self.edges.reshards:
+            found.setdefault(reshard.ref, []).append(reshard)
+        return found
+
+    def _reshard(self, reshard: Reshard) -> Item:
+        backward = self._way(reshard, "backward")
+        ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
+        gathers = reshard.regathers(self.plan.mesh)
+        sunk = gathers and producer.role == "param" and not self.edges.sync.get(ref) and not self.splits
+        held = self.pieces.prices.local_bytes(self.bytes_of(ref), reshard.dst.value)
+        return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", self._way(reshard, "forward"), backward,
+                    weights=float(reshard.weight), gathers=gathers,
+                    later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", held_bytes=held,
+                    reads=(ref[0],) if producer.role == "param" else ())
+
+    def _way(self, reshard: Reshard, way: str) -> tuple[Piece, ...]:
+        name = f"{reshard.ref[0]}{ {'forward': '', 'backward': ' gradient', 'again': ' again'}[way]}"
+        steps = reshard.backward(self.plan.mesh) if way == "backward" else reshard.forward(self.plan.mesh)
+        return self.pieces.steps(steps, self.bytes_of(reshard.ref), name)
+
+    def bytes_of(self, ref: Ref) -> float:
+        """Bytes of a value of one microbatch on one device."""
+        return self.program.bytes_of(ref)
+
+    def _gathered_again(self, op: Op) -> list[Reshard]:
+        """Weights whose last reader is `op`: its backward, the first that needs them, gathers them again."""
+        found = []
+        for index, ref in enumerate(op.operands):
+            reshard = self._between(ref, in_pair(self.plan, op.name, index), "edge", op.scope)
+            if reshard is not None and reshard.regathers(self.plan.mesh) and self._last_saved(reshard) == op.name and reshard not in found:
+                found.append(reshard)
+        return found
+
+    def _last_saved(self, reshard: Reshard) -> str:
+        ops = self.program.ops
+        saving = [name for name in reshard.readers if any(ref == reshard.ref and ops[name].needs_again(i) for i, ref in enumerate(ops[name].operands))]
+        return saving[-1] if saving else ""
+
+
+def _weights(op: Op) -> float:
+    """The share of an operator's backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
+    graded = [weight for weight, tensor in zip(op.weight, op.call.ins, strict=True) if tensor.grad]
+    return sum(graded) / len(graded) if graded else 0.0
+
+
+def everything(gm: fx.GraphModule, program: Program) -> View:
+    """The view of a plan that is not cut: all operators, all blocks, all results."""
+    tops = {name: None for name, op in program.ops.items() if not op.scope and op.role == "op"}
+    held = {name: None for name, op in program.ops.items() if not op.scope and op.role in ("param", "buffer", "constant")}
+    inputs = {name: None for name, op in program.ops.items() if op.role == "input"}
+    top = {str(node.target): (0, program.runs[str(node.target)].count) for node in gm.graph.nodes if node.op == "call_module"}
+    results = tuple(enumerate(program.results))
+    return View(0, tops, top, held, inputs, (), (), (), results)

@@ -1,0 +1,78 @@
+"""Price = execution: all that a rank does in a simulated step, one after the other, takes what the Problem charges with nothing hidden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.planner import Planner, Request, space
+from autopar.problem.prices import Settings
+from autopar.report.reshards import prices_of
+from autopar.simulate.stages import Stages
+from autopar.simulate.sync import Sync
+from autopar.simulate.work import Turn
+from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stages, subject
+
+
+def _alone_s(turns: Sequence[Turn]) -> float:
+    return sum(piece.seconds for turn in turns for way in (turn.item.forward, turn.item.again, turn.item.backward) for piece in way)
+
+
+def _simulated_s(stages: Stages, sync: Sync) -> float:
+    """Seconds of all pieces, every gradient in a bucket of its own, as the Problem prices it."""
+    (view,), (turns,) = stages.views, stages.turns
+    buckets = sync.buckets(view, turns, limit_bytes=1)
+    return _alone_s(turns) + sum(piece.seconds for bucket in buckets for piece in bucket.sums) + stages.optimizer(0).seconds
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("name", "sizes", "where"), [("mlp", (4,), "cpu:1x4"), ("gpt", (2, 2), "h100:2x2"), ("hf-gpt2", (4,), "h100:1x4"),
+                                                      ("moe", (4,), "cpu:1x4"), ("cnn", (2, 2), "cpu:1x4")])
+def test_all_pieces_of_any_solution(name: str, sizes: Sizes, where: str, seed: int) -> None:
+    who = subject(name)
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse(where), Settings(who.mode), mesh=sizes))
+    model = planner.model(sizes, space(sizes), "prices")
+    choice = at_random(model.problem, time_limit_s=1.0, seed=seed).choice
+    made = assemble(who, planner, sizes, model.decode(choice), "random")
+    nodes_s = sum(float(node.cost_s[c]) for node, c in zip(model.problem.nodes, choice, strict=True))
+    stages = Stages.of(who.captured.gm, made)
+    assert _simulated_s(stages, stages.sync) == pytest.approx(nodes_s + _reshards_s(stages), rel=1e-9)
+
+
+def _reshards_s(stages: Stages) -> float:
+    """What tests/unit/verify/test_prices.py finds equal to the charges of the nets."""
+    prices, total = prices_of(stages.plan), 0.0
+    for reshard in stages.edges.reshards:
+        src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
+        size = stages.program.bytes_of(reshard.ref)
+        total += float(prices.table_s([src], [dst], size, [reshard.regathers(stages.plan.mesh)])[0, 0]) * reshard.count
+    return total
+
+
+@pytest.mark.parametrize("recipe", ["single", "ddp", "zero3", "tp", "megatron"])
+def test_on_a_cpu_nothing_hides(recipe: str) -> None:
+    """The whole step is the sum of its parts, and up to buckets what was predicted."""
+    who = subject("hf-gpt2")
+    made = by_recipe(who, (4,), recipe)
+    stages = Stages.of(who.captured.gm, made)
+    ran = stages.whole()
+    assert ran.length_s == pytest.approx(sum(task.work_s for task in ran.tasks), rel=1e-9)
+    assert ran.length_s <= made.predicted.step_s * (1 + 1e-9)
+    if not stages.sync.buckets(stages.views[0], stages.turns[0]):
+        assert ran.length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 1)])
+def test_stages_together_are_the_model(schedule: str, virtual: int) -> None:
+    """The stages do what the uncut model does at the sizes of a microbatch; only a weight that two of them read is gathered in both."""
+    who = subject("hf-gpt2")
+    cut, whole = (Stages.of(who.captured.gm, by_stages(who, (2,), "zero3", places, 4, schedule, v)) for places, v in ((2, virtual), (1, 1)))
+    shared = next(turn for turn in whole.turns[0] if turn.item.name.startswith("p_transformer_wte_weight"))
+    assert sum(map(_alone_s, cut.turns)) == pytest.approx(_alone_s([*whole.turns[0], shared]), rel=1e-9)
+    parts = ("inputs", "weights") if cut.splitting else ("backward",)
+    for stage, turns in enumerate(cut.turns):
+        seconds = math.fsum(task.work_s for part in ("forward", *parts) for task in cut.ran(stage, part).tasks)
+        assert seconds == pytest.approx(_alone_s(turns), rel=1e-9)

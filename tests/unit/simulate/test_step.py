@@ -1,0 +1,90 @@
+"""Whole steps: parts add up, closed formulas agree, the trace is one that Perfetto opens, bad input is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.pipeline.orders import StageTime, orders, step_s
+from autopar.pipeline.schedules import SCHEDULES
+from autopar.simulate import Simulation, simulate
+from autopar.simulate.stages import Stages
+from autopar.simulate.trace import trace
+from tests.helpers.verify import Subject, by_recipe, by_stages, subject
+
+CASES = [("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2), ("interleaved_zero_bubble", 2, 1),
+         ("interleaved_zero_bubble", 2, 2), ("zbv_zero_bubble", 2, 2), ("dualpipev", 2, 2)]
+
+
+def _simulated(who: Subject, schedule: str, places: int, virtual: int) -> tuple[Simulation, Stages]:
+    made = by_stages(who, (2,), "zero3", places, 8, schedule, virtual)
+    return simulate(who.captured.gm, made), Stages.of(who.captured.gm, made)
+
+
+@pytest.mark.parametrize(("schedule", "places", "virtual"), CASES)
+def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, virtual: int) -> None:
+    found, stages = _simulated(subject("hf-gpt2"), schedule, places, virtual)
+    split = SCHEDULES[schedule].splits_backward
+    count, times = places * virtual, []
+    for stage, view in enumerate(stages.views):
+        back = [stages.ran(stage, part).length_s for part in (("inputs", "weights") if split and view.separable else ("backward",))]
+        times.append(StageTime(stages.ran(stage, "forward").length_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage)))
+    where = [stage.place for stage in stages.plan.stages]
+    once = max(stages.sums(place).length_s + stages.optimizer(place).seconds for place in range(places))
+    shared = sum(shared.seconds for shared in stages.sync.shared(stages.views))
+    closed = step_s(orders(schedule, places, count, 8), times, where) + once + shared
+    assert found.step_s == pytest.approx(closed, rel=0.03)
+
+
+@pytest.mark.parametrize(("schedule", "places", "virtual"), CASES[:4])
+def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: int) -> None:
+    found, _ = _simulated(subject("hf-gpt2"), schedule, places, virtual)
+    assert len(found.places) == places and sorted(s for p in found.places for s in p.stages) == list(range(places * virtual))
+    for place in found.places:
+        parts = (place.compute_s, place.exposed_s, place.idle_s, place.optimizer_s)
+        assert all(part >= -1e-12 for part in parts) and sum(parts) == pytest.approx(found.step_s)
+    assert 0 < found.bubble < 1 and 0 < found.exposed < 1 and 0 < found.mfu < 1
+    assert found.tokens_s == pytest.approx(8 * 16 / found.step_s / (2 * places))
+
+
+def test_more_microbatches_have_a_smaller_bubble() -> None:
+    who = subject("hf-gpt2")
+    bubbles = [simulate(who.captured.gm, by_stages(who, (2,), "ddp", 2, m, "1f1b")).bubble for m in (2, 4)]
+    assert bubbles[1] < bubbles[0]
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path, pipelined: bool) -> None:
+    who = subject("hf-gpt2")
+    found = _simulated(who, "1f1b", 2, 1)[0] if pipelined else simulate(who.captured.gm, by_recipe(who, (2, 2), "tp_zero3"))
+    found.save_trace(str(tmp_path / "trace.json"))
+    made = json.loads((tmp_path / "trace.json").read_text())
+    assert made == json.loads(json.dumps(trace(found))) and set(made) == {"traceEvents", "displayTimeUnit", "otherData"}
+    named = {(e["pid"], e["tid"]) for e in made["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    slices = [e for e in made["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in made["traceEvents"]} == set(range(len(found.places)))
+    for event in slices:
+        assert (event["pid"], event["tid"]) in named and event["dur"] >= 0 and event["ts"] >= 0 and event["name"] and event["cat"]
+        assert event["ts"] + event["dur"] <= 1e6 * found.step_s * (1 + 1e-9)
+    for track in named:  # slices of a track nest or follow each other: what overlaps otherwise Perfetto would draw wrong
+        last = 0.0
+        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
+            assert event["ts"] >= last - 1e-6
+            last = event["ts"] + event["dur"]
+    streams = {e["args"]["name"] for e in made["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {"compute"} < streams and ({"actions", "sends"} < streams or not pipelined)
+
+
+def test_as_json_there_is_everything_but_the_spans() -> None:
+    who = subject("hf-gpt2")
+    found = json.loads(json.dumps(simulate(who.captured.gm, by_recipe(who, (4,), "zero3")).to_dict()))
+    assert {"step_s", "mfu", "tokens_s", "bubble", "exposed", "peak_bytes", "places", "predicted_s"} < set(found)
+    assert "spans" not in found["places"][0] and found["places"][0]["compute_s"] > 0
+
+
+def test_forward_only_for_inference() -> None:
+    who = subject("hf-gpt2", "inference")
+    found = simulate(who.captured.gm, by_recipe(who, (4,), "tp"))
+    assert found.step_s == pytest.approx(found.predicted_s) and found.places[0].optimizer_s == 0.0

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,12 @@ def climbs(path_name: str, tree: ast.Module, order: list[str]) -> Iterator[str]:
 
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+def test_pytest_looks_into_every_folder_of_tests(request: pytest.FixtureRequest) -> None:
+    skipped = request.config.getini("norecursedirs")
+    folders = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not [(path, pattern) for path in folders for part in path.parts[:-1] for pattern in skipped if fnmatch(part, pattern)]
 
 
 def test_every_part_is_in_the_list_of_layers() -> None:

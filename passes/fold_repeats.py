@@ -123,20 +123,25 @@ def _body(
 
 
 def _weight_names(run: Run, slot: int, total: int) -> dict[str, Any]:
-    """`fqn` relative to the block and `fqns` of all instances, checked against those in the graph."""
+    """`fqns` of all instances, checked against those in the graph, and `fqn`, the name in the block: relative to its module, `up.weight`;
+    in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first instance, with
+    underscores, where the weight is elsewhere."""
     known = [instance.outside[slot].meta["fqn"] for instance in run.instances]
+    elsewhere = known[0].replace(".", "_")
     start = run.instances[0].start
     match = re.fullmatch(re.escape(run.container) + r"\.(\d+)\.(.*)", known[0])
     if match is None:
         if total != len(known):
             raise ValueError(f"{known[0]} is used by blocks of {run.container} but is not in it: cannot name all {total}")
-        return {"fqn": known[0].replace(".", "_"), "fqns": known}
+        return {"fqn": elsewhere, "fqns": known}
     offset, rest = int(match.group(1)) - start, match.group(2)
     fqns = [f"{run.container}.{start + number * run.period + offset}.{rest}" for number in range(total)]
     if fqns[: len(known)] != known and total == len(known):
-        return {"fqn": rest, "fqns": known}
+        return {"fqn": elsewhere, "fqns": known}
     if fqns[: len(known)] != known:
         raise ValueError(f"weights of the blocks of {run.container} are named {known}, wanted {fqns[: len(known)]}")
+    if not 0 <= offset < run.period:
+        return {"fqn": elsewhere, "fqns": fqns}
     return {"fqn": rest if run.period == 1 else f"{offset}.{rest}", "fqns": fqns}
 
 

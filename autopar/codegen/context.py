@@ -13,7 +13,7 @@ from autopar.codegen.expressions import qualified
 from autopar.cost.comm import steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.graph import Op, Program, Ref
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -82,14 +82,6 @@ class Context:
     def short_name(self, op: Op) -> str:
         """The name of a parameter or buffer inside its class: relative to the block, or the full one at the top."""
         return str(op.node.meta["fqn"])
-
-    def prefixes(self, run: Run) -> list[str]:
-        """The module paths of the instances of a run of blocks; empty ones where its blocks have no parameters."""
-        for op in self.program.ops.values():
-            if op.scope == run.scope and op.node.meta.get("fqns"):
-                short = "." + self.short_name(op)
-                return [str(name).removesuffix(short) for name in op.node.meta["fqns"]]
-        return [""] * run.count
 
     @cached_property
     def function_names(self) -> tuple[str, ...]:

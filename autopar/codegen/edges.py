@@ -8,7 +8,7 @@ are the parameter's `sync` axes, summed in buckets at the end of the backward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
 from autopar.plan import NodePlan, Plan
@@ -41,7 +41,7 @@ class Pair:
 class Reshard:
     """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
     `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a reader's backward
-    needs the value, and it is no vector."""
+    needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such reader (`spared`)."""
 
     ref: Ref
     src: Pair
@@ -52,12 +52,20 @@ class Reshard:
     weight: bool
     saved: bool
     readers: tuple[str, ...]
+    late: bool = False
+    spared: bool = False
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
         return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))
+
+    @property
+    def in_first(self) -> Reshard:
+        """What it is in the first block of a run."""
+        dst = Pair(self.dst.value, (NO_GRAD,) * len(self.dst.grad)) if self.late else self.dst
+        return replace(self, dst=dst, saved=self.saved and not self.spared)
 
     @property
     def gradient(self) -> bool:
@@ -104,8 +112,9 @@ def edges(program: Program, plan: Plan) -> Edges:
         for (scope, dst), group in asked.items():
             if needed(src, dst):
                 saved = any(op.needs_again(operand) for op, operand in group)
+                spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
-                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names))
+                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared))
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):
@@ -115,7 +124,8 @@ def edges(program: Program, plan: Plan) -> Edges:
         for port, ref in zip(run.ports, run.carried, strict=False):
             src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
             if needed(src, dst) and run.count > 1:
-                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,)))
+                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,),
+                                     program.ops[ref[0]].late))
     return Edges(tuple(found), sync)
 
 

@@ -18,6 +18,7 @@ from autopar.codegen.stages import pipelined_model
 from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run, read
+from autopar.problem.names import first_path, namings
 
 RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
 
@@ -98,7 +99,7 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     symbols = "".join(f", {s}" for s in context.symbols)
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",
-        f'{INDENT}"""{run.count} instances of {_path(context, run)}."""', "",
+        f'{INDENT}"""{run.count} instances of {first_path(namings(context.program, run)[0]) or run.scope}."""', "",
         *parameter_tables(context, _ops(context, run.scope)), *_mutates(context, run), "",
         f"{INDENT}def forward(self, {', '.join(ports)}{', *' if symbols else ''}{symbols}):",
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
@@ -108,16 +109,6 @@ def _mutates(context: Context, run: Run) -> list[str]:
     """The buffers whose new values forward returns, behind the carried values."""
     names = tuple(context.program.ops[name].fqn for name in run.mutated)
     return [f"{INDENT}MUTATES = {names!r}"] if names else []
-
-
-def _path(context: Context, run: Run) -> str:
-    names = [op.node.meta["fqns"][0] for op in context.program.ops.values()
-             if op.scope == run.scope and op.role == "param" and op.node.meta.get("fqns")]
-    return names[0].split(".")[0] + " ..." if not names else names[0].removesuffix("." + _short(context, run))
-
-
-def _short(context: Context, run: Run) -> str:
-    return next(context.short_name(op) for op in context.program.ops.values() if op.scope == run.scope and op.role == "param")
 
 
 def _ops(context: Context, scope: str) -> list[Op]:

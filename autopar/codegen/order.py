@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from autopar.codegen.context import Context
-from autopar.problem.graph import Op, Run
+from autopar.problem.graph import Op
+from autopar.problem.names import Naming, namings
 
 WIDTH = 100  # columns of a line of names
 
@@ -25,10 +27,9 @@ def _first(op: Op) -> str:
 def order_text(context: Context) -> str:
     """A tuple of names, in which the path of a block stands for all that the block declares, parameters before buffers:
     `("wte.weight", *(f"h.{i}" for i in range(12)), "ln_f.weight")`. What stands in another order is named one by one."""
-    blocks = {path: _declared(context, run, path) for run in context.program.runs.values() for path in context.prefixes(run) if path}
+    blocks, scopes = _blocks(context)
     starts = {names[0]: path for path, names in blocks.items() if names}
     entries: list[tuple[str, str]] = []  # (scope of the run or "", entry)
-    scopes = {path: run.scope for run in context.program.runs.values() for path in context.prefixes(run)}
     at = 0
     while at < len(context.order):
         path = starts.get(context.order[at])
@@ -53,11 +54,20 @@ def _wrapped(parts: Sequence[str]) -> Iterator[str]:
         column += len(text) + 1
 
 
-def _declared(context: Context, run: Run, path: str) -> list[str]:
-    """What the block at `path` puts into the state dict."""
-    held = [op for op in context.program.ops.values() if op.scope == run.scope]
-    tables = ([op for op in held if op.role == "param"], [op for op in held if op.role == "buffer" and _first(op) not in context.fleeting])
-    return [f"{path}.{context.short_name(op)}" for table in tables for op in ranked(table, context.order)]
+def _blocks(context: Context) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """What the blocks at each module path put into the state dict, and the run that each is of."""
+    blocks: dict[str, list[str]] = {}
+    scopes: dict[str, str] = {}
+    for run in context.program.runs.values():
+        held = [op for op in context.program.ops.values() if op.scope == run.scope]
+        tables = ([op for op in held if op.role == "param"], [op for op in held if op.role == "buffer" and _first(op) not in context.fleeting])
+        ops = [op for table in tables for op in ranked(table, context.order)]
+        for number, naming in enumerate(namings(context.program, run)):
+            for op in ops:
+                path = naming if isinstance(naming, str) else naming[context.short_name(op).partition(".")[0]]
+                blocks.setdefault(path, []).append(str(op.node.meta["fqns"][number]))
+                scopes[path] = run.scope
+    return blocks, scopes
 
 
 def _grouped(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -74,11 +84,37 @@ def _grouped(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
             row = []
 
 
-def compact(paths: Sequence[str]) -> str:
-    """A list of paths as source; as a comprehension where they count up."""
-    match = re.fullmatch(r"(.*?)(\d+)([^\d]*)", paths[0])
-    if match and len(paths) > 2:
-        head, first, tail = match.group(1), int(match.group(2)), match.group(3)
-        if list(paths) == [f"{head}{first + i}{tail}" for i in range(len(paths))]:
-            return f'[f"{head}{{i}}{tail}" for i in range({first}, {first + len(paths)})]'
-    return repr(list(paths))
+def compact(namings: Sequence[Naming]) -> str:
+    """The names of instances as source; as a comprehension where they count up."""
+    columns = {"": [n for n in namings if isinstance(n, str)]} if isinstance(namings[0], str) else {
+        head: [n[head] for n in namings if isinstance(n, dict)] for head in namings[0]}
+    counts = {head: count for head, paths in columns.items() if (count := _count(paths)) is not None}
+    if len(namings) < 3 or len(counts) < len(columns) or len({count.step for count in counts.values()}) > 1:
+        return repr(list(namings))
+    start, step = min((count.first, count.step) for count in counts.values())
+    texts = {head: count.text(start) for head, count in counts.items()}
+    one = texts[""] if "" in texts else f"{{{', '.join(f'{head!r}: {text}' for head, text in texts.items())}}}"
+    return f"[{one} for i in range({start}, {start + step * len(namings)}{f', {step}' if step > 1 else ''})]"
+
+
+class _Count(NamedTuple):
+    """Paths that count up: `h.0`, `h.2`, `h.4`, ... have head `h.`, first 0, step 2 and no tail."""
+
+    head: str
+    first: int
+    step: int
+    tail: str
+
+    def text(self, start: int) -> str:
+        """Such a path as source, where `i` begins with `start`."""
+        return f'f"{self.head}{{i{f" + {self.first - start}" if self.first > start else ""}}}{self.tail}"'
+
+
+def _count(paths: Sequence[str]) -> _Count | None:
+    numbers = [re.fullmatch(r"([^{}]*?)(\d+)([^\d{}]*)", path) for path in paths[:2]]
+    if len(numbers) < 2 or numbers[0] is None or numbers[1] is None:
+        return None
+    first = int(numbers[0][2])
+    count = _Count(numbers[0][1], first, int(numbers[1][2]) - first, numbers[0][3])
+    same = all(path == f"{count.head}{first + count.step * i}{count.tail}" for i, path in enumerate(paths))
+    return count if count.step > 0 and same else None

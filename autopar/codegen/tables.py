@@ -13,6 +13,7 @@ from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
+from autopar.problem.names import namings
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -91,8 +92,8 @@ def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ..
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:
-    """The table RUNS: for each run of blocks its class and the module paths of the instances `[first, stop)`."""
-    rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(context.prefixes(context.program.runs[scope])[slice(*span)])})"
+    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`."""
+    rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(namings(context.program, context.program.runs[scope])[slice(*span)])})"
             for scope, span in blocks.items()]
     return f"{INDENT}RUNS = {{{', '.join(rows)}}}"
 

@@ -41,19 +41,28 @@ class Tally:
             return self.plan.microbatches * sum(self._instances(view, op.scope) for view in self.stages)
         return self.plan.microbatches * sum(name in view.ops for view in self.stages) + (name in self.before)
 
-    def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int]]:
-        """Each reshard that runs here, as each stage has it, with its runs per step; of gradients that are summed over ranks, how
-        many tensors there are."""
+    def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int, int]]:
+        """Each reshard that runs here, as each stage has it, with its runs per step, and how many of them are of values that the first
+        block of a run makes; of gradients that are summed over ranks, how many tensors there are."""
         for reshard in found:
             if not self.plan.pipelined:
-                yield reshard, reshard.count
+                yield reshard, reshard.count, self.program.first_runs(reshard.ref)
                 continue
             if any(name in self.before for name in reshard.readers):
-                yield reshard, 1
+                yield reshard, 1, 0
             for view in self.stages:
                 runs = self._in_stage(view, reshard)
                 if runs:
-                    yield self._seen_by(view, reshard), runs
+                    yield self._seen_by(view, reshard), runs, self._first(view, reshard)
+
+    def _first(self, view: View, reshard: Reshard) -> int:
+        """The runs in this stage of a reshard whose value the first block of a run makes."""
+        scope = self.program.ops[reshard.ref[0]].scope
+        if not scope or reshard.role == "sync":
+            return 0
+        start, stop = view.blocks[scope]
+        reader = 1 if reshard.role == "carry" else 0
+        return self.plan.microbatches * (start <= reader < stop)
 
     def _seen_by(self, view: View, reshard: Reshard) -> Reshard:
         """The reshard with the readers that the stage has: whether one of them keeps the value decides about gathering again."""

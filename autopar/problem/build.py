@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, cutters, fits
+from autopar.layout import NO_GRAD, Layout, cutters, fits
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program, Ref
@@ -166,6 +166,7 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
     columns: dict[Pair, int] = {}
     uses = []
     again: set[int] = set()  # columns that the backward needs, as the emitter finds them
+    first: set[int] = set()  # those that the backward of the first block of a run needs
     saved: set[int] = set()  # columns whose bytes stay until the backward
     for op, operand in link.readers:
         index, position = home[op.name]
@@ -174,12 +175,13 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
         uses.append(Use(index, column))
         if operand >= 0 and op.needs_again(operand):
             again.update(column.tolist())
+        if operand >= 0 and op.needs_again(operand, first=True):
+            first.update(column.tolist())
         if (op.name, operand) in keeps.reads:
             saved.update(column.tolist())
     weight = program.is_weight(ref)
     size = program.bytes_of(ref)
-    twice = [weight and c in again for c in range(len(columns))]
-    cost = prices.table_s(rows, list(columns), size, again=twice, weight=weight) * link.count
+    cost = _step_s(link, program, rows, list(columns), prices, again, first)
     fresh, held = prices.made_bytes(rows, list(columns), size)
     if weight:
         # a gathered weight lives only while its block runs, so it counts once, not once per block; one that is not gathered again stays
@@ -190,6 +192,23 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
         memory = stays * np.where(fresh, held * link.count, lies[:, None])
     group = scopes[clusters[producer].scope] if weight else -1
     return Net(f"{ref[0]}:{ref[1]}", producer, row, tuple(uses), cost, memory, group, prices.contention if weight else 0.0)
+
+
+def _step_s(link: _Link, program: Program, rows: Sequence[Pair], columns: Sequence[Pair], prices: Prices, again: set[int],
+            first: set[int]) -> np.ndarray:
+    """Seconds per step of the reshards of a net; a weight is gathered again for the columns `again`, in the first block of a run of
+    blocks for the columns `first`, and a value may have no gradient there."""
+    weight, size = program.is_weight(link.ref), program.bytes_of(link.ref)
+    late = program.ops[link.ref[0]].late
+
+    def once_s(columns: Sequence[Pair], twice: set[int]) -> np.ndarray:
+        return prices.table_s(rows, columns, size, again=[weight and c in twice for c in range(len(columns))], weight=weight)
+
+    found = once_s(columns, again) * link.count
+    if late or (weight and again != first):
+        spared = once_s(columns, again) - once_s([(value, (NO_GRAD,)) for value, _ in columns] if late else columns, first)
+        found -= np.where(np.isfinite(found), spared, 0.0) * program.first_runs(link.ref)
+    return found
 
 
 def _owned(link: _Link, rows: Sequence[Pair], producer: Cluster, options: list[Choice], row: np.ndarray, keeps: Kept,

@@ -20,7 +20,7 @@ from torch import fx
 from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts, ops
-from passes.saved import Saved
+from passes.saved import Saved, saved_positions
 
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.to.dtype)
 """Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
@@ -53,6 +53,8 @@ class Op:
     saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
     copies: tuple[int, ...] = ()  # operands of which it keeps a copy of its own
     extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
+    late: bool = False  # its results get a gradient in all blocks of a run but the first, whose input has none
+    first_saves: tuple[int, ...] = ()  # `saves` in the first block of a run
     out_dtypes: tuple[torch.dtype, ...] = ()
     dtype: str = ""  # what it computes in: that of its first floating operand, else of its result
     where: str = ""
@@ -67,10 +69,10 @@ class Op:
         """Whether it only changes weights (a cast, a transpose): it follows the parameters."""
         return self.role == "op" and bool(self.weight) and all(self.weight)
 
-    def needs_again(self, operand: int) -> bool:
-        """Whether the backward needs that operand in such a way that a gathered weight is dropped and gathered again: a vector
-        is kept, because it is smaller than what starting one more collective costs."""
-        return operand in self.saves and len(self.call.ins[operand].shape) > 1
+    def needs_again(self, operand: int, *, first: bool = False) -> bool:
+        """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered
+        again: a vector is kept, because it is smaller than what starting one more collective costs."""
+        return operand in (self.first_saves if first else self.saves) and len(self.call.ins[operand].shape) > 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,6 +130,11 @@ class Program:
         """Whether a value is a parameter, or one that was turned or cast."""
         return self.ops[ref[0]].role == "param" or ref[0] in self.following
 
+    def first_runs(self, ref: Ref) -> int:
+        """How often per step a value is made in the first block of its run; 0 outside of runs."""
+        op = self.ops[ref[0]]
+        return op.count // self.runs[op.scope].count if op.scope else 0
+
     @property
     def results(self) -> list[Op]:
         """What the model gives: loss, outputs, new values of buffers outside of blocks, in the order of the graph's outputs."""
@@ -151,6 +158,15 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device
     return program
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What a block is fed: whether it has a gradient, whether in the first block too, and whether it comes from parameters alone."""
+
+    grad: bool
+    early: bool
+    weight: bool
+
+
 class _Reader:
     """Reads one scope."""
 
@@ -160,9 +176,10 @@ class _Reader:
         self.runs_of: dict[fx.Node, Run] = {}
         self.values = {facts.symbol(name): n for name, n in program.hints.items()}
         self.weight: dict[Ref, bool] = {}
+        self.early: dict[str, bool] = {}  # Op name -> whether it has a gradient in the first block too
 
-    def read(self, ports: Mapping[str, tuple[bool, bool]]) -> tuple[Ref, ...]:
-        """Read every node; `ports` gives (gradient, weight-only) of the values fed to placeholders by name."""
+    def read(self, ports: Mapping[str, Fed]) -> tuple[Ref, ...]:
+        """Read every node; `ports` says by name what is fed to placeholders."""
         outputs: tuple[Ref, ...] = ()
         for node in self.gm.graph.nodes:
             if node.op == "call_module":
@@ -184,7 +201,7 @@ class _Reader:
         run = self.runs_of.get(source)
         self.refs[node] = run.carried[index] if run else (self.refs[source][0], index)
 
-    def _op(self, node: fx.Node, ports: Mapping[str, tuple[bool, bool]]) -> None:
+    def _op(self, node: fx.Node, ports: Mapping[str, Fed]) -> None:
         name = self.full_name(node)
         role = str(node.meta["role"]) if node.op == "placeholder" and "role" in node.meta else "op"
         if node.op == "placeholder" and role == "op":
@@ -194,6 +211,8 @@ class _Reader:
         grads = tuple(known[ref[0]].call.outs[ref[1]].grad for ref in operands)
         weights = tuple(self.weight[ref] for ref in operands)
         gradient, weight = self._flow(node, role, grads, weights, ports)
+        first = tuple(grad and self.early[ref[0]] for ref, grad in zip(operands, grads, strict=True))
+        self.early[name] = ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
         held = facts.tensors(node)
         outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
                      for i in range(len(held)))
@@ -208,6 +227,8 @@ class _Reader:
             if gradient:
                 kept = saved(node, self.program.device)
                 op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self._number(kept.extra_bytes)
+                op.first_saves = op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
+        op.late = gradient and not self.early[name]
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
@@ -215,14 +236,13 @@ class _Reader:
             self.weight[name, i] = weight
 
     def _flow(self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...],
-              ports: Mapping[str, tuple[bool, bool]]) -> tuple[bool, bool]:
+              ports: Mapping[str, Fed]) -> tuple[bool, bool]:
         """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
         floating = facts.is_float(node)
         if role == "param":
             return node in self.reached and floating and bool(node.meta.get("requires_grad", True)), True
         if role == "port":
-            gradient, weight = ports[node.name]
-            return gradient and floating, weight
+            return ports[node.name].grad and floating, ports[node.name].weight
         gradient = node in self.reached and floating and any(grads) and node.target not in NO_GRADIENT
         return gradient, role == "op" and bool(weights) and all(weights)
 
@@ -247,19 +267,19 @@ class _Reader:
         reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached)
         feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
         names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
-        ports = {n.name: (n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad, self.weight[ref])
-                 for n, ref in zip(names, feeds, strict=True)}
+        grads = [n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad for n, ref in zip(names, feeds, strict=True)]
+        ports = {n.name: Fed(grad, grad, self.weight[ref]) for n, grad, ref in zip(names, grads, feeds, strict=True)}
         carried_count = len(edit.results(body))
-        if any(ports[n.name][0] is False for n in names[:carried_count]) and node in self.reached:
+        if not all(grads[:carried_count]) and node in self.reached:
             # the first block may be fed something without a gradient, the later ones are not
-            ports |= {n.name: (n in self.reached, False) for n in names[:carried_count]}
+            ports |= {n.name: Fed(n in self.reached, ports[n.name].early, False) for n in names[:carried_count]}
         carried = reader.read(ports)
         mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
         run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated)
         self.program.runs[scope] = run
         self.runs_of[node] = run
         for ref in carried:
-            self.weight[ref] = False
+            self.weight[ref], self.early[ref[0]] = False, True  # of the last block
 
     def _output(self, node: fx.Node) -> tuple[Ref, ...]:
         args = node.args[0]

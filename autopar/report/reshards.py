@@ -55,13 +55,19 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
 
 def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
     producer = context.program.ops[reshard.ref[0]]
-    src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
-    runs = reshard.count * (plan.microbatches if reshard.role != "sync" else 1)
-    once = float(prices.table_s([src], [dst], context.micro_bytes(reshard.ref), [reshard.regathers(context.sizes)])[0, 0])
+    parts = plan.microbatches if reshard.role != "sync" else 1
+    first = context.program.first_runs(reshard.ref)
+    step_s = (reshard.count - first) * _once_s(reshard, context, prices) + first * _once_s(reshard.in_first, context, prices)
     readers = [context.program.ops[name] for name in reshard.readers]
-    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, runs,
-               once * runs, context.reason(reshard), tuple(label(op) for op in readers),
+    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count * parts,
+               step_s * parts, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
+
+
+def _once_s(reshard: Reshard, context: Context, prices: Prices) -> float:
+    """Seconds of one run, forward and backward."""
+    src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
+    return float(prices.table_s([src], [dst], context.micro_bytes(reshard.ref), [reshard.regathers(context.sizes)])[0, 0])
 
 
 def label(op: Op) -> str:

@@ -23,6 +23,7 @@ from autopar.codegen.edges import Pair, in_pair, out_pair
 from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
+from autopar.problem.names import namings
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,10 @@ def titles(program: Program) -> dict[str, str]:
     """Scope -> how to say where: `outside of the blocks`, or `of transformer.h.0 ... 11` for a run of them."""
     found = {"": "outside of the blocks" if program.runs else "of the model"}
     for run in program.runs.values():
-        paths = _paths(program, run.scope)
+        paths = [path for naming in namings(program, run) for path in ([naming] if isinstance(naming, str) else naming.values()) if path]
         last = paths[-1].rsplit(".", 1)[-1] if paths else ""
         found[run.scope] = f"of {paths[0]} ... {last}" if len(paths) > 1 else f"of {paths[0] if paths else run.scope}"
     return found
-
-
-def _paths(program: Program, scope: str) -> list[str]:
-    """The module paths of the instances of a block."""
-    for op in program.ops.values():
-        names = op.node.meta.get("fqns") if op.scope == scope and op.role == "param" else None
-        if names:
-            return [str(name).removesuffix(f".{op.fqn}") for name in names]
-    return []
 
 
 def _uses(op: Op, readers: list[tuple[Op, int]], plan: Plan) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
         ORDER = ("wte.weight", *(f"layers.{i}" for i in range(4)), "lm_head.weight")        # of the state dict; a path is a block
         PARAMS = {"wte.weight": Param((257, 64), "float32", "R,S0", sync=(0,))}
         BUFFERS = {}
-        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(4)])}                  # prefixes of original names
+        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(4)])}                  # original names; see runtime/names.py
 
         def forward(self, ids, labels):
             b, s = ids.shape[0] * 2, ids.shape[1]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.errors import RunError
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.names import Naming, full_name, path_of
 from autopar.runtime.params import Held, Param, empty, place
 
 
@@ -25,7 +26,7 @@ class Tables(Protocol):
 class Scope(Tables, Protocol):
     """What holds runs of blocks: a model, or a stage of it."""
 
-    RUNS: ClassVar[Mapping[str, tuple[Any, Sequence[str]]]]
+    RUNS: ClassVar[Mapping[str, tuple[Any, Sequence[Naming]]]]
     runs: dict[str, list[Any]]
 
 
@@ -40,7 +41,7 @@ class Declared:
 
 @dataclass(eq=False)
 class Declarations:
-    """All that a model and its blocks declare; `paths` lists the names of each block."""
+    """All that a model and its blocks declare; `paths` lists the names of each block by its module path."""
 
     found: dict[str, Declared] = field(default_factory=dict)
     paths: dict[str, list[str]] = field(default_factory=dict)
@@ -50,10 +51,10 @@ class Declarations:
         """Make the blocks of a model or stage and take the tables of all."""
         made = Declarations()
         made._add(scope)
-        for run, (kind, prefixes) in scope.RUNS.items():
-            scope.runs[run] = [kind(f"{prefix}." if prefix else "") for prefix in prefixes]
-            for block, prefix in zip(scope.runs[run], prefixes, strict=True):
-                made._add(block, prefix)
+        for run, (kind, namings) in scope.RUNS.items():
+            scope.runs[run] = [kind(naming) for naming in namings]
+            for block, naming in zip(scope.runs[run], namings, strict=True):
+                made._add(block, naming)
         return made
 
     @staticmethod
@@ -67,11 +68,11 @@ class Declarations:
                 made.paths.setdefault(path, []).extend(names)
         return made
 
-    def _add(self, reader: Tables, path: str = "") -> None:
-        """Take the tables of the model (`path` is empty) or of the block at `path`."""
+    def _add(self, reader: Tables, naming: Naming = "") -> None:
+        """Take the tables of the model (`naming` is empty) or of the block that is named so."""
         for buffer, table, read in ((False, reader.PARAMS, reader.w), (True, reader.BUFFERS, reader.b)):
             for short, info in table.items():
-                name = f"{path}.{short}" if path else short
+                name, path = full_name(naming, short), path_of(naming, short)
                 self.found.setdefault(name, Declared(info, buffer)).readers.append((read, short))
                 if path:
                     self.paths.setdefault(path, []).append(name)

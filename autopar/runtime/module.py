@@ -22,6 +22,7 @@ from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
+from autopar.runtime.names import Naming, full_name
 from autopar.runtime.outputs import Spread, by_name, leaves, pack
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
@@ -35,9 +36,9 @@ class Block(nn.Module):
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
     MUTATES: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, naming: Naming = "") -> None:
         super().__init__()
-        self.prefix = prefix  # of original names
+        self.naming = naming
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
 
@@ -47,7 +48,7 @@ class Scope(nn.Module):
 
     PARAMS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
-    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[str]]]] = {}
+    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[Naming]]]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Scope(nn.Module):
 
     def changed(self, block: Block, values: Sequence[Tensor]) -> None:
         """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
-        self.mutations += [(block.prefix + name, value) for name, value in zip(block.MUTATES, values, strict=True)]
+        self.mutations += [(full_name(block.naming, name), value) for name, value in zip(block.MUTATES, values, strict=True)]
 
 
 class ShardedModule(Scope):

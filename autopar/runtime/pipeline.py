@@ -37,6 +37,7 @@ from autopar.layout import dim_of, is_shard
 from autopar.runtime import rng
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.module import Block, Scope, ShardedModule
+from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held
 from autopar.runtime.places import everywhere, shared_gradients, tell
@@ -81,9 +82,9 @@ class Stage(Scope):
     @classmethod
     def names(cls) -> dict[str, bool]:
         """Original names of all that the stage reads, and whether each is a parameter that may be trained."""
-        tables: list[tuple[str, type[Block] | type[Stage]]] = [("", cls)]
-        tables += [(f"{prefix}." if prefix else "", kind) for kind, prefixes in cls.RUNS.values() for prefix in prefixes]
-        return {prefix + short: info.trainable and table is kind.PARAMS for prefix, kind in tables
+        tables: list[tuple[Naming, type[Block] | type[Stage]]] = [("", cls)]
+        tables += [(naming, kind) for kind, namings in cls.RUNS.values() for naming in namings]
+        return {full_name(naming, short): info.trainable and table is kind.PARAMS for naming, kind in tables
                 for table in (kind.PARAMS, kind.BUFFERS) for short, info in table.items()}
 
 
@@ -220,4 +221,4 @@ class PipelinedModule(ShardedModule):
         names = dict.fromkeys(name for kind in self.STAGES for name in kind.names())
         yield from names
         yield from (alias for alias, name in self.ALIASES.items() if name in names)
-        yield from (prefix for kind in self.STAGES for _, prefixes in kind.RUNS.values() for prefix in prefixes)
+        yield from (path for kind in self.STAGES for _, namings in kind.RUNS.values() for naming in namings for path in paths_of(naming))

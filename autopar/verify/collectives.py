@@ -24,9 +24,11 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     in buckets count one by one, as they are priced. Transfers between places are on PIPELINE_AXIS."""
     found: Counter[Key] = Counter()
     tally = Tally(program, plan, place)
-    for reshard, runs in tally.reshards(edges.reshards):
+    for reshard, runs, first in tally.reshards(edges.reshards):
         for step in moving(reshard, plan.mesh):
-            found[step.kind, step.axis] += runs
+            found[step.kind, step.axis] += runs - first
+        for step in moving(reshard.in_first, plan.mesh):
+            found[step.kind, step.axis] += first
     for name, node in plan.nodes.items():
         for site, inner in inside(program.ops[name], node, plan.mesh):
             found[inner.kind, site.axis] += inner.times(site) * tally.op(name)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autopar.codegen.edges import Edges
+from autopar.codegen.tally import Tally
 from autopar.cost.comm import group_bytes
 from autopar.layout import Layout, cutters
 from autopar.plan import Plan
@@ -20,13 +21,14 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
     """Bytes of all collectives of each kind on each axis, as the cost model counts them, at the sizes of `program`; None where
     some tensor that is moved is cut unevenly."""
     found: Counter[Key] = Counter()
-    for reshard in edges.reshards:
+    for reshard, runs, first in Tally(program, plan).reshards(edges.reshards):
         steps, full = moving(reshard, plan.mesh), program.bytes_of(reshard.ref)
         sizes = program.ops[reshard.ref[0]].call.outs[reshard.ref[1]].sizes
         if not all(_even(sizes, layout, plan.mesh) for step in steps for layout in (step.before, step.after)):
             return None
-        for step in steps:
-            found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * reshard.count
+        for count, each in ((runs - first, steps), (first, moving(reshard.in_first, plan.mesh))):
+            for step in each:
+                found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
     for name, node in plan.nodes.items():
         for site, inner in inside(program.ops[name], node, plan.mesh):
             if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):

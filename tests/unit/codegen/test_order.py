@@ -12,6 +12,7 @@ from autopar.codegen.module import emit
 from autopar.codegen.order import compact
 from autopar.codegen.tables import Names
 from autopar.errors import RunError
+from autopar.problem.names import Naming
 from autopar.runtime import Mesh, Param, ShardedModule
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import by_recipe, subject
@@ -69,8 +70,24 @@ def test_odd_orders() -> None:
 
 def test_paths_that_count_up_are_one_expression() -> None:
     assert compact(["h.0", "h.1", "h.2"]) == '[f"h.{i}" for i in range(0, 3)]'
-    assert compact(["h.0", "h.2", "h.4"]) == "['h.0', 'h.2', 'h.4']"
+    assert compact(["h.0", "h.2", "h.4"]) == '[f"h.{i}" for i in range(0, 6, 2)]'
+    assert compact(["h.0", "h.1", "h.3"]) == "['h.0', 'h.1', 'h.3']"
+    assert compact(["h.2", "h.1", "h.0"]) == "['h.2', 'h.1', 'h.0']"
+    assert compact(["h.0", "h.1"]) == "['h.0', 'h.1']"
     assert compact(["a", "b", "c"]) == "['a', 'b', 'c']"
+
+
+PAIRS: list[Naming] = [{"0": f"h.{i}", "1": f"h.{i + 1}.x"} for i in range(2, 8, 2)]
+
+
+@pytest.mark.parametrize("namings", [PAIRS, [f"h.{i}" for i in range(7)], [*PAIRS, {"0": "h.8", "1": "other"}], ["a{0}", "a{1}", "a{2}"],
+                                     [{"0": "h.0", "a": "x.1"}, {"0": "h.1", "a": "x.3"}, {"0": "h.2", "a": "x.5"}]])
+def test_what_is_compact_is_the_same(namings: list[Naming]) -> None:
+    assert eval(compact(namings)) == namings
+
+
+def test_blocks_in_pairs_are_one_expression() -> None:
+    assert compact(PAIRS) == """[{'0': f"h.{i}", '1': f"h.{i + 1}.x"} for i in range(2, 8, 2)]"""
 
 
 def test_an_order_that_names_nothing_is_an_error() -> None:

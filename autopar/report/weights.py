@@ -22,7 +22,7 @@ from typing import Any
 from autopar.codegen.edges import Pair, in_pair, out_pair
 from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program
+from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.names import namings
 
 
@@ -52,7 +52,7 @@ def weights(program: Program, plan: Plan) -> list[Weight]:
     for op in program.ops.values():
         if op.role == "param":
             layout = out_pair(plan, (op.name, 0)).value
-            uses = _uses(op, readers.get((op.name, 0), []), plan)
+            uses = tuple(" + ".join(_words(op, readers, program, plan, axis)) or "unused" for axis in range(len(plan.mesh)))
             whole = math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
             found.append(Weight(op.scope, op.fqn, tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch."),
                                 op.count, show(layout), uses, whole * fraction(layout, plan.mesh)))
@@ -69,13 +69,15 @@ def titles(program: Program) -> dict[str, str]:
     return found
 
 
-def _uses(op: Op, readers: list[tuple[Op, int]], plan: Plan) -> tuple[str, ...]:
-    rest = out_pair(plan, (op.name, 0))
-    words = []
-    for axis in range(len(plan.mesh)):
-        seen = dict.fromkeys(_use(rest, reader, operand, axis, plan) for reader, operand in readers)
-        words.append(" + ".join(seen) or "unused")
-    return tuple(words)
+def _words(op: Op, readers: Mapping[Ref, list[tuple[Op, int]]], program: Program, plan: Plan, axis: int) -> dict[str, None]:
+    """How the readers of a weight use it; those of its turned form, where it is only turned or cast."""
+    found: dict[str, None] = {}
+    for reader, operand in readers.get((op.name, 0), []):
+        if reader.name in program.following:
+            found |= _words(reader, readers, program, plan, axis)
+        else:
+            found[_use(out_pair(plan, (op.name, 0)), reader, operand, axis, plan)] = None
+    return found
 
 
 def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:

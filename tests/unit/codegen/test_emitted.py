@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import autopar
+from autopar.codegen.edges import in_pair, needed, out_pair
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
+from autopar.problem.graph import read
 from models import mlp
 from tests.helpers.blocks import Stack, batch, blocks
+from tests.helpers.verify import by_recipe, subject
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "mlp_tp.py.txt"
 IMPORTED = ("torch", "torch.nn.functional", "autopar.runtime", "autopar.runtime.algorithms", "passes.ops")
@@ -58,6 +63,22 @@ def test_every_reshard_says_why(case):
     for i in at:
         said = lines[i] if "  # " in lines[i] else lines[i - 1]
         assert re.search(r"# .*(all-gather|all-reduce|reduce-scatter|all-to-all|slice|mask)", said), lines[i]
+
+
+@pytest.mark.parametrize(("model", "recipe", "readers"), [("hf-llama", "tp_sp", 3), ("hf-t5", "tp_sp", 3)])
+def test_readers_that_ask_for_the_same_share_one_seam(model, recipe, readers):
+    who = subject(model)
+    plan = by_recipe(who, (2,), recipe)
+    program = read(who.captured.gm, plan.hints, training=True)
+    source = emit(who.captured.gm, plan, Names.of(who.captured))
+    asked = [(op.scope, ref, out_pair(plan, ref), in_pair(plan, op.name, i)) for op in program.ops.values() for i, ref in enumerate(op.operands)]
+    moved = [entry for entry in asked if needed(entry[2], entry[3]) and program.ops[entry[1][0]].role != "param"]
+    fed = [(out_pair(plan, feed), in_pair(plan, port, 0)) for run in program.runs.values() for port, feed in zip(run.ports, run.feeds, strict=True)]
+    carried = [(out_pair(plan, ref), in_pair(plan, port, 0)) for run in program.runs.values() for port, ref in zip(run.ports, run.carried, strict=False)]
+    written = re.findall(r"= reshard\((?!self\.w)", source)
+    assert len(written) == len(dict.fromkeys(moved)) + sum(needed(*pair) for pair in (*fed, *carried))
+    shared = [entry for entry in dict.fromkeys(moved) if moved.count(entry) > 1]
+    assert max(map(moved.count, shared)) == readers
 
 
 @pytest.mark.parametrize(("name", "count"), [("mlp", 1), ("stack", 2)])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import sympy
 
-from autopar.codegen.sizes import local, must_divide
+from autopar.codegen.sizes import comment, local, must_divide, shape, text, tuple_text
 from autopar.layout import local_shape, parse
 from passes import facts
 
@@ -33,6 +33,25 @@ def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None
         for coord in itertools.product(*map(range, sizes)):
             space = {"b": b, "s": s, "MESH": _Mesh(sizes, coord)}
             assert eval(code, space) == local_shape((whole,), parse(layout), sizes, coord)[0], (code, b, s, coord)
+
+
+@pytest.mark.parametrize(("sizes", "layout", "micro"), [((B, S, 8), "S0,R", "S0"), ((B, S, 8), "S0,S1", "S0"), ((B, S, 8), "R,S0", "S0"), ((B, S, 8), "S0,S2", "R"),
+                                                        ((B * S, 12), "S0,S1", "S0"), ((6, B), "R,S0", "S1"), ((24, B), "S0,S0", "S0")])
+def test_microbatches_have_equal_parts_of_the_local_shape(sizes: tuple[sympy.Expr | int, ...], layout: str, micro: str) -> None:
+    mesh, parts = (2, 3), 4
+    codes = shape(sizes, parse(layout), mesh, (0, 1), micro, parts)
+    for s, coord in itertools.product((2, 5, 11), itertools.product(*map(range, mesh))):
+        space = {"b": 48, "s": s, "MESH": _Mesh(mesh, coord)}
+        whole = [n if isinstance(n, int) else int(n.subs({B: 48, S: s})) for n in sizes]
+        if micro != "R":
+            whole[int(micro[1:])] //= parts
+        assert tuple(eval(code, space) for code in codes) == local_shape(tuple(whole), parse(layout), mesh, coord), (codes, s, coord)
+
+
+def test_comments_are_short() -> None:
+    assert comment((B, S, 512), parse("S0,S2"), (2, 4)) == "b/2 s 128"
+    assert comment((B, 4 * S, 257), parse("S0,S2"), (2, 4), "S0", 8) == "b/16 4*s 257/4"
+    assert tuple_text((B, S * 4)) == "(b, 4*s)" and tuple_text((B,)) == "(b,)" and text(B * S + 1) == "b*s + 1"
 
 
 def test_what_surely_divides_reads_as_a_division() -> None:

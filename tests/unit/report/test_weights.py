@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from autopar.problem.graph import read
 from autopar.report.weights import titles, weights
 from tests.helpers.planned import planned
+from tests.helpers.verify import by_recipe, subject
 
 BLOCK = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
 
@@ -33,6 +35,15 @@ def test_tensor_parallel_is_column_then_row() -> None:
     assert found["up.weight"] == found["up.bias"] == ("column",)
     assert found["down.weight"] == ("row",)
     assert found["norm.weight"] == ("replicated",)
+
+
+@pytest.mark.parametrize(("recipe", "word"), [("zero3", "gathered"), ("ddp", "replicated"), ("ep", "column")])
+def test_turned_weights_are_used_as_their_result_is(recipe: str, word: str) -> None:
+    who = subject("hf-mixtral")
+    program = read(who.captured.gm, {"b": 8, "s": 16}, training=True)
+    turned = {program.ops[name].fqn for name in program.following.values()}
+    found = {weight.name: weight.uses for weight in weights(program, by_recipe(who, (2,), recipe)) if weight.name in turned}
+    assert found and set(found.values()) == {(word,)}
 
 
 def test_two_axes() -> None:

@@ -32,7 +32,7 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     """
     began = time.monotonic()
     if request.recipe in PIPELINES:
-        return _staged(Inner(gm, hints, request), [of_recipe(PIPELINES[request.recipe])], None, began, about)
+        return staged(Inner(gm, hints, request), [of_recipe(PIPELINES[request.recipe])], None, began, about)
     if request.recipe is not None or request.search != "ilp" or not request.settings.training:
         return planner.plan(gm, hints, request, **about)
     flat, failed = None, None
@@ -42,14 +42,14 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         failed = error
     spaces = [*(of_recipe(recipe) for recipe in PIPELINES.values()), SEARCH]
     try:
-        return _staged(Inner(gm, hints, request), spaces, flat, began, about)
+        return staged(Inner(gm, hints, request), spaces, flat, began, about)
     except InfeasibleError as error:
         if failed is None:
             raise
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
 
 
-def _staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any]) -> Plan:
+def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any]) -> Plan:
     """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold."""
     known_s = flat.predicted.step_s if flat is not None else float("inf")
     deadline = began + inner.request.time_limit_s

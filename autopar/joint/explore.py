@@ -1,7 +1,8 @@
 """The walk through a space: from one start per number of places to ever better neighbours, as long as time and bounds allow.
 
     visit(shape)   solve what a place does, cut the model, time it under every timetable of the space
-    walk           visit the starts, then always the neighbours of the best shape whose neighbours were not visited
+    walk           visit the starts and the same with fewer microbatches (all shapes, where they are few), then always the neighbours of
+                   the best shape whose neighbours were not visited
     polish         solve the few best shapes to the end
 
 Nothing is visited whose floor (no work sent, no time waited but what the timetable makes everyone wait) is above what is known.
@@ -55,8 +56,9 @@ class Explorer:
         """The fastest plan of the space that is faster than `known_s`, or the fastest at all where nothing is known."""
         shapes = self.space.shapes(self.inner)
         self.floors = {shape: self._floor_s(shape) for shape in shapes}
-        for shape in sorted(starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch), key=self.floors.__getitem__):
-            self.visit(shape)
+        begin = shapes if len(shapes) <= FEW else starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch)
+        for shape in sorted(begin, key=self.floors.__getitem__):
+            self._slide(shape, shapes)
         while (at := self._promising()) is not None:
             self.expanded.add(at)
             for shape in neighbours(at, shapes):
@@ -79,6 +81,17 @@ class Explorer:
             return None
         rest = [shape for shape in self.found if shape not in self.expanded]
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
+
+    def _slide(self, shape: Shape, shapes: list[Shape]) -> None:
+        """Visit `shape`, and the same with fewer and fewer microbatches while that gets better."""
+        before_s = math.inf
+        while True:
+            self.visit(shape)
+            here = self.found.get(shape)
+            fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
+            if here is None or here.step_s >= before_s or not fewer:
+                return
+            before_s, shape = here.step_s, fewer[-1]
 
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -154,7 +167,8 @@ class Explorer:
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 
-NEAR = 1.1  # neighbours of what is this close to the best are visited
+NEAR = 1.2  # neighbours of what is this close to the best are visited
+FEW = 32  # so many shapes are all visited
 
 
 def _least_wait(places: int, microbatches: int, schedules: list[str]) -> float:

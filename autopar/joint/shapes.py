@@ -31,8 +31,9 @@ class Shape:
 
 
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
-    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut."""
-    found = [(mesh[0], mesh[1:] or (1,)) for mesh in cluster.meshes(max_axes=1 + most_axes)]
+    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none where a
+    place may have no axis."""
+    found = [(mesh[0], mesh[1:] or (1,)) for mesh in (cluster.meshes(max_axes=1 + most_axes) if most_axes else [])]
     return [(places, inner) for places, inner in found if 1 < places <= pieces]
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.joint import staged
+from autopar.joint.inner import Inner
+from autopar.joint.spaces import SEARCH
+from autopar.joint.timetables import Kind
 from autopar.plan import Plan
 from autopar.planner import Request
 from autopar.problem.prices import Settings
@@ -48,3 +53,17 @@ def test_stages_where_nothing_else_fits() -> None:
 def _with_memory(cluster: Cluster, usable: float) -> Cluster:
     device = dataclasses.replace(cluster.device, memory_bytes=2**21, usable_memory=usable / 2**21)
     return Cluster(cluster.name, cluster.levels, device)
+
+
+ALONE = dataclasses.replace(SEARCH, kinds=(Kind("1f1b"),), axes=0)
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("hf-gpt2", (4,)), ("hf-llama", (2, 2))])
+def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[int, ...]) -> None:
+    """Gradients add up over the microbatches of a step, whatever a place does with each of them."""
+    who = subject(model)
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh))
+    made = staged(inner, [ALONE], None, time.monotonic(), {"model": who.name, "graph_hash": who.captured.graph_hash})
+    assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
+    report = who.verified(made)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]

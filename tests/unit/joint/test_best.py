@@ -1,0 +1,51 @@
+"""The walk against all there is: on small clusters every shape under every timetable, each solved to the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.joint import explore
+from autopar.joint.explore import CLOSE, Explorer
+from autopar.joint.inner import Inner
+from autopar.joint.laid import Found
+from autopar.joint.spaces import SEARCH
+from autopar.planner import Request
+from autopar.problem.prices import Settings
+from tests.helpers.verify import subject
+
+
+class _All(Explorer):
+    """Visits everything and solves it exactly, under each timetable for itself."""
+
+    def run(self) -> Found | None:
+        """The best of all shapes."""
+        for shape in self.space.shapes(self.inner):
+            models = self.inner.models(shape, self._used(shape))
+            for table in self._all_tables(shape):
+                try:
+                    here = self._price(shape, models, [table], exact=True)
+                except InfeasibleError:
+                    continue
+                before = self.found.get(shape)
+                self.found[shape] = here if before is None or here.step_s < before.step_s else before
+        return min((f for f in self.found.values() if f is not None), key=lambda f: f.step_s, default=None)
+
+
+@pytest.mark.parametrize(("cluster", "room"), [("cpu:1x4", 1.0), ("l4:1x4", 0.00003), ("h100:2x4", 1.0)])
+def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Cluster.parse(cluster)
+    device = dataclasses.replace(where.device, memory_bytes=int(where.device.memory_bytes * room))
+    who = subject("hf-gpt2")
+    request = Request(Cluster(where.name, where.levels, device), Settings("train"))
+    monkeypatch.setattr(explore, "FEW", 4)  # so that it walks
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request)
+    walked = Explorer(inner, SEARCH, math.inf, time.monotonic() + 600).run()
+    best = _All(inner, SEARCH, math.inf, time.monotonic() + 600).run()
+    assert (walked is None) == (best is None)
+    assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)

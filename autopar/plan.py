@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,9 @@ class Plan:
     stages: tuple[Stage, ...] = (Stage(),)
     schedule: str = "none"  # of the pipeline: a key of autopar.pipeline.SCHEDULES, "none" where nothing is cut
     microbatches: int = 1
+    remat: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are kept: none where the
+    block is run again whole. What is absent keeps what its operators save."""
     totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
@@ -180,8 +183,9 @@ def _plan(data: dict[str, Any]) -> Plan:
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
     stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"])
                    for s in data["stages"])
+    remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
-    rest = {"nodes": nodes, "stages": stages, "alternatives": others, "predicted": Predicted(**data["predicted"])}
+    rest = {"nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": Predicted(**data["predicted"])}
     return Plan(**{**data, **tuples, **rest})
 
 

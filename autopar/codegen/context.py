@@ -31,6 +31,7 @@ class Context:
     order: tuple[str, ...] = ()  # the names of the state dict
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
+    marks: dict[str, None] = field(default_factory=dict)  # of lines that do not run again, that the file imports
     even: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)  # (size, axes that must divide it) -> why
 
     @cached_property

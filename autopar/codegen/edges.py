@@ -8,11 +8,13 @@ are the parameter's `sync` axes, summed in buckets at the end of the backward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.rerun import Rerun, check, rerun, saves_results
 from autopar.rules.language import Option, Use
 
 
@@ -41,7 +43,8 @@ class Pair:
 class Reshard:
     """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
     `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a reader's backward
-    needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such reader (`spared`)."""
+    needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such reader (`spared`).
+    `replay` says what becomes of it where its block is run again (problem.rerun): "again", "kept", "skipped", or "" where that ends before."""
 
     ref: Ref
     src: Pair
@@ -54,9 +57,12 @@ class Reshard:
     readers: tuple[str, ...]
     late: bool = False
     spared: bool = False
+    replay: str = ""
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
+        if self.replay:
+            return False  # gathered when the block is run again, and there for the backward
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
         return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))
@@ -84,6 +90,22 @@ class Edges:
 
     reshards: tuple[Reshard, ...]
     sync: Mapping[Ref, tuple[int, ...]]
+    reruns: Mapping[str, Rerun] = field(default_factory=dict)  # of the scopes that are run again
+    as_made: Mapping[str, None] = field(default_factory=dict)  # kept operators whose results are needed again as they are made
+
+    def runs_again(self, op: Op) -> bool:
+        """Whether an operator runs again in the backward."""
+        return op.scope in self.reruns and op.name in self.reruns[op.scope].again
+
+    def mark(self, op: Op) -> str:
+        """How the line of an operator is marked: "keep" where its result is stored as it is, "skip" where it is not needed again
+        (or only moved), "" where it runs again or nothing does."""
+        about = self.reruns.get(op.scope)
+        if about is None or op.name not in {**about.kept, **about.skipped}:
+            return ""
+        if op.name in about.skipped:
+            return "skip"
+        return "keep" if op.name in self.as_made or saves_results(op) else "skip"
 
     def between(self, ref: Ref, dst: Pair, role: str = "edge", scope: str | None = None) -> Reshard | None:
         """The reshard from `ref` to `dst` that readers in `scope` share, or None where none is needed."""
@@ -96,6 +118,7 @@ class Edges:
 def edges(program: Program, plan: Plan) -> Edges:
     """Derive the reshards of `plan` for the graph that `program` was read from."""
     found: list[Reshard] = []
+    reruns, as_made = reruns_of(program, plan), dict[str, None]()
     sync: dict[Ref, tuple[int, ...]] = {}
     for ref, readers in program.readers().items():
         producer = program.ops[ref[0]]
@@ -110,11 +133,15 @@ def edges(program: Program, plan: Plan) -> Edges:
             if sync[ref]:
                 found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, False, ()))
         for (scope, dst), group in asked.items():
+            if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
+                as_made[ref[0]] = None
             if needed(src, dst):
                 saved = any(op.needs_again(operand) for op, operand in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
-                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared))
+                replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
+                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared,
+                                     replay))
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):
@@ -126,7 +153,26 @@ def edges(program: Program, plan: Plan) -> Edges:
             if needed(src, dst) and run.count > 1:
                 found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,),
                                      program.ops[ref[0]].late))
-    return Edges(tuple(found), sync)
+    return Edges(tuple(found), sync, reruns, as_made)
+
+
+def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
+    """What running blocks again takes, by scope; operators that are split by an algorithm of the runtime run again whole, whatever the
+    plan keeps. Raises PlanError for what cannot be run again."""
+    check(program, plan.remat)
+    for scope in plan.remat:
+        placed = [op.name for op in program.ops.values() if op.scope == scope
+                  and any(is_placed(e) for text in (*plan.nodes[op.name].ins, *plan.nodes[op.name].outs) for e in parse(text.split("|")[0]))]
+        if placed:  # ranks would end at different tensors, some of them before a collective of all
+            raise PlanError(f"blocks {scope} cannot be run again: {placed[0]} runs on one coordinate of an axis only")
+    return {scope: rerun(program, scope, [n for n in kept if not any(plan.nodes[n].runs)]) for scope, kept in plan.remat.items()}
+
+
+def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:
+    """What becomes of a reshard in a block that is run again."""
+    if any((op.name, operand) in about.reads for op, operand in readers):
+        return "kept" if moves and ref[0] in about.kept else "again"
+    return "skipped" if any(about.reached(op.name) for op, _ in readers) else ""
 
 
 def out_pair(plan: Plan, ref: Ref) -> Pair:

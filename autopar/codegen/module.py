@@ -59,6 +59,7 @@ def _header(context: Context) -> str:
     cluster = plan.cluster.get("name", "cluster")
     gap = f", gap {100 * predicted.gap:.1f} %" if predicted.bound_s > 0 else ""
     imports = "\n".join(f"from {module} import {name}" for name, module in sorted(context.functions.items()))
+    again = "".join(f", {name}" for name in (*context.marks, *(["remat"] if plan.remat else [])))
     bases = "Pipeline, PipelinedModule, Stage" if plan.pipelined else "ShardedModule"
     places = f", places={plan.places}" if plan.places > 1 else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
@@ -74,7 +75,7 @@ mesh axis, R replicated, S0 cut along dim 0, P a part of a sum.
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard
+from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{again}
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
 MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{_device_type(plan)}"{places})
 '''

@@ -136,8 +136,16 @@ class ScopeWriter:
         if key not in self.resharded:
             name = self.fresh(self._base(ref))
             self.resharded[key] = name
-            self.say(f"{name} = {self.reshard_text(reshard, self.names[ref])}", self.context.reason(reshard))
+            text = self._marked(_REPLAYED.get(reshard.replay, ""), self.reshard_text(reshard, self.names[ref]))
+            self.say(f"{name} = {text}", self.context.reason(reshard))
         return self.resharded[key]
+
+    def _marked(self, mark: str, text: str) -> str:
+        """An expression that does not run again with its block."""
+        if not mark:
+            return text
+        self.context.marks[mark] = None
+        return f"{mark}(lambda: {text})"
 
     def _base(self, ref: Ref) -> str:
         op = self.context.program.ops[ref[0]]
@@ -155,7 +163,7 @@ class ScopeWriter:
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""
         operands = [self.asked(ref, in_pair(self.context.plan, op.name, i)) for i, ref in enumerate(op.operands)]
-        text = self._call(op, operands)
+        text = self._marked(self.context.edges.mark(op), self._call(op, operands))
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
             name = self.fresh(op.node.name)
             self.names[op.name, 0] = name
@@ -239,7 +247,9 @@ class ScopeWriter:
                 self.say(f"    {'    ' if counted else ''}{name} = {self.reshard_text(change, name)}", self.context.reason(change))
         arguments = [*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)]
         mutated = ["*changed"] if run.mutated else []
-        self.say(f"    {', '.join([*carried, *mutated])} = block({', '.join(arguments)})")
+        again = run.scope in self.context.plan.remat
+        call = f"remat(block, {', '.join(arguments)})" if again else f"block({', '.join(arguments)})"
+        self.say(f"    {', '.join([*carried, *mutated])} = {call}")
         if run.mutated:
             self.say("    self.changed(block, changed)")
         for name, ref in zip(carried, run.carried, strict=True):
@@ -269,7 +279,8 @@ class ScopeWriter:
         return values
 
 
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "block", "changed", "i", *IMPORTED)
+_REPLAYED = {"kept": "keep", "skipped": "skip"}
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "block", "changed", "i", *IMPORTED)
 
 
 def _atom(text: str) -> str:

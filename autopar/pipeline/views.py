@@ -32,7 +32,8 @@ class View:
     sends: tuple[Ref, ...]
     results: tuple[tuple[int, Op], ...]
     separable: bool = True
-    """Whether every weight meets what is received: only then can torch take gradients of inputs and weights apart."""
+    """Whether the backward may be taken apart. Every weight must meet what is received, or torch loses its gradient; and blocks that are
+    run again for the backward would be run again for each part of it."""
 
     def runs(self, name: str) -> bool:
         """Whether the top-level operator `name` runs here."""
@@ -69,7 +70,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
             given=tuple(r for r in totals if r in reads[index]),
             receives=tuple(arriving[index]), sends=tuple(arriving[index + 1]),
             results=tuple((i, op) for i, op in _results(program) if owners[i] == index),
-            separable=_separable(program, stage, arriving[index])))
+            separable=not any(scope in plan.remat for scope in stage.blocks) and _separable(program, stage, arriving[index])))
     return tuple(found)
 
 

@@ -6,12 +6,14 @@ tensors that alias the DTensor parameters, so autograd never sees a DTensor. gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
@@ -41,6 +43,12 @@ class Block(nn.Module):
         self.naming = naming
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
+        self.compiled_again: Callable[..., Any] | None = None  # of a compiled block: its forward, run again in the backward
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module.compile. torch runs nothing compiled again from outside, so what is run again is compiled as such."""
+        super().compile(*args, **kwargs)
+        self.compiled_again = torch.compile(partial(checkpoint_of, self.forward, use_reentrant=False), *args, **kwargs)
 
 
 class Scope(nn.Module):

@@ -21,6 +21,7 @@ from autopar.errors import RunError
 from autopar.layout import Layout
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
+from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
@@ -92,7 +93,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, consumed: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
                 sink: Sink) -> Tensor:
         ctx.consumed, ctx.name, ctx.sink = consumed, name, sink
-        out = relayout(x, src, dst, shape, mesh, name)
+        out = once(lambda: relayout(x, src, dst, shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod

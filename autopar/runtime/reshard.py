@@ -18,6 +18,7 @@ from autopar.errors import LayoutError
 from autopar.layout import Layout, absent, cutters, parse, sections_of
 from autopar.runtime.mesh import Mesh, mesh_number
 from autopar.runtime.moves import relayout
+from autopar.runtime.replay import once
 
 
 def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
@@ -33,7 +34,7 @@ def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], m
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
         if src == dst:
             return x
-        return relayout(x.detach(), src, dst, tuple(shape), mesh, name)
+        return once(lambda: relayout(x.detach(), src, dst, tuple(shape), mesh, name))
     back = arrow(grad)
     if src == dst and back[0] == back[1]:
         return x
@@ -55,7 +56,7 @@ class _Reshard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, back: tuple[Layout, Layout], shape: tuple[int, ...],
                 mesh: Mesh, name: str) -> Tensor:
         ctx.back, ctx.shape, ctx.mesh, ctx.name = back, shape, mesh, name
-        out = relayout(x, src, dst, shape, mesh, name)
+        out = once(lambda: relayout(x, src, dst, shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod

@@ -24,6 +24,10 @@ class Rng:
     step: int = 0
     calls: dict[str, int] = field(default_factory=dict)
 
+    def copy(self) -> Rng:
+        """The state as it is now: who draws from it again gets the same numbers."""
+        return Rng(self.seed, self.step, dict(self.calls))
+
     def advance(self) -> None:
         """Begin the next step."""
         self.step += 1

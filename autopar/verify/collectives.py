@@ -30,7 +30,7 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
         for step in moving(reshard.in_first, plan.mesh):
             found[step.kind, step.axis] += first
     for name, node in plan.nodes.items():
-        for site, inner in inside(program.ops[name], node, plan.mesh):
+        for site, inner in inside(program.ops[name], node, plan.mesh, again=edges.runs_again(program.ops[name])):
             found[inner.kind, site.axis] += inner.times(site) * tally.op(name)
     if plan.pipelined:
         found["send", PIPELINE_AXIS] += tally.sends()
@@ -38,17 +38,17 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     return found
 
 
-def inside(op: Op, node: NodePlan, sizes: tuple[int, ...]) -> list[tuple[Site, Inner]]:
-    """The collectives that runtime algorithms run inside `op`, as planned."""
+def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool) -> list[tuple[Site, Inner]]:
+    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`."""
     training = any(t.grad for t in op.call.outs)
     return [(site, each) for algorithm, site in sites(op, options(node), sizes)
-            for each in algorithm.inner(training=training)]
+            for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))]
 
 
 def moving(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:
-    """The collectives of one run of a reshard: forward, gathered again for the backward where it is, backward."""
+    """The collectives of one run of a reshard: forward, once more for the backward where it is gathered or run again, backward."""
     forward = [s for s in reshard.forward(sizes) if s.kind in MOVING]
-    again = forward if reshard.regathers(sizes) else []
+    again = forward if reshard.regathers(sizes) or reshard.replay == "again" else []
     return [*forward, *again, *(s for s in reshard.backward(sizes) if s.kind in MOVING)]
 
 

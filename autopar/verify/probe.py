@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.codegen.edges import Pair
 from autopar.layout import NO_GRAD, Layout, show
 from autopar.runtime import reshard
+from autopar.runtime.replay import running_again
 from autopar.verify.compare import difference
 from autopar.verify.step import Light
 
@@ -24,6 +25,8 @@ class _Probes:
         self.gradients: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, _: Any, name: str, value: Tensor, pair: str, shape: tuple[int, ...]) -> Tensor:
+        if running_again():
+            return value
         number = self.calls.get(name, 0)
         self.calls[name] = number + 1
         lies = Pair.of(pair)

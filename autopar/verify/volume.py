@@ -30,7 +30,7 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
             for step in each:
                 found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
     for name, node in plan.nodes.items():
-        for site, inner in inside(program.ops[name], node, plan.mesh):
+        for site, inner in inside(program.ops[name], node, plan.mesh, again=edges.runs_again(program.ops[name])):
             if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
                 return None
             found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * program.ops[name].count

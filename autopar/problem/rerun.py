@@ -1,0 +1,115 @@
+"""What running the blocks of a run again takes, operator by operator, when some of their results are kept.
+
+torch.utils.checkpoint runs a block's forward again as far as the last tensor that its backward needs. Of the operators before:
+
+    again     run again: something needs their results, or what they themselves save for the backward
+    kept      their results are stored, in the layouts in which their readers take them
+    skipped   nobody needs their results again, because what comes of them is kept or comes after the last tensor
+
+Operators pass through autograd whether or not they are run, so the operands that they save are needed again in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.problem.graph import Op, Program
+from autopar.problem.saved import looks
+from autopar.rules.arguments import given
+from autopar.rules.experts import INSIDE
+
+aten = torch.ops.aten
+KEEPABLE = (
+    aten.addmm.default, aten.bmm.default, aten.conv1d.default, aten.conv2d.default, aten.linear.default, aten.matmul.default, aten.mm.default,
+    aten.scaled_dot_product_attention.default,
+)
+"""Operators whose results can be kept although several readers or their own backward need them: one kernel makes all of them."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The operators of one scope by what becomes of them; `reads` are the (operator, operand) whose values are needed again.
+    `order` has the position of every op, `last` is that of the last tensor saved; `runs_last`: whether the operator there runs."""
+
+    again: Mapping[str, None]
+    kept: Mapping[str, None]
+    skipped: Mapping[str, None]
+    reads: Mapping[tuple[str, int], None]
+    order: Mapping[str, int]
+    last: int
+
+    def reached(self, name: str) -> bool:
+        """Whether the line of an operator is come to again; behind it nothing runs."""
+        return self.order[name] <= self.last
+
+
+def rerun(program: Program, scope: str, kept: Collection[str]) -> Rerun:
+    """What becomes of the operators of `scope` where the results of `kept` are kept."""
+    ops = [op for op in program.ops.values() if op.scope == scope]
+    order = {op.name: i for i, op in enumerate(ops)}
+    last = max((order[op.name] for op in ops if op.role == "op" and _saves(op)), default=-1)
+    named = dict.fromkeys(kept)
+    reads: dict[tuple[str, int], None] = {}
+    needed: dict[str, None] = {}
+    again: dict[str, None] = {}
+    found: dict[str, None] = {}
+    skipped: dict[str, None] = {}
+    for op in reversed(ops):
+        at = order[op.name]
+        if op.role != "op" or at > last:
+            continue
+        stops = at == last and not saves_results(op)  # its operands are the last tensors, and are saved before its kernel runs
+        runs = op.name not in named and (op.name in needed or saves_results(op))
+        if op.name in named and (op.name in needed or saves_results(op)):
+            found[op.name] = None
+        elif runs:
+            again[op.name] = None
+        elif not stops:
+            skipped[op.name] = None
+        everything = runs or stops
+        for index, (name, _) in enumerate(op.operands):
+            if everything or index in op.saves:
+                reads[op.name, index] = None
+                needed[name] = None
+    return Rerun(again, found, skipped, reads, order, last)
+
+
+def _saves(op: Op) -> bool:
+    """Whether autograd saves anything of `op`."""
+    return bool(op.saves) or saves_results(op)
+
+
+def saves_results(op: Op) -> bool:
+    """Whether the backward of `op` needs what running it gives: results, statistics, masks, copies of operands."""
+    own = any(index >= len(op.operands) for index in op.saves)
+    return own or bool(op.extra_bytes or op.copies) or (op.target in INSIDE and any(t.grad for t in op.call.outs))
+
+
+def keepable(op: Op) -> bool:
+    """Whether the results of `op` can be kept: it computes something, in one kernel if its backward needs what comes of it."""
+    if op.role != "op" or looks(op) or op.copies or op.target in INSIDE or not any(t.grad for t in op.call.outs):
+        return False
+    if op.target is aten.scaled_dot_product_attention.default and given(op.call)["dropout_p"]:
+        return False  # draws random numbers beside its kernel
+    return op.target in KEEPABLE or not saves_results(op)
+
+
+def heavy(op: Op) -> bool:
+    """Whether the work of `op` is worth its memory by common practice: products, convolutions and attention."""
+    return keepable(op) and op.target in KEEPABLE
+
+
+def check(program: Program, remat: Mapping[str, Collection[str]]) -> None:
+    """Raises PlanError where a plan's `remat` names what is not there or cannot be."""
+    for scope, kept in remat.items():
+        if scope not in program.runs:
+            raise PlanError(f"remat names {scope!r}, which is no run of blocks; the graph has {', '.join(program.runs) or 'none'}")
+        for name in kept:
+            op = program.ops.get(name)
+            if op is None or op.scope != scope or not keepable(op):
+                raise PlanError(f"remat keeps {name!r} of {scope}, which is no operator there whose result can be kept; these are: "
+                                f"{', '.join(op.name for op in program.ops.values() if op.scope == scope and keepable(op))}")

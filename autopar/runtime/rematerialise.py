@@ -1,0 +1,85 @@
+"""Blocks whose forward is run again in the backward, so that autograd keeps their inputs only (rematerialisation).
+
+    for block in self.runs["layers"]:
+        h = remat(block, h, b=b, s=s)
+
+The backward runs the block again by torch.utils.checkpoint, as far as the last tensor that it needs, with what the forward had: the
+random numbers of that call, buffers before they were changed. Results that the block marks (replay.keep) are stored instead.
+A compiled block runs again as its compiler sees fit: marks count where operators are called one by one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from autopar.errors import RunError
+from autopar.runtime import rng
+from autopar.runtime.module import Block
+from autopar.runtime.replay import Tape, recording
+
+
+def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
+    """`block(*args, **kwargs)`, run again in the backward.
+
+    Raises RunError in the backward where a weight was changed in between: it would be the gradient of another function.
+    """
+    if not torch.is_grad_enabled():
+        return block(*args, **kwargs)
+    if block.compiled_again is not None:
+        return block.compiled_again(*args, **kwargs)
+    call = _Call(block)
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, **kwargs)
+
+
+@dataclass(eq=False)
+class _Call:
+    """What one call of a block needs to be run again as it was."""
+
+    block: Block
+    tape: Tape = field(default_factory=Tape)
+
+    def __post_init__(self) -> None:
+        self.rng = rng.current().copy()
+        self.before = {name: self.block.b[name].clone() for name in self.block.MUTATES}
+        self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
+
+    def _fixed(self) -> dict[str, Tensor]:
+        """What must not change between forward and backward."""
+        return {**self.block.w, **{name: b for name, b in self.block.b.items() if name not in self.block.MUTATES}}
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around the forward, and around the forward that is run again (which may happen more than once)."""
+        return recording(self.tape, again=False), _Again(self)
+
+    def check(self) -> None:
+        """Raises RunError where weights are no longer what the forward saw."""
+        for name, now in self._fixed().items():
+            tensor, version = self.versions[name]
+            if now is not tensor or now._version != version:
+                raise RunError(f"{self.block.prefix}{name} was modified between the forward and the backward of a block that is run again for it: "
+                               f"version {now._version}, wanted {version}; step the optimizer after the backward")
+
+
+class _Again:
+    """The state of the forward, each time that the block is run again."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call, self.stack = call, ExitStack()
+
+    def __enter__(self) -> None:
+        call = self.call
+        call.check()
+        self.stack.enter_context(rng.using(call.rng.copy()))
+        self.stack.enter_context(recording(call.tape, again=True))
+        now = call.block.b
+        self.stack.callback(setattr, call.block, "b", now)
+        call.block.b = {**now, **call.before}
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()

@@ -1,0 +1,207 @@
+"""Blocks that are run again in the backward, on local ranks: exact, every collective priced, and the same random numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.bundle import Bundle
+from autopar.capture import capture
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
+from autopar.errors import PlanError
+from autopar.pipeline import SCHEDULES
+from autopar.plan import Plan
+from autopar.runtime import rng
+from autopar.verify import Report, verify
+from tests.helpers.ranks import on_ranks
+from tests.helpers.remat import rematerialised
+from tests.helpers.tiny import TINY
+from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject
+
+# model, mesh, plan, level
+FAST: list[tuple[str, Sizes, str, str]] = [
+    ("hf-gpt2", (2,), "tp_sp", "selective"), ("hf-gpt2", (2,), "tp_sp", "all"), ("hf-gpt2", (2,), "zero3", "full"), ("hf-gpt2", (2,), "ddp", "full"),
+    ("hf-llama-2kv", (2, 2), "tp_zero3", "selective"), ("hf-llama-2kv", (2, 2), "tp_zero3", "full"), ("gpt", (2, 2), "searched", "selective"),
+    ("hf-t5", (2,), "zero3", "selective"), ("hf-t5", (4,), "random 2", "all"), ("hf-resnet", (2,), "ddp", "full"), ("hf-neox", (2,), "tp_sp", "full"),
+    ("hf-mixtral", (2,), "zero3", "full"), ("hf-bert", (2,), "cp", "selective"),
+]
+SLOW = [case for model in TINY for sizes, how in (((2,), "ddp"), ((2,), "zero3"), ((2,), "tp_sp"), ((2, 2), "tp_zero3"), ((2, 2), "searched"),
+                                                  ((2, 2), "random 0"), ((4,), "random 1"))
+        for level in ("selective", "full", "all") if (case := (model, sizes, how, level)) not in FAST]
+# model, mesh of a place, recipe, places, microbatches, schedule, stages per place, level
+PIPES: list[tuple[str, Sizes, str, int, int, str, int, str]] = [
+    ("hf-gpt2", (1,), "single", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (2,), "zero3", 2, 4, "zbv_zero_bubble", 2, "selective"),
+    ("hf-t5", (1,), "single", 2, 4, "interleaved_zero_bubble", 2, "full"), ("hf-llama-2kv", (2,), "tp", 2, 2, "interleaved_1f1b", 2, "selective"),
+    ("hf-resnet", (1,), "single", 2, 1, "naive", 1, "full"),
+]
+SLOW_PIPES = [(model, mesh, recipe, 2, 4, schedule, virtual, level) for model in ("hf-gpt2", "hf-llama", "hf-t5") for mesh, recipe in (((1,), "single"), ((2,), "zero3"))
+              for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,) for level in ("selective", "full")]
+
+
+def _right(report: Report) -> None:
+    wrong = [row for row in report.rows if not row.ok]
+    assert report.ok, f"first wrong: {report.first}; {len(wrong)} of {len(report.rows)}: {wrong[:5]}"
+    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+
+
+def _single(model: str, sizes: Sizes, how: str, level: str) -> None:
+    who = subject(model)
+    _right(who.verified(rematerialised(who, planned(who, sizes, how), level)))
+
+
+def _pipe(model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int, level: str) -> None:
+    who = subject(model)
+    _right(who.verified(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level)))
+
+
+@pytest.mark.parametrize(("model", "sizes", "how", "level"), FAST)
+def test_blocks_that_are_run_again(model: str, sizes: Sizes, how: str, level: str) -> None:
+    _single(model, sizes, how, level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "sizes", "how", "level"), SLOW)
+def test_blocks_that_are_run_again_in_every_model(model: str, sizes: Sizes, how: str, level: str) -> None:
+    _single(model, sizes, how, level)
+
+
+@pytest.mark.parametrize("case", PIPES)
+def test_stages_with_blocks_that_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
+    _pipe(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_PIPES)
+def test_every_schedule_with_blocks_that_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
+    _pipe(*case)
+
+
+def _planted(made: Plan, who: Subject, old: str, new: str) -> Report:
+    def mutate(source: str) -> str:
+        changed, times = re.subn(old, new, source)
+        assert times, f"nothing in the source matches {old}:\n{source}"
+        return changed
+    return verify(replace(who.case(made), mutate=mutate))
+
+
+def test_what_is_not_run_again_as_priced_is_found() -> None:
+    """A kept all-reduce that is sent again after all; and blocks that are run again although the plan does not say so."""
+    who = subject("hf-gpt2")
+    report = _planted(rematerialised(who, by_recipe(who, (2,), "tp_sp"), "selective"), who, r"keep\(lambda: (reshard\(.*\))\)", r"\1")
+    wrong = [row for row in report.rows if not row.ok]
+    assert {row.kind for row in wrong} == {"collectives"} and "all_reduce on axis 0" in wrong[0].name
+    made = by_recipe(who, (2,), "zero3")
+    source = who.case(rematerialised(who, made, "full")).source()
+    report = verify(replace(who.case(made), mutate=lambda _: source))
+    assert [row.kind for row in report.rows if not row.ok] == ["collectives"], "vectors are gathered again, which nobody has priced"
+
+
+def test_a_result_that_is_needed_and_not_kept_is_found() -> None:
+    who = subject("hf-gpt2")
+    made = rematerialised(who, by_recipe(who, (2,), "ddp"), "selective")
+    report = _planted(made, who, r"(matmul_default_8 = )keep", r"\1__import__('autopar').runtime.skip")
+    assert not report.ok and {row.kind for row in report.rows if not row.ok} >= {"gradient"}
+
+
+def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
+    """Why stages with such blocks have the whole backward at once."""
+    who = subject("hf-gpt2")
+    made = rematerialised(who, by_stages(who, (2,), "tp_sp", 2, 4, "zbv_zero_bubble", 2), "full")
+    whole, parts = "SEPARABLE = False", "SEPARABLE = True"
+    stages, plain = (who.case(plan).source().split("class Stage") for plan in (made, replace(made, remat={})))
+    assert sum(whole in stage and whole not in before for stage, before in zip(stages, plain, strict=True)) == 2, "the stages that have blocks"
+    taken = [stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)]
+    report = verify(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
+    wrong = {row.kind: row.name for row in report.rows if not row.ok}
+    assert "run" in wrong["collectives"], "everything twice"
+
+
+def test_operators_on_one_coordinate_are_not_run_again() -> None:
+    who = subject("hf-gpt2")
+    made = by_recipe(who, (2,), "ddp")
+    scope = next(iter(rematerialised(who, made, "full").remat))
+    name = next(n for n in made.nodes if n.startswith(scope) and made.nodes[n].ins)
+    placed = replace(made.nodes[name], ins=("O0|P", *made.nodes[name].ins[1:]))
+    with pytest.raises(PlanError, match=f"blocks {scope} cannot be run again: {name} runs on one coordinate"):
+        who.case(replace(made, nodes={**made.nodes, name: placed}, remat={scope: ()})).source()
+
+
+@pytest.mark.parametrize(("remat", "words"), [
+    ({"nowhere": ()}, "remat names 'nowhere', which is no run of blocks"), ({"transformer_h_0": ("add",)}, "remat keeps 'add' of transformer_h_0, which is no operator there"),
+])
+def test_plans_that_keep_what_is_not_there_are_refused(remat: dict[str, tuple[str, ...]], words: str) -> None:
+    who = subject("hf-gpt2")
+    with pytest.raises(PlanError, match=words):
+        who.case(replace(by_recipe(who, (2,), "ddp"), remat=remat)).source()
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.drop(self.up(self.norm(x)).tanh())))
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().sum()
+
+
+class _Drawn(Subject):
+    def batch(self, batch: int = 8, seq: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return {name: torch.randn(batch, 16, dtype=torch.float64, generator=generator) for name in self.captured.input_names}
+
+
+def _noisy() -> _Drawn:
+    torch.manual_seed(0)
+    model = _Noisy().double()
+    zeros = torch.zeros(8, 16, dtype=torch.float64)
+    return _Drawn("noisy", "train", capture(model, (zeros, zeros)), model.state_dict())
+
+
+def _gradients(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor], broken: bool) -> dict[str, Tensor]:
+    """One rank: two steps without an optimizer; what has added up."""
+    module = Bundle(plan, source).build(weights)
+    if broken:
+        rng.Rng.copy, before = lambda self: self, rng.Rng.copy  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            module.train_step(*module.shard_batch(**batch))
+    finally:
+        if broken:
+            rng.Rng.copy = before  # type: ignore[method-assign]
+    return {name: p.grad.to_local().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("how", ["ddp", "tp", "1f1b", "interleaved_zero_bubble"])
+def test_dropout_draws_the_same_masks_again(how: str) -> None:
+    """To the bit, microbatches of a pipeline interleaved; and a mask drawn anew would show."""
+    who = _noisy()
+    made = by_recipe(who, (2,), how) if how in ("ddp", "tp") else by_stages(who, (1,), "single", 2, 4, how, bounds=[2] if how == "1f1b" else [1, 2, 3])
+
+    def run(level: str, *, broken: bool = False) -> list[dict[str, Tensor]]:
+        plan = rematerialised(who, made, level)
+        source = emit(who.captured.gm, plan, Names.of(who.captured))
+        assert ("remat(" in source) == (level != "none") and "dropout(" in source
+        return on_ranks(plan.ranks, _gradients, plan, source, dict(who.weights), who.batch(), broken)
+
+    wanted = run("none")
+    assert all(wanted)
+    for level in ("full", "selective"):
+        for a, b in zip(wanted, run(level), strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], b[name]) for a, b in zip(wanted, run("full", broken=True), strict=True) for name in a)

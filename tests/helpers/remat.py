@@ -1,0 +1,22 @@
+"""Plans whose blocks are run again: by level, for every run of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.plan import Plan
+from autopar.problem.graph import read
+from autopar.problem.rerun import heavy, keepable
+from tests.helpers.verify import Subject
+
+LEVELS = ("none", "selective", "full", "all")
+
+
+def rematerialised(who: Subject, made: Plan, level: str) -> Plan:
+    """`made` with every run of blocks at one level; "all" keeps whatever can be kept."""
+    if level == "none":
+        return made
+    program = read(who.captured.gm, made.hints, training=True)
+    wanted = {"selective": heavy, "full": lambda op: False, "all": keepable}[level]
+    return replace(made, remat={scope: tuple(op.name for op in program.ops.values() if op.scope == scope and wanted(op))
+                                for scope in program.runs})

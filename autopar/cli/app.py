@@ -112,6 +112,27 @@ def simulate(plan: PlanFile,
 
 
 @app.command()
+def memory(
+    model: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")],
+    cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
+    batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
+    seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
+    recipe: Annotated[list[str] | None, typer.Option(help="only this strategy; may be given more than once")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
+    precision: Annotated[str, typer.Option(help="of the computation: float32 or bf16")] = "float32",
+    mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
+    optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
+    shown: Annotated[int, typer.Option(min=1, help="tensors shown of a plan's peak")] = 16,
+    json: Json = None,
+) -> None:
+    """Will it fit? Memory per device of one device and of each strategy, and the largest sizes that fit; of a plan, what its peak is made of."""
+    from autopar.cli.fitting import memory_command
+    from autopar.cli.planning import Asked
+
+    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer), recipe or [], shown, json)
+
+
+@app.command()
 def recipes(json: Json = None) -> None:
     """List the named strategies."""
     from autopar.cli.lists import recipes_command

@@ -9,6 +9,7 @@ from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, workspace
 from autopar.memory.operators import backward_bytes, hands_on
+from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
 LATE_BYTES = 50_000_000
@@ -25,6 +26,7 @@ class Backward:
         self.final: list[Storage] = []  # gradients of parameters
         self.late: deque[Storage] = deque()
         self.again: dict[Storage, Storage] = {}
+        self.waiting_bytes = 0.0  # gradients that wait for the weights' part of a backward that is taken apart
 
     def walk(self) -> None:
         """From the ends of the forward to its start."""
@@ -45,7 +47,9 @@ class Backward:
 
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""
+        before = self.waiting_bytes
         self._pass(blocks.steps, {})
+        self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
         for storage in blocks.others:
             self.book.use(storage)
         if blocks.count > 1:
@@ -95,6 +99,8 @@ class Backward:
         slots = [value.slot for value in step.outs if value.slot is not None]
         for slot in slots:
             self.book.use(slot)
+        if any(weight and value.grad_bytes for weight, value in zip(op.weight, step.ins, strict=True)):
+            self.waiting_bytes += sum(slot.nbytes for slot in slots)
         self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs))
         for index, value in enumerate(step.ins):
             if value.grad_bytes:
@@ -107,7 +113,7 @@ class Backward:
         if not source.grad_bytes:
             return
         back = reshard.backward(self.shares.plan.mesh)
-        self.book.step(f"gradient of {source.ref[0]} resharded")
+        self.book.step(f"gradient of {named(self.forward.program.ops[source.ref[0]])} resharded")
         self.book.use(moved.slot)
         if reshard.weight:
             moved.slot.kind = "whole gradients"
@@ -135,7 +141,7 @@ class Backward:
 
     def _own(self, kind: str, value: Value) -> Storage:
         op = self.forward.program.ops[value.ref[0]]
-        return self.book.new(kind, op.name, op.where, value.grad_bytes)
+        return self.book.new(kind, named(op), op.where, value.grad_bytes)
 
     def _arrived(self, value: Value, grad: Storage) -> None:
         """One more gradient of a value: added in place where one has come before."""

@@ -13,7 +13,7 @@ from autopar.codegen.edges import Edges, Pair, Reshard
 from autopar.memory.book import Book, Storage
 from autopar.memory.moves import fresh, workspace
 from autopar.memory.operators import COPIED, Local, forward_bytes
-from autopar.memory.shares import Shares
+from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import Op, Program, Ref, Run
 from autopar.problem.saved import HOLDERS, looks
@@ -21,7 +21,8 @@ from autopar.problem.saved import HOLDERS, looks
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is."""
+    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is; `view`: whether
+    it looks at another one's memory."""
 
     ref: Ref
     pair: Pair
@@ -29,6 +30,7 @@ class Value:
     grad_bytes: float
     slot: Storage | None = None
     leaf: Op | None = None
+    view: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -61,10 +63,11 @@ class Blocks:
 @dataclass(frozen=True)
 class Part:
     """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
-    earlier or not; values that come in and that go to the next stage."""
+    earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]
+    given: tuple[Ref, ...] = ()
     receives: tuple[Ref, ...] = ()
     sends: tuple[Ref, ...] = ()
     results: frozenset[str] = frozenset()
@@ -90,6 +93,8 @@ class Forward:
         """All of the part, to the end of its forward."""
         for ref in self.part.receives:
             self.values[ref] = self._value(ref, self.book.new("pipeline buffers", ref[0], "", 0.0))
+            self.values[ref].view = True
+        self.values.update({ref: self._value(ref, None) for ref in self.part.given})
         for op in self.program.ops.values():
             if op.role in HOLDERS:
                 self._holder(op)
@@ -101,8 +106,15 @@ class Forward:
                     self._run(self.program.runs[op.scope])
             elif op.name in self.part.ops or (op.role in RESULTS and op.name in self.part.results):
                 self._op(op, self.steps)
-        self.sent = [self.values[ref] for ref in self.part.sends]
+        self.sent = [self._sendable(self.values[ref]) for ref in self.part.sends]
         self._close(self.frame)
+
+    def _sendable(self, value: Value) -> Value:
+        """What goes to the next stage is a copy of what has no gradient or is a view (runtime.stepping._sendable)."""
+        if value.view or not value.grad_bytes:
+            op = self.program.ops[value.ref[0]]
+            value.storage = self.book.new("activations", op.name, op.where, self.shares.value(value.ref, value.pair.value))
+        return value
 
     def _value(self, ref: Ref, storage: Storage | None, pair: Pair | None = None) -> Value:
         pair = pair or self.shares.lies(ref)
@@ -135,13 +147,13 @@ class Forward:
 
     def _moved(self, source: Value, reshard: Reshard, dst: Pair, steps: list[Step] | list[Step | Blocks]) -> Value:
         ref, forward = source.ref, reshard.forward(self.sizes)
-        self.book.step(f"reshard of {ref[0]}")
+        self.book.step(f"reshard of {named(self.program.ops[ref[0]])}")
         self.book.use(source.storage)
         storage = source.storage
         if fresh(forward):
             kind = "gathered weights" if reshard.weight else "reshards"
             op = self.program.ops[ref[0]]
-            storage = self.book.new(kind, ref[0], op.where, self.shares.value(ref, dst.value))
+            storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
             storage.regathered = reshard.regathers(self.sizes)
             self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
         value = self._value(ref, storage, dst)
@@ -162,6 +174,7 @@ class Forward:
         for index, nbytes in enumerate(local.outs):
             storage = ins[0].storage if looks(op) else self.book.new("activations", op.name, op.where, nbytes)
             outs.append(self._value((op.name, index), storage))
+            outs[-1].view = looks(op)
             self.values[op.name, index] = outs[-1]
             self.frame.append(storage)
         runs = self.shares.plan.nodes[op.name].runs

@@ -20,13 +20,14 @@ BUCKET_BYTES = 25_000_000
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile, microbatches of each
-    stage that wait, and whether gradients of parameters are all there."""
+    stage that wait for their backward, or for its part for the weights, and whether gradients of parameters are all there."""
 
     nbytes: float
     phase: str
     stage: int
     time: int
     waiting: tuple[int, ...]
+    halfway: tuple[int, ...]
     gradients: bool
 
 
@@ -59,49 +60,47 @@ class Holding:
 
     def _in_flight(self) -> dict[int, int]:
         most: dict[int, int] = {}
-        for action, waiting in self._flying():
+        for action, waiting, _ in self._flying():
             for stage, n in waiting.items():
-                most[stage] = max(most.get(stage, 0), n + (action.stage == stage and action.kind == "F"))
+                most[stage] = max(most.get(stage, 0), n + (action.stage == stage and action.kind != "W"))
         return most
 
-    def _flying(self) -> Iterator[tuple[Action, dict[int, int]]]:
-        """Each action with the microbatches of each stage that are kept meanwhile, beside its own."""
-        now = dict.fromkeys(self.profiles, 0)
-        split = {(a.stage, a.microbatch) for a in self.actions if a.kind == "W"}
+    def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int]]]:
+        """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and those that wait for
+        the weights' part of their backward."""
+        kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
+        split = {(a.stage, a.microbatch): None for a in self.actions if a.kind == "W"}
         for action in self.actions:
-            whole = action.kind == "B" or (action.kind == "I" and (action.stage, action.microbatch) not in split)
-            if action.kind == "F":
-                yield action, dict(now)
-                now[action.stage] += 1
-            else:
-                now[action.stage] -= 1
-                yield action, dict(now)
-                now[action.stage] += not (whole or action.kind == "W")
+            stage = action.stage
+            kept[stage] -= action.kind != "F"
+            halfway[stage] -= action.kind == "W"
+            yield action, dict(kept), dict(halfway)
+            later = action.kind in "BI" and (stage, action.microbatch) in split
+            kept[stage] += action.kind == "F" or later
+            halfway[stage] += later
 
     def _moments(self, base: float, held: float) -> Iterator[Moment]:
         """One per distinct situation; gradients are there in full from the first backward on where several microbatches add to them."""
         stages = sorted(self.profiles)
-        several = self.shares.plan.microbatches > 1
-        back, seen = False, set[tuple[object, ...]]()
-        for action, waiting in self._flying():
+        several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
+        for action, waiting, halfway in self._flying():
             forward = action.kind == "F"
             back = back or not forward
-            if action.kind == "W":
+            key = (action.stage, forward, back, *waiting.values(), *halfway.values())
+            if action.kind == "W" or key in seen:
                 continue
-            key = (action.stage, forward, back, *waiting.values())
-            if key in seen:
-                continue
-            seen.add(key)
+            seen[key] = None
             nbytes, time = self.profiles[action.stage].peak(forward=forward)
-            beside = sum(n * self.profiles[stage].kept_bytes for stage, n in waiting.items())
+            beside = sum(waiting[i] * self.profiles[i].kept_bytes + halfway[i] * self.profiles[i].waiting_bytes for i in stages)
             total = base + beside + nbytes + (held if several and back else 0.0)
-            yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages), several and back)
+            yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
+                         tuple(halfway[i] for i in stages), several and back)
 
     def _after(self, full: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         for phase, nbytes in (("sums of gradients", self.bucket_bytes()), ("update", self.update_bytes())):
-            yield Moment(full + nbytes, phase, -1, 0, nothing, True)
+            yield Moment(full + nbytes, phase, -1, 0, nothing, nothing, True)
 
     def bucket_bytes(self) -> float:
         """The largest flat copy of gradients that are summed together."""
@@ -128,6 +127,8 @@ class Holding:
         for stage, n in zip(sorted(self.profiles), peak.waiting, strict=True):
             book = self.profiles[stage].book
             found += [replace(e, nbytes=e.nbytes * n, count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]
+        for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
+            found.append(Entry("gradients of activations", f"stage {stage}, for its weights", "", n * self.profiles[stage].waiting_bytes, n))
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
         else:

@@ -69,7 +69,7 @@ def _place(shares: Shares, found: Edges, stages: Sequence[View], number: int, ac
 
 
 def _part(view: View) -> Part:
-    return Part(frozenset(view.ops), dict(view.blocks), view.receives, view.sends, frozenset(op.name for _, op in view.results))
+    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results))
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:

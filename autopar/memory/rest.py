@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from autopar.cost.memory import parameter_bytes
-from autopar.memory.shares import Shares
+from autopar.memory.shares import Shares, named
 from autopar.memory.types import Entry
 from autopar.pipeline.views import View
 from autopar.problem.graph import Op, Ref
@@ -33,7 +33,7 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
         if op.role not in ("param", "buffer", "constant", "input") or not counts[op.name]:
             continue
         count, numel = counts[op.name], elements(shares, op)
-        name = f"{op.scope}: {op.fqn}" if op.scope else op.fqn or op.name
+        name = named(op)
         if op.role != "param":
             kind = "inputs" if op.role == "input" else "buffers"
             yield Entry(kind, name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)

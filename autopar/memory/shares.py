@@ -70,3 +70,9 @@ class Shares:
         uses = [pair.partition("|")[0].split(",") for node in self.plan.nodes.values() for pair in (*node.ins, *node.outs)]
         return tuple(axis for axis in range(len(self.plan.mesh)) if any(entries[axis][:1] == "O" for entries in uses if axis < len(entries)))
 
+
+def named(op: Op) -> str:
+    """What a person calls it: a parameter or buffer by its name in the model, all else by its node."""
+    if not op.fqn or op.role not in ("param", "buffer", "constant"):
+        return op.name
+    return f"{op.scope}: {op.fqn}" if op.scope else op.fqn

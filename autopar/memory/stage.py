@@ -19,11 +19,13 @@ from autopar.problem.graph import Op
 
 @dataclass(eq=False)
 class Profile:
-    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and stay."""
+    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and stay. `waiting_bytes`
+    are gradients of activations that wait for the weights' part of a backward that is taken apart."""
 
     book: Book
     turn: int
     gradients: list[Storage]
+    waiting_bytes: float = 0.0
 
     @cached_property
     def totals(self) -> np.ndarray:
@@ -39,11 +41,6 @@ class Profile:
     def kept_bytes(self) -> float:
         """What a microbatch in flight keeps."""
         return sum(s.total for s in self.kept)
-
-    @cached_property
-    def gradients_bytes(self) -> float:
-        """Bytes of gradients of parameters at the end."""
-        return sum(s.total for s in self.gradients)
 
     def peak(self, *, forward: bool) -> tuple[float, int]:
         """The most bytes of one direction, and when."""
@@ -69,4 +66,4 @@ def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], pa
         return Profile(forward.book, turn, [])
     backward = Backward(forward, stay=stay, scattering=scattering)
     backward.walk()
-    return Profile(forward.book, turn, backward.final)
+    return Profile(forward.book, turn, backward.final, backward.waiting_bytes)

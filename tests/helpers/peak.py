@@ -46,5 +46,6 @@ def counted_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str,
     optimizer.zero_grad()
     first = allocations(step)
     second = allocations(optimizer.step)
-    gradients = sum(local_of(p.grad).untyped_storage().nbytes() for p in module.parameters() if p.grad is not None)
+    storages = [local_of(p.grad).untyped_storage() for p in module.parameters() if p.grad is not None]
+    gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # those of a bucket share one
     return Counted(max(first, default=0), gradients + max(0, *second), tuple(first) if curve else ())

@@ -1,0 +1,88 @@
+"""`autopar memory`: will a model fit, under which strategy and up to which sizes; or what the peak of one plan is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar import frontend
+from autopar.capture import capture
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.planning import Asked
+from autopar.cli.rebuild import rebuild
+from autopar.cluster import Cluster
+from autopar.fitting import Row, Survey
+from autopar.memory import predict
+from autopar.planner import Request
+from autopar.problem.graph import read
+from autopar.problem.prices import Settings
+from autopar.report.memory import breakdown, fit_row, fit_table
+from autopar.report.text import gibibytes, times
+
+NAMES = {"b": "batch", "s": "sequence"}
+
+
+def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None) -> None:
+    """The table of strategies for a model, or the breakdown of a plan file."""
+    if asked.model.endswith(".json") and not asked.model.startswith("hf:"):
+        plan_memory(Path(asked.model), shown, json)
+        return
+    with progress(f"memory of {asked.model}") as tell:
+        survey = _survey(asked, tell)
+        rows = []
+        for row in survey.rows(recipes):
+            rows.append(row)
+            tell(f"{row.name} is known")
+    if not write_json(json, as_json(survey, rows)):
+        show(*_tables(asked, survey, rows))
+
+
+def plan_memory(where: Path, shown: int, json: str | None) -> None:
+    """What the peak of a saved plan is made of."""
+    with progress(f"memory of {where}") as tell:
+        rebuilt = rebuild(where, tell)
+        plan = rebuilt.plan
+        kind = Cluster.from_dict(dict(plan.cluster)).device.kind
+        prediction = predict(read(rebuilt.captured.gm, plan.hints, training=plan.mode == "train", device=kind), plan)
+    if not write_json(json, prediction.to_dict()):
+        show(breakdown(prediction, shown))
+
+
+def _survey(asked: Asked, tell: Any) -> Survey:
+    training, dtype = asked.mode == "train", asked.dtype
+    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=getattr(torch, dtype), train=training, labels=training)
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=asked.mode, progress=tell)
+    request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, dtype), mesh=asked.sizes, progress=tell)
+    positions = frontend.max_positions(loaded.model)
+    return Survey(captured.gm, captured.hints, request, {"s": positions} if positions else {})
+
+
+def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
+    symbols = list(survey.hints)
+    sizes = ", ".join(f"{NAMES.get(s, s)} {n}" for s, n in survey.hints.items())
+    device = survey.request.cluster.device
+    table = fit_table(f"{asked.model} on {survey.request.cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
+                      f"{gibibytes(device.usable_memory_bytes)} of {gibibytes(device.memory_bytes)} usable", [NAMES.get(s, s) for s in symbols])
+    notes = []
+    for row in rows:
+        if row.prediction is None:
+            table.add_row(row.name, times(row.mesh) if row.mesh else "-", *["-"] * 7, "no", *["-"] * len(symbols))
+            notes.append(f"{row.name}: {row.why.splitlines()[0]}")
+        else:
+            table.add_row(row.name, times(row.mesh), *fit_row(row.prediction.fullest, row.limit_bytes),
+                          *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols))
+    return [table, *(["", *notes] if notes else [])]
+
+
+def _size(size: int, most: int | None) -> str:
+    return f"{size} (all positions)" if most is not None and size == most else str(size) if size else "none"
+
+
+def as_json(survey: Survey, rows: Sequence[Row]) -> dict[str, Any]:
+    """The table as data."""
+    return {"cluster": survey.request.cluster.label, "hints": dict(survey.hints), "usable_bytes": survey.limit_bytes, "rows": [
+        {"name": row.name, "mesh": list(row.mesh), "fits": row.fits, "why": row.why, "largest": dict(row.largest),
+         "prediction": None if row.prediction is None else row.prediction.to_dict()} for row in rows]}

@@ -1,0 +1,161 @@
+"""Will it fit? What one device and each named strategy need of a device's memory, and the largest batch and sequence that they have
+room for.
+
+A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are figures to show. The
+layouts of that plan are then looked at with other sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar import joint
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.layout import cutters, parse
+from autopar.memory import Prediction, predict
+from autopar.memory.largest import largest
+from autopar.plan import Plan
+from autopar.planner import Planner, Request, bare_plan, meshes_for
+from autopar.problem.graph import Program, read
+from autopar.problem.types import Problem
+from autopar.recipes import RECIPES, Recipe, roles
+from autopar.recipes.pipelines import PIPELINES
+from autopar.search import ilp
+from autopar.search.feasible import least_memory
+
+SOLVE_S = 2.0  # seconds for one strategy on one mesh
+PIPELINE_S = 4.0  # seconds for one pipeline recipe
+LARGEST = 1 << 22  # sizes beyond this are not looked at
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `limit_bytes` is what a plan may
+    fill of a device. `largest` are sizes by symbol: the largest of one with the others as planned."""
+
+    name: str
+    mesh: tuple[int, ...]
+    limit_bytes: float
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    why: str = ""
+    largest: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak of its fullest device is within the limit."""
+        return self.prediction is not None and self.prediction.peak_bytes <= self.limit_bytes
+
+
+@dataclass(eq=False)
+class Survey:
+    """All strategies for one graph. `most` bounds sizes by symbol (positions that the model has)."""
+
+    gm: fx.GraphModule
+    hints: Mapping[str, int]
+    request: Request
+    most: Mapping[str, int] = field(default_factory=dict)
+    _programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+    def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
+        """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
+        unknown = [name for name in names if name not in (*RECIPES, *PIPELINES)]
+        if unknown:
+            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
+        yield self._row("one device", self._one_device())
+        planner = Planner.of(self.gm, self.hints, self.request)
+        for name, recipe in RECIPES.items():
+            if name in names or (not names and name != "single" and recipe.fits(planner.program)):
+                self.request.say(name)
+                yield self._row(name, self._recipe(planner, recipe))
+        for name in PIPELINES:
+            if self.request.settings.training and self.request.cluster.devices > 1 and (name in names or not names):
+                self.request.say(name)
+                yield self._row(name, self._pipeline(name))
+
+    def _one_device(self) -> Plan | str:
+        level = replace(self.request.cluster.levels[-1], size=1)
+        alone = replace(self.request, cluster=Cluster(self.request.cluster.name, (level,), self.request.cluster.device))
+        planner = Planner.of(self.gm, self.hints, alone)
+        model = planner.model((1,), (roles.nothing,), "one device")
+        solution = ilp.search(replace(model.problem, memory_limit_bytes=math.inf), time_limit_s=SOLVE_S)
+        return bare_plan(planner, alone.cluster.mesh((1,)), model.decode(solution.choice), "one device")
+
+    def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
+        """The recipe on the mesh where it is fastest among those where it fits, or else takes least."""
+        found: list[tuple[bool, float, Plan]] = []
+        why = "the cluster has no such mesh"
+        for sizes in meshes_for(recipe, self.request.cluster, self.request.mesh):
+            try:
+                model = planner.model(sizes, recipe.roles_on(len(sizes)), recipe.name)
+                choice = _choice(model.problem)
+            except InfeasibleError as error:
+                why = str(error)
+                continue
+            plan = bare_plan(planner, self.request.cluster.mesh(sizes), model.decode(choice), recipe.name)
+            peak = self.predicted(plan).peak_bytes
+            fits = peak <= self.limit_bytes
+            found.append((not fits, model.problem.price(choice).time_s if fits else peak, plan))
+        return min(found, key=lambda one: one[:2])[2] if found else why
+
+    def _pipeline(self, name: str) -> Plan | str:
+        request = replace(self.request, recipe=name, time_limit_s=PIPELINE_S)
+        endless = replace(request.cluster, device=replace(request.cluster.device, memory_bytes=1 << 49))
+        try:
+            return joint.plan(self.gm, self.hints, request)
+        except (InfeasibleError, PlanError) as error:
+            try:
+                made = joint.plan(self.gm, self.hints, replace(request, cluster=endless))
+                return replace(made, cluster=request.cluster.to_dict())
+            except (InfeasibleError, PlanError):
+                return str(error)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a plan may fill of a device."""
+        return float(self.request.cluster.device.usable_memory_bytes)
+
+    def predicted(self, plan: Plan, **sizes: int) -> Prediction:
+        """What a plan takes, at other sizes than those planned for where they are given."""
+        return predict(self._program({**self.hints, **sizes}), plan)
+
+    def _program(self, hints: Mapping[str, int]) -> Program:
+        key = tuple(hints.values())
+        if key not in self._programs:
+            self._programs[key] = read(self.gm, hints, training=self.request.settings.training, device=self.request.cluster.device.kind)
+        return self._programs[key]
+
+    def _row(self, name: str, plan: Plan | str) -> Row:
+        if isinstance(plan, str):
+            return Row(name, (), self.limit_bytes, why=plan)
+        mesh = (plan.places, *plan.mesh) if plan.places > 1 else plan.mesh
+        return Row(name, mesh, self.limit_bytes, plan, self.predicted(plan), largest={
+            symbol: largest(self._peak(plan, symbol), self.limit_bytes, self._step(plan, symbol), self.most.get(symbol, LARGEST))
+            for symbol in self.hints})
+
+    def _peak(self, plan: Plan, symbol: str) -> Callable[[int], float]:
+        return lambda size: self.predicted(plan, **{symbol: size}).peak_bytes
+
+    def _step(self, plan: Plan, symbol: str) -> int:
+        """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut something, but no
+        finer than a 64th of the planned one."""
+        if symbol != "b":
+            return max(math.lcm(*plan.mesh), self.hints[symbol] // 64 // math.lcm(*plan.mesh) * math.lcm(*plan.mesh))
+        program = self._program(self.hints)
+        inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
+        ways = [math.prod(plan.mesh[a] for a in cutters(parse(plan.nodes[name].outs[0].split("|")[0]), 0)) for name in inputs]
+        return max(itertools.chain((1,), ways)) * plan.microbatches
+
+
+def _choice(problem: Problem) -> tuple[int, ...]:
+    """The fastest solution that fits, or else the one of least memory, whether it fits or not."""
+    try:
+        return ilp.search(problem, time_limit_s=SOLVE_S).choice
+    except InfeasibleError:
+        return least_memory(replace(problem, memory_limit_bytes=math.inf), time_limit_s=SOLVE_S)

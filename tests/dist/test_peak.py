@@ -1,0 +1,67 @@
+"""The predicted peak against every allocation that torch's profiler sees on a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.bundle import Bundle
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
+from autopar.memory import Place, predict
+from autopar.plan import Plan
+from autopar.problem.graph import read
+from tests.helpers.peak import Counted, counted_on_rank
+from tests.helpers.ranks import living
+from tests.helpers.tiny import TINY
+from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, subject
+
+BATCH, SEQ = 64, 64  # activations are a hundred times the weights
+FAST = [("hf-llama", "zero3"), ("hf-gpt2", "megatron"), ("hf-bert", "tp_sp"), ("hf-t5", "ddp")]
+SLOW = [(name, recipe) for name in TINY for recipe in ("ddp", "zero3", "tp_sp", "megatron") if (name, recipe) not in FAST]
+STATE = ("weights", "optimizer", "buffers", "inputs", "pipeline buffers")  # there before a step begins
+
+
+def compared(who: Subject, made: Plan) -> list[tuple[Place, Counted]]:
+    """What is predicted for each place, and counted on its first rank."""
+    hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
+    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    seen = living(made.ranks).run(counted_on_rank, bundle, dict(who.weights), who.batch(BATCH, SEQ))
+    places = predict(read(who.captured.gm, hints, training=True, device="cpu"), made).places
+    return [(place, seen[place.number * made.ranks // made.places]) for place in places]
+
+
+def beside_state(place: Place, *phases: str) -> float:
+    """The predicted peak of some phases, without what is there before the step."""
+    return max(place.phases[phase] for phase in phases) - sum(place.rest.get(kind, 0.0) for kind in STATE)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
+    who = subject(name)
+    (place, counted), = compared(who, by_recipe(who, (2,), recipe))
+    assert counted.step_bytes > 50_000
+    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])
+def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: str) -> None:
+    who = subject(name)
+    (place, counted), = compared(who, by_recipe(who, (2,), recipe))
+    assert beside_state(place, "update") == pytest.approx(counted.update_bytes, rel=0.01)
+
+
+STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [
+    ("hf-gpt2", (1,), "single", 2, 4, "1f1b", 1),
+    ("hf-gpt2", (1,), "single", 2, 4, "gpipe", 1),
+    ("hf-gpt2", (1,), "single", 2, 1, "naive", 1),
+    ("hf-t5", (1,), "single", 2, 4, "1f1b", 1),
+    ("hf-llama", (2,), "zero3", 2, 4, "1f1b", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "recipe", "places", "microbatches", "schedule", "virtual"), STAGES)
+def test_the_peak_of_each_place_of_a_pipeline_is_counted(name: str, mesh: Sizes, recipe: str, places: int, microbatches: int,
+                                                        schedule: str, virtual: int) -> None:
+    who = subject(name)
+    for place, counted in compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)):
+        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1), place.number

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.errors import RunError
 from autopar.runtime import rng
 from autopar.runtime.module import Block
+from autopar.runtime.names import full_name
 from autopar.runtime.replay import Tape, recording
 
 
@@ -62,7 +63,7 @@ class _Call:
         for name, now in self._fixed().items():
             tensor, version = self.versions[name]
             if now is not tensor or now._version != version:
-                raise RunError(f"{self.block.prefix}{name} was modified between the forward and the backward of a block that is run again for it: "
+                raise RunError(f"{full_name(self.block.naming, name)} was modified between the forward and the backward of a block that is run again for it: "
                                f"version {now._version}, wanted {version}; step the optimizer after the backward")
 
 

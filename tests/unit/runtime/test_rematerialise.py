@@ -56,7 +56,7 @@ class Skipping(Block):
 def made(kind: type[Block]) -> tuple[Block, Tensor]:
     """A block with weights, and an input."""
     generator = torch.Generator().manual_seed(0)
-    block = kind("block.")
+    block = kind("block")
     block.w = {name: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator).requires_grad_() for name in ("up", "down")}
     return block, torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
 

@@ -17,7 +17,8 @@ from autopar.joint.timetables import Timetable
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import Cost, balance, memory_bytes
 from autopar.pipeline.orders import StageTime
-from autopar.pipeline.views import views
+from autopar.pipeline.shared import shared_weights
+from autopar.pipeline.views import View, views
 from autopar.plan import Plan
 from autopar.problem.build import Model
 from autopar.problem.types import Solution
@@ -51,9 +52,13 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, s
             raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {inner.limit_bytes / 2**30:.2f} GiB are there",
                                   missing_bytes=nbytes - inner.limit_bytes)
     plan = assembled(inner, name, shape, table, model, solution, bounds)
-    times = _times(inner, shape, table, plan, parts)
+    seen = views(inner.whole.program, plan) if table.stages > 1 else ()
+    times = _times(inner, shape, table, plan, parts, seen)
     ends = table.ends_s(times, whole=whole)
     once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
+    if table.places > 1 and inner.request.settings.training:
+        for shared in shared_weights(inner.whole.program, plan, seen, inner.line(shape).axes[0]):
+            once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     return Found(plan, shape, table, step_s, max(held), max(busy))
@@ -79,14 +84,14 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
     return _by_place(table, [memory_bytes(part, n) for part, n in zip(parts, table.flying, strict=True)])
 
 
-def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequence[Sequence[Cost]]) -> list[StageTime]:
+def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
     """Seconds of each stage in one microbatch."""
     if table.stages == 1:
         return [_stage_time(parts[0], 0.0, split=False, training=inner.request.settings.training)]
     program, axis = inner.planner(shape.microbatches).program, inner.line(shape)
     return [_stage_time(part, _send_s(program, plan, view.sends, axis), split=table.schedule.splits_backward and view.separable,
                         training=inner.request.settings.training)
-            for part, view in zip(parts, views(inner.whole.program, plan), strict=True)]
+            for part, view in zip(parts, seen, strict=True)]
 
 
 def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float:

@@ -1,5 +1,6 @@
 """One rank: its work as tasks for the event engine, in the order in which the runtime starts it.
 
+    blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
     gathered weights    their gradients are scattered in the background, at most two buckets' worth of whole gradients at a time
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
@@ -76,6 +77,8 @@ class Rank:
         arrivals = _arrivals(turns, missing)
         for index in reversed(range(len(turns))):
             turn = turns[index]
+            if index + 1 == len(turns) or (turns[index + 1].unit, turns[index + 1].instance) != (turn.unit, turn.instance):
+                self._replay(turns, index, part)
             self.instance = turn.instance
             self._back(turn, part)
             for member in arrivals.get(index, ()):
@@ -86,6 +89,16 @@ class Rank:
         while self._late:
             self._waiting.append(self._late.popleft()[0])
         self.finish(buckets)
+
+    def _replay(self, turns: Sequence[Turn], last: int, part: str) -> None:
+        """Run again what the backward of the block that ends at `last` needs."""
+        first = last
+        while first > 0 and (turns[first - 1].unit, turns[first - 1].instance) == (turns[last].unit, turns[last].instance):
+            first -= 1
+        self.during, self.instance = "recompute", turns[last].instance
+        for turn in turns[first:last + 1] if part != "weights" else ():
+            self._do(turn.item.replay, turn.item.lane)
+        self.during = part
 
     def _back(self, turn: Turn, part: str) -> None:
         item = turn.item

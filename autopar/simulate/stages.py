@@ -11,6 +11,7 @@ from autopar.cluster import Cluster, Mesh, MeshAxis
 from autopar.codegen.edges import Edges, edges, out_pair
 from autopar.cost.comm import collective_s
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan
 from autopar.planner import local_share
@@ -53,7 +54,8 @@ class Stages:
         self.turns: list[list[Turn]] = [self.walk.stage(view) for view in self.views]
         alike = [tuple(turn.item.name for turn in turns) for turns in self.turns]
         self._first = [alike.index(names) for names in alike]  # the first stage that does the same
-        self.sync = Sync(self.program, plan, self.edges, self.mesh, self.line)
+        self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.line) if self.line is not None else []
+        self.sync = Sync(self.program, plan, self.edges, self.mesh)
 
     @property
     def training(self) -> bool:

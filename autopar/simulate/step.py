@@ -105,7 +105,7 @@ class _Pipeline:
             sums = self.stages.sums(place)
             ending.append((self._add(Task("sums of gradients", f"place {place}", sums.length_s)), "sync", sums))
         before = [ending[-1][0] for ending in found]
-        for shared in self.stages.sync.shared(self.stages.views):
+        for shared in self.stages.shared:
             for place in shared.places:
                 found[place].append((self._add(Task(f"gradients of {', '.join(shared.names)} over places", f"place {place}", shared.seconds,
                                                     tuple(before[p] for p in shared.places))), "sync", None))

@@ -1,12 +1,11 @@
-"""What a step does once on a place, after (or at the end of) its backwards: sums of gradients in buckets, gradients of weights that
-several places hold, the optimizer."""
+"""What a step does once on a place, at the end of its backward or backwards: sums of gradients in buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar.cluster import Mesh, MeshAxis
+from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
 from autopar.cost.comm import collective_s, group_bytes
 from autopar.layout import Step, most_elements
@@ -23,13 +22,12 @@ Member = tuple[str, int]  # (name of a parameter's Op, instance)
 
 @dataclass(frozen=True)
 class Sync:
-    """Makes these for one plan on the mesh of a place; `line` is the pipeline axis (None: there is none)."""
+    """Makes them for one plan on the mesh of a place."""
 
     program: Program
     plan: Plan
     edges: Edges
     mesh: Mesh
-    line: MeshAxis | None = None
 
     def members(self, view: View, turns: Sequence[Turn]) -> list[Member]:
         """The trained parameters that a stage holds, in order of their first use."""
@@ -74,36 +72,3 @@ class Sync:
     def local_bytes(self, op: Op) -> float:
         """Bytes of one instance of a parameter on the rank that holds most of it."""
         return float(most_elements(op.call.outs[0].sizes, out_pair(self.plan, (op.name, 0)).value, self.mesh.sizes) * op.out_dtypes[0].itemsize)
-
-    def shared(self, views: Sequence[View]) -> list[Shared]:
-        """The weights that several places hold, by these places: their gradients are summed over them at the end."""
-        places: dict[str, dict[int, None]] = {}
-        for view, stage in zip(views, self.plan.stages, strict=True):
-            for name in view.held:
-                if self.program.ops[name].role == "param" and self.program.ops[name].call.outs[0].grad:
-                    places.setdefault(name, {})[stage.place] = None
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for name, where in places.items():
-            if len(where) > 1 and self.line is not None:
-                groups.setdefault(tuple(sorted(where)), []).append(name)
-        return [self._shared(names, where) for where, names in groups.items()]
-
-    def _shared(self, names: Sequence[str], places: tuple[int, ...]) -> Shared:
-        assert self.line is not None, "several places have a pipeline axis"
-        sizes, axis = [self.local_bytes(self.program.ops[name]) for name in names], _part(self.line, len(places))
-        return Shared(tuple(names), places, sum(collective_s("all_reduce", nbytes, axis) for nbytes in sizes), sum(sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Weights that `places` hold: seconds of the sums of their gradients, one after the other, and the bytes of all."""
-
-    names: tuple[str, ...]
-    places: tuple[int, ...]
-    seconds: float
-    nbytes: float
-
-
-def _part(line: MeshAxis, count: int) -> MeshAxis:
-    """`count` places of a pipeline axis, over its outermost level."""
-    return line if count == line.size else replace(line, size=count, spans=(replace(line.spans[0], size=count),))

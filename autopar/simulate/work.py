@@ -24,7 +24,8 @@ from passes import facts
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One operator or reshard. `again` are weights that its backward gathers first; `weights` is the share of its backward that is for
+    """One operator or reshard. `again` are weights that its backward gathers first, `replay` is what of its forward runs again when its
+    block does; `weights` is the share of its backward that is for
     weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
 
     Of a reshard of a weight, `later` says that the last collective of its backward runs in the background, `held_bytes` what that keeps
@@ -35,6 +36,7 @@ class Item:
     forward: tuple[Piece, ...] = ()
     backward: tuple[Piece, ...] = ()
     again: tuple[Piece, ...] = ()
+    replay: tuple[Piece, ...] = ()
     weights: float = 0.0
     lane: Spot | None = None
     gathers: bool = False
@@ -132,7 +134,8 @@ class Walk:
         forward, backward = self.pieces.operator(op, node)
         again = tuple(piece for reshard in self._gathered_again(op) for piece in self._way(reshard, "again"))
         reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
-        mine = Item(op.name, forward, backward, again, _weights(op), spot_of(node), reads=reads)
+        replay = forward if self.edges.runs_again(op) else ()
+        mine = Item(op.name, forward, backward, again, replay, _weights(op), spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
@@ -164,7 +167,7 @@ class Walk:
         sunk = gathers and producer.role == "param" and not self.edges.sync.get(ref) and not self.splits
         held = self.pieces.prices.local_bytes(self.bytes_of(ref), reshard.dst.value)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", self._way(reshard, "forward"), backward,
-                    weights=float(reshard.weight), gathers=gathers,
+                    replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), gathers=gathers,
                     later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", held_bytes=held,
                     reads=(ref[0],) if producer.role == "param" else ())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -76,3 +77,16 @@ def test_stages_together_are_the_model(schedule: str, virtual: int) -> None:
     for stage, turns in enumerate(cut.turns):
         seconds = math.fsum(task.work_s for part in ("forward", *parts) for task in cut.ran(stage, part).tasks)
         assert seconds == pytest.approx(_alone_s(turns), rel=1e-9)
+
+
+def test_blocks_that_run_again_take_their_forward_once_more() -> None:
+    """On a CPU, where nothing hides: what Edges says runs again, and nothing else; a gathered weight is then not gathered for its own sake."""
+    who = subject("hf-gpt2")
+    flat = by_recipe(who, (4,), "megatron")
+    (scope,) = Stages.of(who.captured.gm, flat).program.runs
+    plain, again = (Stages.of(who.captured.gm, made) for made in (flat, replace(flat, remat={scope: ()})))
+    replayed = [turn.item for turn in again.turns[0] if turn.item.replay]
+    assert {item.name for item in replayed} > {name for name, op in again.program.ops.items() if again.edges.runs_again(op) and op.flops > 1e5}
+    assert all(item.replay == item.forward or not item.name.startswith(scope) for item in replayed if " -> " not in item.name)
+    once_more = sum(piece.seconds for item in replayed for piece in item.replay)
+    assert once_more > 0 and again.whole().length_s == pytest.approx(plain.whole().length_s + once_more, rel=1e-9)

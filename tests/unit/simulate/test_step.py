@@ -33,7 +33,7 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
         times.append(StageTime(stages.ran(stage, "forward").length_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage)))
     where = [stage.place for stage in stages.plan.stages]
     once = max(stages.sums(place).length_s + stages.optimizer(place).seconds for place in range(places))
-    shared = sum(shared.seconds for shared in stages.sync.shared(stages.views))
+    shared = sum(shared.seconds for shared in stages.shared)
     closed = step_s(orders(schedule, places, count, 8), times, where) + once + shared
     assert found.step_s == pytest.approx(closed, rel=0.03)
 

@@ -1,0 +1,55 @@
+"""Weights that several places of a pipeline hold: each has a copy, and their gradients are summed over the places at the end of a step
+(runtime.places)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cluster import MeshAxis
+from autopar.cost.comm import collective_s
+from autopar.layout import most_elements, parse
+from autopar.pipeline.views import View
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Weights `names` that `places` hold: seconds of the sums of their gradients, one after the other, and the bytes of all on a rank."""
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    seconds: float
+    nbytes: float
+
+
+def shared_weights(program: Program, plan: Plan, views: Sequence[View], line: MeshAxis) -> list[Shared]:
+    """The trained weights that several places hold, by these places; `line` is the pipeline axis."""
+    places: dict[str, dict[int, None]] = {}
+    for view, stage in zip(views, plan.stages, strict=True):
+        for name in view.held:
+            if program.ops[name].role == "param" and program.ops[name].call.outs[0].grad:
+                places.setdefault(name, {})[stage.place] = None
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, where in places.items():
+        if len(where) > 1:
+            groups.setdefault(tuple(sorted(where)), []).append(name)
+    return [_shared(program, plan, names, where, line) for where, names in groups.items()]
+
+
+def _shared(program: Program, plan: Plan, names: Sequence[str], places: tuple[int, ...], line: MeshAxis) -> Shared:
+    sizes, axis = [_rest_bytes(program.ops[name], plan) for name in names], _part(line, len(places))
+    return Shared(tuple(names), places, sum(collective_s("all_reduce", nbytes, axis) for nbytes in sizes), sum(sizes))
+
+
+def _rest_bytes(op: Op, plan: Plan) -> float:
+    """Bytes of a parameter's gradient on the rank that holds most of it: it lies as the parameter rests."""
+    value, _, gradient = plan.nodes[op.name].outs[0].partition("|")
+    layout = parse(gradient if gradient and "-" not in gradient else value)
+    return float(most_elements(op.call.outs[0].sizes, layout, plan.mesh) * op.out_dtypes[0].itemsize)
+
+
+def _part(line: MeshAxis, count: int) -> MeshAxis:
+    """`count` places of a pipeline axis, over its outermost level."""
+    return line if count == line.size else replace(line, size=count, spans=(replace(line.spans[0], size=count),))

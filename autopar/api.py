@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 class Compiled:
     """A planned model: a plan and its emitted source, and on ranks the sharded module.
 
-    `plan` is the Plan, `source` the Python text of the module. With torch.distributed initialised, on as many ranks as the
+    `plan` is the Plan, `source` the Python text of the module. `frontier` are the plans of which none is beaten in both step time and
+    memory, where `compile(..., pareto=True)` asked for them, the fastest first. With torch.distributed initialised, on as many ranks as the
     plan has, `module` is the sharded module, and calls, `train_step`, `parameters`, `state_dict` go to it.
     """
 
     def __init__(self, bundle: Bundle, weights: Mapping[str, torch.Tensor] | None = None,
-                 captured: Captured | None = None) -> None:
+                 captured: Captured | None = None, frontier: Sequence[Plan] = ()) -> None:
         self.bundle, self.captured, self._weights = bundle, captured, weights
+        self.frontier = tuple(frontier) or (bundle.plan,)
 
     @property
     def plan(self) -> Plan:
@@ -139,7 +141,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
             mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
             time_limit_s: float = 30.0, seed: int = 0, progress: Callable[[str], None] | None = None,
-            source: Mapping[str, Any] | None = None) -> Compiled:
+            source: Mapping[str, Any] | None = None, pareto: bool = False) -> Compiled:
     """Plan `model` for `cluster` and emit the sharded module.
 
     `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
@@ -147,7 +149,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
     operators to rule strings. `precision` ("bfloat16") plans and emits the model as `model.to(dtype)` would be: weights,
-    gradients and optimizer state too; without it the model stays in its own. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
+    gradients and optimizer state too; without it the model stays in its own. `pareto` plans for less and less memory as well
+    (`Compiled.frontier`), each plan within `time_limit_s`. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
@@ -157,6 +160,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.codegen.tables import Names
     from autopar.frontend.loading import cast
     from autopar.joint import plan
+    from autopar.joint.frontier import frontier
     from autopar.planner import Request
     from autopar.problem.prices import Settings
     from autopar.rules import as_rules
@@ -175,12 +179,14 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     settings = Settings(mode, optimizer, str(dtype).removeprefix("torch."))
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
                       as_rules(rules), progress)
-    chosen = _agree(lambda: plan(captured.gm, captured.hints, request, model=captured.name, graph_hash=captured.graph_hash,
-                                 source=dict(source or {}), notes=tuple(captured.notes)))
+    about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}
+    made = _agree(lambda: frontier(captured.gm, captured.hints, request, **about) if pareto else
+                  [plan(captured.gm, captured.hints, request, **about)])
+    chosen = made[0]
     chosen.check(captured.graph_hash, captured.nodes)
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
-    return Compiled(bundle, weights, captured)
+    return Compiled(bundle, weights, captured, made)
 
 
 def _dtype(precision: str) -> torch.dtype:
@@ -199,20 +205,20 @@ def load(folder: str | Path) -> Compiled:
     return Compiled(Bundle.load(Path(folder)))
 
 
-def _agree(make: Callable[[], Plan]) -> Plan:
-    """The plan; where torch.distributed runs, rank 0 makes it and all the others get its bytes, or the error that ended it."""
+def _agree(make: Callable[[], list[Plan]]) -> list[Plan]:
+    """The plans; where torch.distributed runs, rank 0 makes them and all the others get their bytes, or the error that ended it."""
     if not (dist.is_available() and dist.is_initialized()):
         return make()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box = [make().to_json()]
+            box = [[plan.to_json() for plan in make()]]
         except AutoparError as error:
             box = [error]
     dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], AutoparError):
         raise box[0]
-    return Plan.from_json(box[0])
+    return [Plan.from_json(text) for text in box[0]]
 
 
 def _inputs(model: nn.Module, example: Any, *, batch: int, seq: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -52,6 +52,12 @@ class Request:
     seed: int = 0
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None
+    memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a plan may fill on each device."""
+        return self.cluster.device.usable_memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def say(self, what: str) -> None:
         """Tell `progress` what happens now."""
@@ -124,7 +130,7 @@ class Planner:
         if mesh not in self._prices:
             self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings)
         prices = self._prices[mesh]
-        limit = self.request.cluster.device.usable_memory_bytes
+        limit = self.request.limit_bytes
         joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
         return build(self.program, self.clusters, joints, prices, limit, name, self.branches)
 

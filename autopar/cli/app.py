@@ -49,12 +49,13 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
     time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
     seed: Annotated[int, typer.Option(help="of the search, and later of weights and inputs")] = 0,
+    pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
     json: Json = None,
 ) -> None:
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed),
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto),
                  output, json)
 
 

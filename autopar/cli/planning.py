@@ -16,6 +16,7 @@ from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.problem.graph import Program, read
+from autopar.report.frontier import frontier, point
 from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
@@ -39,6 +40,7 @@ class Asked:
     optimizer: str = "adamw"
     time_limit_s: float = 30.0
     seed: int = 0
+    pareto: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -68,14 +70,16 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
                                labels=training, seed=asked.seed)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=dtype, optimizer=asked.optimizer, batch=asked.batch,
-                           seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source))
+                           seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
+                           pareto=asked.pareto)
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began
     if output is not None:
         compiled.plan.save(output)
-    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s}):
-        show(report(compiled.plan, program), "", f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""))
+    points = [point(plan) for plan in compiled.frontier] if asked.pareto else []
+    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s, **({"frontier": points} if points else {})}):
+        show(report(compiled.plan, program), *(("", frontier(compiled.frontier)) if points else ()), "", f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""))
 
 
 def as_json(plan: Plan, program: Program) -> dict[str, Any]:

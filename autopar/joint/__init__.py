@@ -3,6 +3,7 @@
     shapes       places, mesh of a place, microbatches          timetables   schedule and stages per place
     spaces       what a search or a named pipeline may have     inner        the Problems of one shape, solved
     laid         one shape cut, timed, its memory counted       explore      the walk through a space
+    frontier     step time against memory
 """
 
 from __future__ import annotations
@@ -30,19 +31,26 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
-    began = time.monotonic()
+    return best(Inner(gm, hints, request), **about)
+
+
+def best(inner: Inner, **about: Any) -> Plan:
+    """The fastest plan for the memory of `inner`. Raises InfeasibleError when nothing fits at all."""
+    began, request = time.monotonic(), inner.request
     if request.recipe in PIPELINES:
-        return staged(Inner(gm, hints, request), [of_recipe(PIPELINES[request.recipe])], None, began, about)
-    if request.recipe is not None or request.search != "ilp" or not request.settings.training:
-        return planner.plan(gm, hints, request, **about)
+        return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, began, about)
     flat, failed = None, None
     try:
-        flat = planner.plan(gm, hints, request, **about)
+        flat = planner.plan(inner.gm, inner.hints, replace(request, memory_bytes=inner.limit_bytes), **about)
     except InfeasibleError as error:
         failed = error
+    if request.recipe is not None or request.search != "ilp" or not request.settings.training:
+        if flat is None:
+            raise failed or AssertionError("no plan, and no reason")
+        return flat
     spaces = [*(of_recipe(recipe) for recipe in PIPELINES.values()), SEARCH]
     try:
-        return staged(Inner(gm, hints, request), spaces, flat, began, about)
+        return staged(inner, spaces, flat, began, about)
     except InfeasibleError as error:
         if failed is None:
             raise

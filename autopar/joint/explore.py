@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.joint.floor import floor_s
 from autopar.joint.inner import Inner, Models
 from autopar.joint.laid import Found, lay
 from autopar.joint.shapes import Shape, neighbours, starts
@@ -162,8 +161,7 @@ class Explorer:
 
     def _floor_s(self, shape: Shape) -> float:
         """Nothing on `shape` is faster: its share of the least work there is, and the shortest wait for the first microbatch."""
-        request = self.inner.request
-        work_s = floor_s(self.inner.whole.program, request.cluster.device, request.cluster.devices, training=request.settings.training)
+        work_s = self.inner.work.step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 

@@ -3,6 +3,7 @@ costs once, solved for the share of a timetable."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import fx
 
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import PlanError
+from autopar.joint.floor import Work
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.microbatches import Microbatching
@@ -37,7 +39,8 @@ class Models:
 
 
 class Inner:
-    """All Problems of one graph, made when first asked for. `whole` reads the graph at the sizes of the batch."""
+    """All Problems of one graph, made when first asked for. `whole` reads the graph at the sizes of the batch; `limit_bytes` is
+    the memory that a plan may fill on each device."""
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
         self.gm, self.hints, self.request = gm, dict(hints), request
@@ -45,6 +48,13 @@ class Inner:
         self._planners: dict[int, Planner] = {1: self.whole}
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
         self._shared: dict[int, Microbatching] = {}
+        self.limit_bytes = request.limit_bytes
+
+    def limited(self, limit_bytes: float) -> Inner:
+        """The same with that much memory on each device; what was made so far is shared."""
+        other = copy.copy(self)
+        other.limit_bytes = limit_bytes
+        return other
 
     @property
     def batch(self) -> int:
@@ -57,9 +67,9 @@ class Inner:
         return len(units(self.whole.program))
 
     @cached_property
-    def limit_bytes(self) -> float:
-        """Of memory on each device."""
-        return self.request.cluster.device.usable_memory_bytes
+    def work(self) -> Work:
+        """The least work of a step."""
+        return Work.of(self.whole.program, self.request.cluster.device, training=self.request.settings.training)
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""

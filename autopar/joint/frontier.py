@@ -1,0 +1,44 @@
+"""Step time against memory: the fastest plan for less and less memory, as long as one fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar import joint
+from autopar.errors import InfeasibleError
+from autopar.joint.inner import Inner
+from autopar.plan import Plan
+from autopar.planner import Request
+
+POINTS = 6
+SHRINK = 0.7  # of the memory of the plan before
+
+
+def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> list[Plan]:
+    """Plans of which none is beaten in both step time and memory, the fastest first. Each may take `request.time_limit_s`.
+
+    Raises InfeasibleError when nothing fits the device, PlanError for what cannot be asked for.
+    """
+    inner = Inner(gm, hints, request)
+    found = [joint.best(inner, **about)]
+    while len(found) < POINTS:
+        limit_bytes = SHRINK * found[-1].predicted.memory_bytes
+        request.say(f"with {limit_bytes / 2**30:.1f} GiB")
+        try:
+            found.append(joint.best(inner.limited(limit_bytes), **about))
+        except InfeasibleError:
+            break
+    return unbeaten([replace(plan, alternatives=()) if plan is not found[0] else plan for plan in found])
+
+
+def unbeaten(plans: list[Plan]) -> list[Plan]:
+    """Those than which no other is better in step time or memory and at least as good in both, the fastest first; of equals one."""
+    found: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.predicted.step_s, p.predicted.memory_bytes)):
+        if not found or plan.predicted.memory_bytes < found[-1].predicted.memory_bytes:
+            found.append(plan)
+    return found

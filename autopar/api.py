@@ -24,6 +24,7 @@ from autopar.runtime import ShardedModule
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
 if TYPE_CHECKING:
     from autopar.capture import Captured
+    from autopar.memory import Prediction
     from autopar.search import Search
     from autopar.simulate import Simulation
 
@@ -113,6 +114,20 @@ class Compiled:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients, of all ranks, to a global 2-norm of at most `max_norm`; the norm before."""
         return self.module.clip_grad_norm_(max_norm)
+
+    def memory(self) -> Prediction:
+        """What the plan needs of each device's memory: the peak of each place, and the tensors that make it up.
+
+        Raises PlanError where the graph is not there: `load` reads emitted code, which has none.
+        """
+        from autopar.memory import predict
+        from autopar.problem.graph import read
+
+        if self.captured is None:
+            raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which memory is predicted from; "
+                            "use the object that autopar.compile gave, or `autopar memory plan.json` where the plan names its model")
+        kind = Cluster.from_dict(dict(self.plan.cluster)).device.kind
+        return predict(read(self.captured.gm, self.plan.hints, training=self.plan.mode == "train", device=kind), self.plan)
 
     def simulate(self, progress: Callable[[str], None] | None = None) -> Simulation:
         """One step of the plan, simulated: its time, where it goes, memory over time, and a trace (`Simulation.save_trace`).

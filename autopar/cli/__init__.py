@@ -1,9 +1,9 @@
-"""The command line: `autopar plan | emit | run | verify | explain | simulate | recipes | clusters`.
+"""The command line: `autopar plan | emit | run | verify | explain | simulate | memory | recipes | clusters`.
 
     app.py       what each command takes (imports no torch, so that help is quick)
     console.py   output, progress, errors, files
     rebuild.py   from a plan file back to the model that it was made for
-    planning.py, emitting.py, running.py, verifying.py, explaining.py, simulating.py, lists.py   one command each
+    planning.py, emitting.py, running.py, verifying.py, explaining.py, simulating.py, fitting.py, lists.py   one command each
 """
 
 from autopar.cli.app import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
@@ -48,22 +48,32 @@ class Backward:
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""
         before = self.waiting_bytes
-        self._pass(blocks.steps, {})
+        self._pass(blocks, {})
         self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
         for storage in blocks.others:
             self.book.use(storage)
         if blocks.count > 1:
             self._between(blocks)
-            self._pass(blocks.steps, blocks.twins)
+            self._pass(blocks, blocks.twins)
         for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
             if port.slot is not None and feed.grad_bytes:
                 self._arrived(feed, port.slot)
             port.slot = None
 
-    def _pass(self, steps: Sequence[Step], twins: Mapping[Storage, Storage | None]) -> None:
+    def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None]) -> None:
         self.again.clear()
-        for step in reversed(steps):
+        stored = [twins.get(storage, storage) for storage in blocks.stored]
+        if blocks.again:
+            twins = {**twins, **self._run_again(blocks)}
+        for step in reversed(blocks.steps):
             self._step(step, twins)
+        for storage in stored:
+            self.book.use(storage)
+
+    def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
+        """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward needs."""
+        self.book.step(f"{blocks.run.scope} run again")
+        return {storage: self.book.like(storage, self.book.now) for storage in blocks.made}
 
     def _between(self, blocks: Blocks) -> None:
         """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there."""

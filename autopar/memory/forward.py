@@ -48,7 +48,8 @@ class Step:
 @dataclass(eq=False, slots=True)
 class Blocks:
     """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other blocks: `twins`
-    of the first one by what the last one keeps, and the rest of them together."""
+    of the first one by what the last one keeps, and the rest of them together. Where blocks are run again in the backward, `stored` is
+    what they keep for it, and `made` what they make again."""
 
     run: Run
     count: int
@@ -58,6 +59,9 @@ class Blocks:
     carried: list[Value]
     twins: dict[Storage, Storage | None]
     others: list[Storage]
+    again: bool = False
+    stored: dict[Storage, None] = field(default_factory=dict)
+    made: list[Storage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Forward:
         self.program: Program = shares.program
         self.sizes = shares.plan.mesh
         self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
-        self.sync = edges.sync
+        self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
         self.moved: dict[tuple[Ref, str, Pair, str], Value] = {}
         self.steps: list[Step | Blocks] = []
@@ -223,6 +227,8 @@ class Forward:
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]
         blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])
+        if run.scope in self.edges.reruns:
+            self._run_again(blocks)
         self._other_blocks(blocks, began)
         self.steps.append(blocks)
 
@@ -231,7 +237,7 @@ class Forward:
         makes it, it is not counted again by the one that gets it."""
         if blocks.count < 2:
             return
-        kept = {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        kept = blocks.stored if blocks.again else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
         makers = {port.storage: (feed.storage, out.storage)
                   for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)}
         for storage in kept:
@@ -247,3 +253,21 @@ class Forward:
                 blocks.twins[storage] = self.book.like(storage, began)
             if blocks.count > 2:
                 blocks.others.append(self.book.like(storage, began, blocks.count - 2))
+
+    def _run_again(self, blocks: Blocks) -> None:
+        """What blocks that are run again keep: what they are given, and the results that the plan says."""
+        about = self.edges.reruns[blocks.run.scope]
+        blocks.again = True
+        blocks.stored = {port.storage: None for port in blocks.ports if port.storage is not None}
+        for step in blocks.steps:
+            replay = step.reshard.replay if step.reshard is not None else ""
+            kept = replay == "kept" or (step.op is not None and self.edges.mark(step.op) == "keep")
+            reached = replay in ("again", "skipped") or (step.op is not None and about.reached(step.op.name))
+            given = [value.storage for value in step.ins]
+            for storage in dict.fromkeys((*(value.storage for value in step.outs), *step.kept)):
+                if storage is None or storage in blocks.stored or storage in given:
+                    continue
+                if kept:
+                    blocks.stored[storage] = None
+                elif reached and storage not in blocks.made:
+                    blocks.made.append(storage)

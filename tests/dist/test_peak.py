@@ -12,6 +12,7 @@ from autopar.plan import Plan
 from autopar.problem.graph import read
 from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.ranks import living
+from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, subject
 
@@ -48,6 +49,13 @@ def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: s
     who = subject(name)
     (place, counted), = compared(who, by_recipe(who, (2,), recipe))
     assert beside_state(place, "update") == pytest.approx(counted.update_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "recipe", "level"), [("hf-gpt2", "ddp", "full"), ("hf-llama", "zero3", "selective")])
+def test_the_peak_of_blocks_that_are_run_again_is_counted(name: str, recipe: str, level: str) -> None:
+    who = subject(name)
+    (place, counted), = compared(who, rematerialised(who, by_recipe(who, (2,), recipe), level))
+    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
 STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [

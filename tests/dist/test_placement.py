@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.bundle import Bundle
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
+from autopar.memory import predict
 from autopar.plan import Plan
 from autopar.planner import Planner, Request, finish, plan
+from autopar.problem.graph import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
+from autopar.runtime.launch import launch
 from autopar.search import greedy
 from autopar.verify import case_of, verify
+from tests.helpers.peak import counted_on_rank
 from tests.helpers.tiny import TINY
 
 BATCH = 8
@@ -87,3 +94,16 @@ def test_placements_compose_with_every_other_layout(mesh: tuple[int, ...], seed:
     made = finish(planner, found, 0.0, [], {"model": "towers", "graph_hash": captured.graph_hash})
     assert any("operator" in node.kinds for node in made.nodes.values())
     check(made)
+
+
+def test_memory_is_counted_where_the_towers_are() -> None:
+    """Each rank holds what works on it, and not what works on the other."""
+    loaded, captured = towers()
+    made = searched()
+    bundle = Bundle(made, emit(captured.gm, made, Names.of(captured)), captured.constants)
+    batch = dict(zip(captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
+    seen = launch(counted_on_rank, 2, bundle, loaded.model.state_dict(), batch, timeout_s=60.0)
+    place = predict(read(captured.gm, made.hints, training=True, device="cpu"), made).fullest
+    state = sum(nbytes for kind, nbytes in place.rest.items() if kind != "gradients")
+    assert seen[0].step_bytes != seen[1].step_bytes, "the towers are not alike"
+    assert max(place.phases[p] for p in ("forward", "backward")) - state == pytest.approx(max(one.step_bytes for one in seen), rel=0.15)

@@ -25,7 +25,7 @@ def autopar(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[st
 def test_help_lists_every_command() -> None:
     done = autopar("--help")
     assert done.returncode == 0
-    for name in ("plan", "emit", "run", "verify", "explain", "simulate", "recipes", "clusters"):
+    for name in ("plan", "emit", "run", "verify", "explain", "simulate", "memory", "recipes", "clusters"):
         assert f"\n  {name} " in done.stdout
 
 
@@ -54,6 +54,8 @@ def test_lists(tmp_path: Path) -> None:
     (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of float32"),
     (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
     (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
+    (("memory", "nowhere.json"), "cannot read plan nowhere.json"),
+    (("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"), "unknown recipe 'fast'; known are single, ddp"),
     (("simulate", "README.md"), "not a plan: the text is no JSON"),
     (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
 ])

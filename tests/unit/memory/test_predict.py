@@ -1,0 +1,106 @@
+"""What a prediction must be, whatever the plan: never less than what rests, more for more, the sum of its parts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster
+from autopar.memory import Prediction, predict
+from autopar.pipeline.orders import in_flight, orders
+from autopar.plan import Plan
+from autopar.planner import Planner, Request
+from autopar.problem.graph import Program, read
+from autopar.problem.prices import Settings
+from autopar.recipes import RECIPES
+from autopar.report.explain import choice_of
+from tests.helpers.remat import rematerialised
+from tests.helpers.verify import by_recipe, by_stages, subject
+from tests.unit.decisions.test_memory import activations, at_rest
+
+CASES = [("gpt", "ddp"), ("gpt", "zero3"), ("gpt", "megatron"), ("hf-gpt2", "tp_sp"), ("mlp", "zero3"), ("hf-t5", "ddp")]
+SOME = st.sampled_from(CASES)
+
+
+@cache
+def made(name: str, recipe: str) -> Plan:
+    """A plan on two ranks."""
+    return by_recipe(subject(name), (2,), recipe)
+
+
+@cache
+def program(name: str, batch: int = 8, seq: int = 16) -> Program:
+    """The graph at some sizes."""
+    hints = subject(name).captured.hints
+    return read(subject(name).captured.gm, {**hints, **{k: n for k, n in (("b", batch), ("s", seq)) if k in hints}}, training=True, device="cpu")
+
+
+def predicted(case: tuple[str, str], batch: int = 8, seq: int = 16) -> Prediction:
+    """What the plan of a case takes."""
+    return predict(program(case[0], batch, seq), made(*case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_peak_is_the_sum_of_its_parts_and_at_least_what_rests(case: tuple[str, str]) -> None:
+    place = predicted(case).fullest
+    assert place.peak_bytes == pytest.approx(max(place.phases.values()))
+    assert place.peak_bytes == pytest.approx(sum(place.by_kind().values()))
+    assert place.peak_bytes >= place.rest_bytes
+    assert all(entry.nbytes > 0 and entry.count > 0 for entry in place.entries)
+    assert place.phases["forward"] >= place.activations_bytes + sum(place.rest.get(k, 0) for k in ("weights", "optimizer", "inputs"))
+
+
+@settings(max_examples=12)
+@given(SOME, st.integers(1, 12), st.integers(1, 12), st.integers(1, 8), st.integers(1, 8))
+def test_more_takes_more(case: tuple[str, str], batch: int, more: int, seq: int, longer: int) -> None:
+    here = predicted(case, 2 * batch, 4 * seq)
+    assert predicted(case, 2 * (batch + more), 4 * seq).peak_bytes >= here.peak_bytes
+    assert predicted(case, 2 * batch, 4 * (seq + longer)).peak_bytes >= here.peak_bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_rests_and_what_is_kept_is_what_the_search_counts(case: tuple[str, str]) -> None:
+    """The walk over the emitted program and the tables of the Problem, made apart from each other."""
+    name, recipe = case
+    who = subject(name)
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x2"), Settings(), mesh=(2,)))
+    model = planner.model((2,), RECIPES[recipe].roles, recipe)
+    choice = choice_of(model, made(*case))
+    place = predicted(case).fullest
+    rest = sum(place.rest.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "master"))
+    assert rest == at_rest(model, choice)
+    assert place.kept_bytes[0] == pytest.approx(activations(model, choice), rel=0.03)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_plan_says_the_same(case: tuple[str, str]) -> None:
+    again = Plan.from_json(made(*case).to_json())
+    assert predict(program(case[0]), again) == predicted(case)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)])
+def test_stages_keep_as_many_microbatches_as_their_schedule_says(schedule: str, virtual: int) -> None:
+    plan = by_stages(subject("gpt"), (1,), "single", 2, 4, schedule, virtual)
+    flying = in_flight(orders(schedule, 2, 2 * virtual, 4), 2 * virtual)
+    found = predict(program("gpt"), plan)
+    for place in found.places:
+        mine = [flying[i] for i, stage in enumerate(plan.stages) if stage.place == place.number]
+        assert list(place.in_flight) == mine
+        assert place.peak_bytes >= place.activations_bytes + sum(place.rest.get(k, 0) for k in ("weights", "optimizer"))
+
+
+def test_more_microbatches_keep_less() -> None:
+    plans = [by_stages(subject("gpt"), (1,), "single", 2, m, "gpipe") for m in (2, 4, 8)]
+    kept = [predict(program("gpt"), plan).places[0].kept_bytes[0] for plan in plans]
+    assert kept[0] == pytest.approx(2 * kept[1], rel=0.01) and kept[1] == pytest.approx(2 * kept[2], rel=0.01)
+
+
+def test_running_blocks_again_keeps_less() -> None:
+    plan = made("gpt", "ddp")
+    none, selective, full = (predict(program("gpt"), rematerialised(subject("gpt"), plan, level)).fullest for level in ("none", "selective", "full"))
+    assert full.kept_bytes[0] < selective.kept_bytes[0] < none.kept_bytes[0]
+    assert full.rest == none.rest
+

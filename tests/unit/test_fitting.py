@@ -1,0 +1,58 @@
+"""Will it fit: a row per strategy, and sizes up to which it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.fitting import Row, Survey
+from autopar.planner import Request
+from tests.helpers.verify import subject
+
+
+def survey(memory_bytes: int = 1 << 22) -> Survey:
+    """The tiny model on two CPU ranks with little memory."""
+    cluster = Cluster.parse("cpu:1x2")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    who = subject("gpt")
+    return Survey(who.captured.gm, who.captured.hints, Request(small), {"s": 64})
+
+
+@cache
+def rows() -> dict[str, Row]:
+    """Some strategies, of one stage and of two."""
+    return {row.name: row for row in survey().rows(["ddp", "zero3", "megatron", "1f1b"])}
+
+
+def test_there_is_a_row_for_each() -> None:
+    assert list(rows()) == ["one device", "ddp", "zero3", "megatron", "1f1b"]
+    assert all(row.prediction is not None for row in rows().values())
+    one, ddp, zero3 = (rows()[name].prediction for name in ("one device", "ddp", "zero3"))
+    assert one and ddp and zero3
+    assert zero3.fullest.rest["weights"] < ddp.fullest.rest["weights"] == one.fullest.rest["weights"]
+    assert ddp.fullest.activations_bytes == pytest.approx(one.fullest.activations_bytes / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["one device", "ddp", "zero3", "megatron", "1f1b"])
+def test_the_largest_sizes_fit_and_the_next_ones_do_not(name: str) -> None:
+    row, here = rows()[name], survey()
+    assert row.plan is not None and row.fits == (row.largest["b"] >= 8)
+    for symbol, step, most in (("b", here._step(row.plan, "b"), 1 << 22), ("s", here._step(row.plan, "s"), 64)):
+        size = row.largest[symbol]
+        assert size == 0 or here.predicted(row.plan, **{symbol: size}).peak_bytes <= row.limit_bytes
+        assert size + step > most or here.predicted(row.plan, **{symbol: size + step}).peak_bytes > row.limit_bytes
+
+
+def test_what_does_not_fit_is_shown_as_its_plan_of_least_memory() -> None:
+    row = next(row for row in survey(1 << 20).rows(["ddp"]) if row.name == "ddp")
+    assert not row.fits and row.prediction is not None and row.prediction.peak_bytes > row.limit_bytes
+    assert row.largest["b"] < 8
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(PlanError, match="unknown recipe 'fast'"):
+        list(survey().rows(["fast"]))

@@ -45,6 +45,15 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]
 
 
+def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Writes to `tensor` inside are not seen by autograd: for writing the values that are there already.
+
+    torch's own FSDP uses it for the same purpose; there is no public name for it.
+    """
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules do."""
     return tensor._is_view()

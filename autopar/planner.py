@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import InfeasibleError, PlanError
-from autopar.layout import fraction, parse, show
+from autopar.layout import fraction, parse
 from autopar.plan import Alternative, NodePlan, Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -27,7 +27,7 @@ from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.largest import largest
-from autopar.problem.options import Sections, options_of, sections_of
+from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices, Settings, pair
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
@@ -100,7 +100,7 @@ class Planner:
         """Read the graph at the planned sizes."""
         program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
         sections = sections_of(program, request.rules)
-        whole = {op.name: options_of(op, 1, sections, request.rules) for op in program.ops.values()}
+        whole = table_of(program, 1, sections, request.rules)
         clusters = build_clusters(program, whole)
         return Planner(program, request, sections, clusters, find_branches(program, clusters))
 
@@ -108,8 +108,8 @@ class Planner:
         """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""
         key = (ways, placed)
         if key not in self._tables:
-            self._tables[key] = {op.name: options_of(op, ways, self.sections, self.request.rules)
-                                 + (self.branches.options(op, ways) if placed else []) for op in self.program.ops.values()}
+            self._tables[key] = {name: options + (self.branches.options(self.program.ops[name], ways) if placed else [])
+                                 for name, options in table_of(self.program, ways, self.sections, self.request.rules).items()}
         return self._tables[key]
 
     def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
@@ -349,8 +349,7 @@ def rule_notes(planner: Planner) -> list[str]:
 def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
     """What a Plan says of one node that has `options`, one per mesh axis."""
     def column(uses: Sequence[Use]) -> str:
-        value, grad = pair(tuple(uses))
-        return f"{show(value)}|{show(grad)}"
+        return str(pair(tuple(uses)))
 
     ins = tuple(column([o.ins[i] for o in options]) for i in range(len(options[0].ins))) if options else ()
     outs = tuple(column([o.outs[i] for o in options]) for i in range(len(options[0].outs))) if options else ()

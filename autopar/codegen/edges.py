@@ -2,7 +2,8 @@
 
 For every value and every distinct use that its readers ask for there is one `Reshard`, shared by all of them. Gradients of
 parameters that rest whole on an axis on which their readers leave partial sums are not reduced at each use: those axes
-are the parameter's `sync` axes, summed in buckets at the end of the backward.
+are the parameter's `sync` axes, summed in buckets at the end of the backward. On axes on which a parameter rests cut and is whole for
+its readers (`problem.resting`) the leaf is gathered once per step, and its gradient is partial until it is scattered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.rerun import Rerun, check, rerun, saves_results
+from autopar.problem.resting import EACH, gathered_axes
 from autopar.rules.language import Option, Use
 
 
@@ -35,16 +37,31 @@ class Pair:
     def has_grad(self) -> bool:
         return NO_GRAD not in self.grad
 
+    @property
+    def rest(self) -> Layout:
+        """How a parameter with these layouts rests."""
+        return self.grad if self.has_grad else self.value
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The axes on which a weight with these layouts is gathered once per step."""
+        return gathered_axes(self.value, self.grad) if self.has_grad else ()
+
+    def partial(self, axes: tuple[int, ...]) -> Pair:
+        """With a partial gradient on `axes`."""
+        return Pair(self.value, tuple("P" if a in axes else g for a, g in enumerate(self.grad)))
+
     def __str__(self) -> str:
         return f"{show(self.value)}|{show(self.grad)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (bucketed gradients);
-    `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a reader's backward
-    needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such reader (`spared`).
-    `replay` says what becomes of it where its block is run again (problem.rerun): "again", "kept", "skipped", or "" where that ends before."""
+    """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (a parameter at rest to its leaf,
+    and gradients back, in buckets); `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a
+    reader's backward needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such
+    reader (`spared`). `replay` says what becomes of it where its block is run again (problem.rerun): "again", "kept", "skipped", or ""
+    where that ends before. `each`: gradients go back after every microbatch."""
 
     ref: Ref
     src: Pair
@@ -58,6 +75,7 @@ class Reshard:
     late: bool = False
     spared: bool = False
     replay: str = ""
+    each: bool = False
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
@@ -72,6 +90,17 @@ class Reshard:
         """What it is in the first block of a run."""
         dst = Pair(self.dst.value, (NO_GRAD,) * len(self.dst.grad)) if self.late else self.dst
         return replace(self, dst=dst, saved=self.saved and not self.spared)
+
+    @property
+    def onward(self) -> Reshard:
+        """The way of the value alone."""
+        none = (NO_GRAD,) * len(self.src.value)
+        return replace(self, src=Pair(self.src.value, none), dst=Pair(self.dst.value, none))
+
+    @property
+    def back(self) -> Reshard:
+        """The way of the gradient alone."""
+        return replace(self, src=Pair(self.dst.value, self.src.grad))
 
     @property
     def gradient(self) -> bool:
@@ -125,17 +154,20 @@ def edges(program: Program, plan: Plan) -> Edges:
         rest = out_pair(plan, ref)
         asked: dict[tuple[str, Pair], list[tuple[Op, int]]] = {}
         for op, operand in readers:
-            asked.setdefault((op.scope, in_pair(plan, op.name, operand)), []).append((op, operand))
-        src = rest
+            dst = in_pair(plan, op.name, operand)
+            asked.setdefault((op.scope, dst), []).append((op, operand))
+        src = rest.partial(rest.gathered) if program.is_weight(ref) else rest
         if producer.role == "param" and rest.has_grad:
             sync[ref] = _sync_axes(rest, [pair for _, pair in asked])
-            src = Pair(rest.value, tuple("P" if a in sync[ref] else g for a, g in enumerate(rest.grad)))
-            if sync[ref]:
-                found.append(Reshard(ref, rest, Pair(rest.value, src.grad), "sync", producer.scope, producer.count, True, False, ()))
+            src = src.partial(sync[ref])
+            if src != rest:
+                found.append(Reshard(ref, Pair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
+                                     each=EACH in plan.nodes[ref[0]].runs))
         for (scope, dst), group in asked.items():
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
                 as_made[ref[0]] = None
-            if needed(src, dst):
+            follows = any(op.name in program.following for op, _ in group)
+            if needed(src, dst.partial(dst.gathered) if follows else dst):
                 saved = any(op.needs_again(operand) for op, operand in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
@@ -203,5 +235,5 @@ def needed(src: Pair, dst: Pair) -> bool:
 
 def _sync_axes(rest: Pair, asked: list[Pair]) -> tuple[int, ...]:
     """Axes on which the parameter rests whole and every reader leaves a partial gradient."""
-    return tuple(a for a, entry in enumerate(rest.value)
+    return tuple(a for a, entry in enumerate(rest.rest)
                  if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked))

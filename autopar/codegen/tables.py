@@ -14,6 +14,7 @@ from autopar.codegen.order import compact, order_text, ranked
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
+from autopar.problem.resting import EACH
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -54,12 +55,15 @@ def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
 
 
 def _parameter(context: Context, op: Op) -> str:
-    layout = out_pair(context.plan, (op.name, 0)).value
+    lies = out_pair(context.plan, (op.name, 0))
+    layout = lies.rest if op.role == "param" else lies.value
+    leaf = f', leaf="{show(lies.value)}"' if lies.value != layout else ""
+    leaf += ", each=True" if leaf and EACH in context.plan.nodes[op.name].runs else ""
     dtype = str(op.out_dtypes[0]).removeprefix("torch.")
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
-    return (f'"{context.short_name(op)}": Param({shape}, "{dtype}", "{show(layout)}"'
+    return (f'"{context.short_name(op)}": Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
             f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
 
 

@@ -52,7 +52,10 @@ class Tally:
                 yield reshard, 1, 0
             for view in self.stages:
                 runs = self._in_stage(view, reshard)
-                if runs:
+                if runs and reshard.each:
+                    yield reshard.onward, runs, 0
+                    yield reshard.back, runs * self.plan.microbatches, 0
+                elif runs:
                     yield self._seen_by(view, reshard), runs, self._first(view, reshard)
 
     def _first(self, view: View, reshard: Reshard) -> int:

@@ -116,7 +116,7 @@ class Inner:
         cluster = self.request.cluster
         one = Cluster("one", cluster.levels[-1:], cluster.device)
         prices = Prices(Mesh(tuple(a for a in one.mesh((one.devices,)).axes)), cluster.device, self.request.settings)
-        return sum(prices.rest_bytes(op, ("R",)) for op in self.whole.program.ops.values() if op.role == "param")
+        return sum(prices.rest_bytes(op, self.whole.table(1, placed=False)[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
 
     def shared(self, microbatches: int) -> Microbatching | None:
         """How so many microbatches share values; None for one.

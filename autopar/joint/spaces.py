@@ -46,7 +46,7 @@ class Space:
             return
         if inner.sharable:
             return
-        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in (roles.data, roles.zero3))
+        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
         yield from (m for m in counts(inner.batch, max(2, places)) if inner.batch % (m * ways) == 0)
 
 

@@ -22,6 +22,7 @@ from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.prices import Pair, Prices, pair
+from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, Way, kept
 from autopar.problem.types import Net, Node, Problem, Use
 from autopar.rules.algorithms import agree
@@ -104,7 +105,10 @@ def fits_together(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bo
     if len(combo) == 1:
         return True
     for member, op in enumerate(cluster.members):
-        if not agree([joint.options[member] for joint in combo]):
+        options = [joint.options[member] for joint in combo]
+        if op.role == "param" and not _can_rest(op, options, sizes):
+            return False
+        if op.role == "op" and not agree(options):
             return False
         for index, tensor in enumerate(op.tensors):
             layout = tuple((*j.options[member].ins, *j.options[member].outs)[index].value for j in combo)
@@ -112,6 +116,13 @@ def fits_together(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bo
                 if len(cutters(layout, dim)) > 1 and not fits(tensor.sizes, layout, sizes, (dim,)):
                     return False
     return True
+
+
+def _can_rest(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> bool:
+    """Whether a parameter can be cut at rest as all axes together say (dims that several cut divide evenly)."""
+    lies, shape = Resting.of(options), op.call.outs[0].sizes
+    crowded = [dim for dim in range(len(shape)) if len(cutters(lies.rest, dim)) > 1]
+    return one_cadence(options) and (not lies.gathered or fits(shape, lies.rest, sizes, crowded))
 
 
 def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: Program, prices: Prices, group: int) -> Node:
@@ -124,8 +135,8 @@ def _node(cluster: Cluster, options: list[Choice], own: Sequence[Ref], program: 
             seconds[i] += prices.op_s(op, chosen)
             hide[i] += prices.hide_s(op, chosen)
             if op.role in HOLDERS:
-                memory[i] += prices.rest_bytes(op, _lies(combo, member, 0))
-                update[i] += prices.update_s(op, _lies(combo, member, 0))
+                memory[i] += prices.rest_bytes(op, chosen)
+                update[i] += prices.update_s(op, chosen)
             elif op.extra_bytes or op.copies or op.target in INSIDE or any(option.run for option in chosen):
                 memory[i] += prices.extra_bytes(op, chosen)
         for name, output in own:
@@ -162,7 +173,7 @@ def _net(link: _Link, program: Program, home: Mapping[str, tuple[int, int]], clu
          choices: list[list[Choice]], keeps: Kept, prices: Prices, scopes: Mapping[str, int]) -> Net:
     ref = link.ref
     producer, member = home[ref[0]]
-    rows, row = _distinct([pair(tuple(j.options[member].outs[ref[1]] for j in combo)) for combo in choices[producer]])
+    rows, row = _distinct([_row(tuple(j.options[member].outs[ref[1]] for j in combo), clusters[producer], combo) for combo in choices[producer]])
     columns: dict[Pair, int] = {}
     uses = []
     again: set[int] = set()  # columns that the backward needs, as the emitter finds them
@@ -206,7 +217,7 @@ def _step_s(link: _Link, program: Program, rows: Sequence[Pair], columns: Sequen
 
     found = once_s(columns, again) * link.count
     if late or (weight and again != first):
-        spared = once_s(columns, again) - once_s([(value, (NO_GRAD,)) for value, _ in columns] if late else columns, first)
+        spared = once_s(columns, again) - once_s([Pair(c.value, (NO_GRAD,)) for c in columns] if late else columns, first)
         found -= np.where(np.isfinite(found), spared, 0.0) * program.first_runs(link.ref)
     return found
 
@@ -219,12 +230,18 @@ def _owned(link: _Link, rows: Sequence[Pair], producer: Cluster, options: list[C
     for owner, count in keeps.charges.get(link.way, ()):
         size = keeps.program.bytes_of(owner) * (count or link.count)
         if owner == link.ref:
-            found += [prices.local_bytes(size, value) for value, _ in rows]
+            found += [prices.local_bytes(size, row.value) for row in rows]
         else:  # a view may lie alike where its owner does not: the most that the owner can be
             shares = [prices.local_bytes(size, _lies(combo, member[owner[0]], owner[1])) for combo in options]
             np.maximum.at(most := np.zeros(len(rows)), row, shares)
             found += most
     return found
+
+
+def _row(uses: tuple[TensorUse, ...], cluster: Cluster, combo: Choice) -> Pair:
+    """How a value lies where it is made; of a parameter also when its gradient is scattered."""
+    made = pair(uses)
+    return made if cluster.members[0].role != "param" else made._replace(each=Resting.of([j.options[0] for j in combo]).each)
 
 
 def _asked(option: Option, operand: int) -> TensorUse:

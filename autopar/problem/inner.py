@@ -13,4 +13,4 @@ from autopar.rules.site import Site
 def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> list[tuple[Algorithm, Site]]:
     """One entry per axis on which an algorithm splits `op`; `options` and `sizes` have one per axis."""
     return [(ALGORITHMS[option.run], Site(op.call.ins, options, sizes, axis, op.call))
-            for axis, option in enumerate(options) if option.run]
+            for axis, option in enumerate(options) if op.role == "op" and option.run]

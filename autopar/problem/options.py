@@ -1,6 +1,7 @@
 """What each Op can do on one mesh axis, before any recipe or merging.
 
-Operators follow their rule; a parameter may rest replicated or cut along any dim; buffers and constants are replicated;
+Operators follow their rule; a parameter may rest replicated or cut along any dim, or be whole for its readers while it rests, and
+is updated, cut (ZeRO-1 and 2, `problem.resting`); buffers and constants are replicated;
 inputs are replicated or cut along the batch; a port passes anything through; the loss must come out whole on every rank,
 other outputs may stay cut (they are handed out as DTensors).
 """
@@ -14,11 +15,26 @@ from typing import Any
 from autopar.layout import dim_of, is_shard, shard
 from autopar.layout import sections_of as weights_of
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.resting import EACH
 from autopar.rules import options_for
 from autopar.rules.language import Option, Use, options
 from autopar.rules.rule import Rule
 
 Sections = tuple[tuple[int, ...], ...]
+
+
+def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> dict[str, list[Option]]:
+    """The options of every Op on an axis of `ways` ranks, by name."""
+    found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
+    for name in program.following:
+        found[name] = found[name] + _of_gathered(found[name])
+    return found
+
+
+def _of_gathered(found: list[Option]) -> list[Option]:
+    """What turns or casts of a parameter do with a leaf that is whole and rests cut: all of it, and their gradient rests cut as well."""
+    cut = [option for option in found if not option.run and option.ins[0].grad == option.ins[0].value and is_shard(option.ins[0].value)]
+    return [Option(f"{option.factor}/once", (Use("R", option.ins[0].grad),), (Use("R", option.outs[0].grad),)) for option in cut]
 
 
 def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> list[Option]:
@@ -61,7 +77,22 @@ def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
             found.append(_still(f"d{dim}", op, shard(dim)))
         found += [_still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut)) for cut in sections
                   if sum(cut) == size and all(n % ways == 0 for n in cut)]
-    return found
+    return found + [_gathered(op, dim, run) for dim in _even_dims(op, ways) for run in ("", EACH)]
+
+
+def _gathered(op: Op, dim: int, run: str) -> Option:
+    """A parameter that its readers see whole and that rests cut along `dim`, where its gradient is scattered to."""
+    return Option(f"d{dim}{'' if not run else '/' + run}", (), (Use("R", shard(dim)),), run, split=True)
+
+
+def _even_dims(op: Op, ways: int) -> list[int]:
+    """The dims along which a trained parameter that is whole for its readers may rest: which one does not matter to them, so of
+    all the two that can be cut most evenly, the first ones. Two, because another mesh axis may cut one of them."""
+    tensor = op.call.outs[0]
+    if ways < 2 or not tensor.grad:
+        return []
+    longest = {dim: -(-size // ways) * ways / size for dim, size in enumerate(tensor.sizes) if size >= ways}
+    return sorted(longest, key=lambda dim: (longest[dim], dim))[:2]
 
 
 def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Sections:

@@ -4,7 +4,8 @@
                of its own collectives (rules.algorithms) that does not hide
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
     update     the optimizer's pass over what the rank holds of a parameter
-    weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept)
+    weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per step the way
+               from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.resting`)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +22,25 @@ from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
 from autopar.cost.compute import op_s
 from autopar.cost.memory import ParameterBytes, parameter_bytes
-from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements
+from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements, show
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
 from autopar.problem.paths import Paths
+from autopar.problem.resting import Resting, gathered_axes
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option, Use
 from autopar.rules.site import Inner, Site
 
-Pair = tuple[Layout, Layout]  # layouts of a value and of its gradient
+
+class Pair(NamedTuple):
+    """Layouts of a value and of its gradient; of a weight also whether its gradient is scattered after every microbatch."""
+
+    value: Layout
+    grad: Layout
+    each: bool = False
+
+    def __str__(self) -> str:
+        return f"{show(self.value)}|{show(self.grad)}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,17 @@ class Settings:
 
 def pair(uses: tuple[Use, ...]) -> Pair:
     """The layouts of value and gradient, from one use per axis."""
-    return tuple(u.value for u in uses), tuple(u.grad for u in uses)
+    return Pair(tuple(u.value for u in uses), tuple(u.grad for u in uses))
+
+
+def synced(row: Pair, column: Pair) -> Layout:
+    """The gradient of a weight's leaf, before it is summed or scattered: partial where the weight is gathered once per step, and
+    where it rests whole and the reader leaves a part (codegen.edges says the same of a plan)."""
+    if NO_GRAD in column.grad or NO_GRAD in row.grad:
+        return row.grad
+    once = gathered_axes(row.value, row.grad)
+    return tuple("P" if axis in once or (rest == value == "R" and grad == "P") else own
+                 for axis, (rest, value, grad, own) in enumerate(zip(row.value, column.value, column.grad, row.grad, strict=True)))
 
 
 class Prices:
@@ -152,9 +174,9 @@ class Prices:
         `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
         the backward needs).
         """
-        sources, targets = [r[0] for r in rows], [c[0] for c in columns]
+        sources, targets = [r.value for r in rows], [c.value for c in columns]
         seconds, gathers = self._changes(sources, targets, size_bytes)
-        graded = np.array([[NO_GRAD not in r[1] and NO_GRAD not in c[1] for c in columns] for r in rows])
+        graded = np.array([[NO_GRAD not in r.grad and NO_GRAD not in c.grad for c in columns] for r in rows])
         if not graded.any():
             return seconds
         backward_s = self._back_s(rows, columns, size_bytes, weight)
@@ -163,12 +185,31 @@ class Prices:
         return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward_s, 0.0)
 
     def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
-        """[rows, columns]: seconds of the way back of the gradient, anything where there is none."""
-        return self._changes([self._grad(c) for c in columns], [self._grad(r) for r in rows], size_bytes)[0].T
+        """[rows, columns]: seconds of the way back of the gradient, anything where there is none; of weights that are gathered once per
+        step with that gather, which all readers share as they share the sum of their gradients."""
+        seconds = self._changes([self._grad(c) for c in columns], [self._grad(r) for r in rows], size_bytes)[0].T
+        once = [i for i, r in enumerate(rows) if weight and gathered_axes(r.value, r.grad)]
+        if once:
+            chosen = [rows[i] for i in once]
+            seconds = seconds.copy()
+            seconds[once] = self._read_s(chosen, columns, size_bytes) + self._summed_s(chosen, columns, size_bytes) + self._leaf_s(chosen, size_bytes)
+        return seconds
+
+    def _read_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
+        """Seconds from the gradients that readers leave to that of the leaf."""
+        return self._pairs_s([[(self._grad(c), self._grad(Pair(r.value, synced(r, c)))) for c in columns] for r in rows], size_bytes)
+
+    def _summed_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
+        """Seconds from the gradient of the leaf to that at rest."""
+        return self._pairs_s([[(self._grad(Pair(r.value, synced(r, c))), self._grad(r)) for c in columns] for r in rows], size_bytes)
+
+    def _leaf_s(self, rows: Sequence[Pair], size_bytes: float) -> np.ndarray:
+        """[rows, 1]: seconds from rest to leaf."""
+        return self._pairs_s([[(self._grad(r), r.value)] if gathered_axes(r.value, r.grad) else [(r.value, r.value)] for r in rows], size_bytes)
 
     def _grad(self, uses: Pair) -> Layout:
         """The gradient's layout, something harmless where there is none."""
-        return tuple("R" for _ in self.sizes) if NO_GRAD in uses[1] else uses[1]
+        return tuple("R" for _ in self.sizes) if NO_GRAD in uses.grad else uses.grad
 
     def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds from each source to each target layout, and whether a gather is among the steps; distinct ones once."""
@@ -187,17 +228,29 @@ class Prices:
 
     def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
-        ids, where = self._ways([r[0] for r in rows], [c[0] for c in columns])
+        ids, where = self._ways([r.value for r in rows], [c.value for c in columns])
         held = self.paths.held(ids)[where]
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
-    def rest_bytes(self, op: Op, layout: Layout) -> float:
+    def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
-        with its gradient and optimizer state."""
+        with its gradient, its optimizer state, and its leaf where that is another tensor."""
+        lies = Resting.of(options)
         if op.role != "param":
-            return float(most_elements(op.call.outs[0].sizes, layout, self.sizes) * op.out_dtypes[0].itemsize * op.count)
-        return self._held(op, layout).total
+            return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count)
+        return self._held(op, lies.rest).total + self._leaf_bytes(op, lies)
+
+    def _leaf_bytes(self, op: Op, lies: Resting) -> float:
+        """Bytes of the leaf of a parameter, where it is not the parameter itself. Its whole gradient goes bucket by bucket."""
+        return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count) if lies.gathered else 0.0
+
+    def _gradient_bytes(self, op: Op, layout: Layout) -> float:
+        return self._held(op, layout).gradients
+
+    def _elements(self, op: Op, layout: Layout) -> int:
+        """Elements of one instance on the rank that holds most."""
+        return most_elements(op.call.outs[0].sizes, layout, self.sizes)
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Bytes per device that the backward of one Op keeps beside tensors of the graph (masks, statistics, copies of
@@ -212,17 +265,17 @@ class Prices:
             own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
-    def update_s(self, op: Op, layout: Layout) -> float:
+    def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
         state and writes all but the gradient. No launch floor: torch's fused and foreach optimizers run over all parameters."""
-        held = self._held(op, layout) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
+        held = self._held(op, Resting.of(options).rest) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
         moved = 2 * held.total - held.gradients
         return moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth)
 
     def _held(self, op: Op, layout: Layout) -> ParameterBytes:
-        numel = most_elements(op.call.outs[0].sizes, layout, self.sizes)
+        numel = self._elements(op, layout)
         dtype = str(op.out_dtypes[0]).removeprefix("torch.")
         return parameter_bytes(numel * op.count, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
                                training=self.settings.training and op.call.outs[0].grad)

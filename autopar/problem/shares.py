@@ -14,37 +14,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.layout import NO_GRAD, Layout
+from autopar.layout import Layout
 from autopar.problem.build import Model
 from autopar.problem.graph import Op
 from autopar.problem.prices import Pair, Prices
+from autopar.problem.resting import Resting
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.language import Option
-
-
-def _synced(row: Pair, column: Pair) -> Layout:
-    """The gradient of a weight before it is summed once per step: partial where the weight rests whole and its reader leaves
-    a part (codegen.edges says the same of a plan)."""
-    if NO_GRAD in column[1] or NO_GRAD in row[1]:
-        return row[1]
-    return tuple("P" if rest == "R" and value == "R" and grad == "P" else own
-                 for rest, value, grad, own in zip(row[0], column[0], column[1], row[1], strict=True))
 
 
 class MicroPrices(Prices):
     """What one microbatch costs."""
 
     def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
-        """As Prices._back_s, without the sums of gradients that wait for the end of the step."""
+        """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
         if not weight:
             return super()._back_s(rows, columns, size_bytes, weight)
-        return self._pairs_s([[(self._grad(c), self._grad((r[0], _synced(r, c)))) for c in columns] for r in rows], size_bytes)
+        each = np.array([[r.each] for r in rows])
+        return self._read_s(rows, columns, size_bytes) + np.where(each, self._summed_s(rows, columns, size_bytes), 0.0)
 
-    def rest_bytes(self, op: Op, layout: Layout) -> float:
+    def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: what rests is there once."""
         return 0.0
 
-    def update_s(self, op: Op, layout: Layout) -> float:
+    def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: the optimizer runs once per step."""
         return 0.0
 
@@ -62,10 +55,16 @@ class StepPrices(Prices):
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False) -> np.ndarray:
-        """Seconds of the sums of gradients at the end of the step."""
+        """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
-        return self._pairs_s([[(self._grad((r[0], _synced(r, c))), self._grad(r)) for c in columns] for r in rows], size_bytes)
+        each = np.array([[r.each] for r in rows])
+        return self._leaf_s(rows, size_bytes) + np.where(each, 0.0, self._summed_s(rows, columns, size_bytes))
+
+    def _leaf_bytes(self, op: Op, lies: Resting) -> float:
+        """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""
+        leaf = super()._leaf_bytes(op, lies)
+        return leaf if lies.each else leaf + self._gradient_bytes(op, lies.leaf) * bool(lies.gathered)
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Nothing: kept by microbatches."""

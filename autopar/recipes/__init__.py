@@ -32,6 +32,8 @@ class Recipe:
 _TABLE = (
     Recipe("single", (roles.nothing,), "every rank computes everything: the baseline"),
     Recipe("ddp", (roles.data,), "data parallel, parameters replicated, gradients all-reduced in buckets"),
+    Recipe("zero1", (roles.zero1,), "data parallel, optimizer state sharded: weights gathered, gradients scattered once per step (ZeRO-1)"),
+    Recipe("zero2", (roles.zero2,), "as zero1, gradients sharded too: scattered after every microbatch (ZeRO-2)"),
     Recipe("zero3", (roles.zero3,), "data parallel, parameters, gradients and optimizer state sharded (ZeRO-3, FSDP)"),
     Recipe("hsdp", (roles.data, roles.zero3), "sharded inside the node, replicated across nodes"),
     Recipe("tp", (roles.tensor,), "tensor parallel: weights and heads split, activations whole between layers"),

@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
+from autopar.problem.resting import EACH, is_gathered
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules.language import Option
@@ -30,8 +31,8 @@ _STILL = ("param", "buffer", "constant", "input", "output", "loss", "mutation")
 
 
 def anything(ways: int) -> Allow:
-    """No restriction: what the search uses."""
-    return lambda op, option: True
+    """No restriction: what the search uses. Gradients of one microbatch are scattered once, so when does not matter."""
+    return lambda op, option: not _scattered_each(op, option)
 
 
 def nothing(ways: int) -> Allow:
@@ -48,9 +49,38 @@ def zero3(ways: int) -> Allow:
     """ZeRO-3: work splits over samples, every parameter that is long enough rests cut along some dim."""
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
-            return option.split or max(op.call.outs[0].sizes, default=1) < ways
+            return not is_gathered(option) and (option.split or max(op.call.outs[0].sizes, default=1) < ways)
         return op.of_weights or _samples(op, option, ways)
     return allow
+
+
+def zero1(ways: int) -> Allow:
+    """ZeRO-1: work splits over samples; every parameter that is long enough is gathered once per step, and so is the sum of its
+    gradient scattered."""
+    return _gathered_once(ways, "")
+
+
+def zero2(ways: int) -> Allow:
+    """ZeRO-2: as ZeRO-1, with gradients scattered after every microbatch."""
+    return _gathered_once(ways, EACH)
+
+
+def _gathered_once(ways: int, run: str) -> Allow:
+    def allow(op: Op, option: Option) -> bool:
+        if op.role != "param":
+            return op.of_weights or _samples(op, option, ways)
+        if ways < 2 or not op.call.outs[0].grad or max(op.call.outs[0].sizes, default=1) < ways:
+            return not option.split
+        return is_gathered(option) and option.run == run
+    return allow
+
+
+def _scattered_each(op: Op, option: Option) -> bool:
+    return op.role == "param" and option.run == EACH
+
+
+BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)
+"""Roles that divide the batch by the size of their axis."""
 
 
 def experts(ways: int) -> Allow:
@@ -69,7 +99,7 @@ def experts(ways: int) -> Allow:
 
 def samples(ways: int) -> Allow:
     """Work splits over samples; parameters rest as they like: what the slowest axis of three is for."""
-    return lambda op, option: op.of_weights or _samples(op, option, ways)
+    return lambda op, option: op.of_weights or (_samples(op, option, ways) and not _scattered_each(op, option))
 
 
 def tensor(ways: int) -> Allow:
@@ -102,7 +132,7 @@ def convolutions_by_sample(ways: int) -> Allow:
     """Krizhevsky's "one weird trick": convolutions split samples, dense layers split parameters."""
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
-            return len(op.call.outs[0].shape) != 4 or not option.split
+            return not is_gathered(option) and (len(op.call.outs[0].shape) != 4 or not option.split)
         if any(len(t.shape) == 4 for t in op.tensors):
             return op.role != "op" or kind(op, option) in (SAMPLE, REPLICATE, PARTIAL)
         if any(op.weight) and op.flops > 0:
@@ -156,6 +186,8 @@ def _samples(op: Op, option: Option, ways: int) -> bool:
 def _model(op: Op, option: Option, ways: int) -> bool:
     if op.role == "input":
         return not option.split
+    if op.role == "param":
+        return not is_gathered(option)
     if op.target is ops.experts and option.run:  # every rank has a slice of each expert, as of every other weight
         return False
     if attention.by_heads(op, ways):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
+from autopar.problem.resting import is_gathered
 from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.rules import options_for
@@ -51,7 +52,7 @@ def _wishes(ways: int, *wishes: Wish) -> Allow:
         if op.role == "input":
             return not option.split
         if op.role not in ("op", "port"):
-            return True
+            return op.role != "param" or not is_gathered(option)
         if op not in chosen:
             chosen[op] = choose(op)
         return chosen[op](op, option)

@@ -72,12 +72,11 @@ def _is(node: NodePlan | None, options: tuple[Option, ...]) -> bool:
         return False
     ins = [_column([o.ins[i] for o in options]) for i in range(len(options[0].ins))] if options else []
     outs = [_column([o.outs[i] for o in options]) for i in range(len(options[0].outs))] if options else []
-    return list(node.ins) == ins and list(node.outs) == outs
+    return list(node.ins) == ins and list(node.outs) == outs and node.runs == tuple(o.run for o in options)
 
 
 def _column(uses: Sequence[Use]) -> str:
-    value, grad = pair(tuple(uses))
-    return f"{show(value)}|{show(grad)}"
+    return str(pair(tuple(uses)))
 
 
 def find(model: Model, node: str) -> int:
@@ -113,8 +112,8 @@ def alternatives(model: Model, choice: tuple[int, ...], index: int) -> list[Row]
 def _result(combo: Sequence[Any]) -> str:
     """How the root's first tensor lies: its result, or what a node without one takes."""
     uses = [(joint.options[-1].outs or joint.options[-1].ins)[0] for joint in combo]
-    value, grad = pair(tuple(uses))
-    return show(value) if NO_GRAD in grad else f"{show(value)}, gradient {show(grad)}"
+    lies = pair(tuple(uses))
+    return show(lies.value) if NO_GRAD in lies.grad else f"{show(lies.value)}, gradient {show(lies.grad)}"
 
 
 def parts(model: Model, choice: tuple[int, ...], count: int = 10) -> list[Part]:

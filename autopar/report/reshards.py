@@ -10,13 +10,13 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
-from autopar.problem.prices import Prices, Settings
+from autopar.problem.prices import Pair, Prices, Settings
 
 ROLES = {
     "edge": "",
     "feed": "into the first block",
     "carry": "from block to block",
-    "sync": "gradients, in buckets",
+    "sync": "once per step, in buckets",
 }
 
 
@@ -59,6 +59,8 @@ def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
     first = context.program.first_runs(reshard.ref)
     step_s = (reshard.count - first) * _once_s(reshard, context, prices) + first * _once_s(reshard.in_first, context, prices)
     readers = [context.program.ops[name] for name in reshard.readers]
+    if reshard.each:
+        step_s += (plan.microbatches - 1) * reshard.count * _once_s(reshard.back, context, prices)
     return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count * parts,
                step_s * parts, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
@@ -66,8 +68,13 @@ def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
 
 def _once_s(reshard: Reshard, context: Context, prices: Prices) -> float:
     """Seconds of one run, forward and backward."""
-    src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
-    return float(prices.table_s([src], [dst], context.micro_bytes(reshard.ref), [reshard.regathers(context.sizes)])[0, 0])
+    return seconds(reshard, context.micro_bytes(reshard.ref), prices, context.sizes)
+
+
+def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...]) -> float:
+    """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden."""
+    src, dst = (Pair(side.value, side.grad) for side in (reshard.src, reshard.dst))
+    return float(prices.table_s([src], [dst], size_bytes, [reshard.regathers(sizes)])[0, 0])
 
 
 def label(op: Op) -> str:

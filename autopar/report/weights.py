@@ -4,6 +4,7 @@
     row         cut at rest and in use, the operator leaves partial sums (row-parallel)
     vocabulary  cut along the vocabulary of an embedding or a loss, with the runtime's own algorithm
     gathered    cut at rest, whole in use (ZeRO-3)
+    once        cut at rest, gathered once per step (ZeRO-1, ZeRO-2)
     moved       cut at rest and in use, along different dims
     sliced      whole at rest, cut in use
     masked      one rank uses it, the others use zeros: the operator's result is a sum over the ranks
@@ -51,7 +52,7 @@ def weights(program: Program, plan: Plan) -> list[Weight]:
     found = []
     for op in program.ops.values():
         if op.role == "param":
-            layout = out_pair(plan, (op.name, 0)).value
+            layout = out_pair(plan, (op.name, 0)).rest
             uses = tuple(" + ".join(_words(op, readers, program, plan, axis)) or "unused" for axis in range(len(plan.mesh)))
             whole = math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
             found.append(Weight(op.scope, op.fqn, tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch."),
@@ -81,6 +82,8 @@ def _words(op: Op, readers: Mapping[Ref, list[tuple[Op, int]]], program: Program
 
 
 def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
+    if axis in rest.gathered:
+        return "once"
     lies, asked = rest.value[axis], in_pair(plan, reader.name, operand).value[axis]
     if is_placed(lies) or is_placed(asked):
         return "placed" if lies == asked else "sent"

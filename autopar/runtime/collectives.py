@@ -42,10 +42,21 @@ def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
 
 def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """`[m, ...]` on each of n ranks -> `[n, m, ...]`; m must be the same on all."""
+    return start_all_gather(x, axis, mesh)()
+
+
+def start_all_gather(x: Tensor, axis: int, mesh: Mesh) -> Callable[[], Tensor]:
+    """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x, group=mesh.group(axis))
-    return out.view(mesh.sizes[axis], *x.shape)
+    work = _all_gather(out, x, group=mesh.group(axis), async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out.view(mesh.sizes[axis], *x.shape)
+
+    return finish
 
 
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:

@@ -1,8 +1,8 @@
 """Gradients: from the local leaves that autograd sees to the DTensor parameters, with one sum per backward.
 
-Autograd accumulates into local leaves. Parameters that rest whole on an axis where their gradient is partial are summed over
-it in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is there, while the backward goes on, and all are
-finished when the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
+Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
+scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
+there, while the backward goes on, and all are finished when the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
 scattered in the background, a bounded number of bytes at a time. A parameter that a backward did not reach keeps its `grad` (None at first),
 as on one device.
@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward, local_of, wrap_like
@@ -26,6 +24,7 @@ from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout_later, step_bytes
 from autopar.runtime.params import Held
+from autopar.runtime.together import KINDS, Finish, start
 
 BUCKET_BYTES = 25_000_000  # as torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link
 
@@ -41,13 +40,13 @@ class Late:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are summed together, over `axes`, one after the other."""
+    """Parameters whose gradients take the same collectives (kind, axis), one after the other: the first one in the background."""
 
-    axes: tuple[int, ...]
+    moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
     ready: list[Held] = field(default_factory=list)
-    flat: Tensor | None = None
-    work: Any = None
+    begun: bool = False
+    finish: Finish | None = None
 
 
 class GradSync:
@@ -63,7 +62,7 @@ class GradSync:
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
         self.late: deque[Late] = deque()
-        self.scattered: dict[str, Tensor] = {}
+        self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
         self.pending: dict[str, Held] = {}
         self.limit_bytes = 2 * bucket_bytes
 
@@ -72,7 +71,7 @@ class GradSync:
         """For all of `held`, which get new leaves."""
         sync = GradSync([h for h in held.values() if h.info.trainable], mesh)
         for one in held.values():
-            one.renew()
+            one.renew(mesh)
             sync.attach(one)
         return sync
 
@@ -87,23 +86,25 @@ class GradSync:
         self.reset()
         for one in held:
             if one.stale():
-                one.renew()
+                one.renew(self.mesh)
                 self.attach(one)
 
     def reset(self) -> None:
         """Forget a backward that ended in an error."""
-        for held in self.reached.values():
+        for held in self.held_of.values():
             held.leaf.grad = None
-        self.reached, self.started, self.scattered = {}, [], {}
-        self.pending = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.reached, self.started, self.scattered, self.pending = {}, [], {}, {}
         self.late.clear()
         for bucket in self.buckets:
-            bucket.ready, bucket.flat, bucket.work = [], None, None
+            bucket.ready, bucket.begun, bucket.finish = [], False, None
 
     def sink(self, shard: Tensor) -> Callable[[Tensor, Layout, str], None] | None:
         """Who scatters the gradient of a gathered `shard`; None for what is no parameter, or is summed in buckets as well."""
         held = self.held_of.get(id(shard))
-        if held is None or held.leaf is not shard or held.name in self.bucket_of or not self.scattering:
+        if held is None or held.leaf is not shard or held.info.partial_grad != held.info.entries or not self.scattering:
             return None
         return lambda grad, layout, name: self._scatter(held, grad, layout, name)
 
@@ -117,94 +118,111 @@ class GradSync:
 
     def _finish_oldest(self) -> None:
         late = self.late.popleft()
-        grad = late.finish()
-        before = self.scattered.get(late.held.name)
-        self.scattered[late.held.name] = grad if before is None else before + grad
+        self._rests(late.held, late.finish())
+
+    def _rests(self, held: Held, grad: Tensor) -> None:
+        """Note a part of the gradient of `held` that lies as it rests."""
+        before = self.scattered.get(held.name)
+        self.scattered[held.name] = grad if before is None else before + grad
 
     def _queue(self) -> None:
         if not self.reached and not self.pending:
             at_end_of_backward(self._finish)
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Sum what the backwards of a step left in the leaves, and move it into `param.grad`."""
+    def flush(self, *, each: bool = False) -> None:
+        """Sum what the backwards of a step left in the leaves, and move it into `param.grad`; with `each` only of parameters whose
+        gradients go after every microbatch."""
         for held in self.held_of.values():
-            if held.leaf.grad is not None:
+            if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
-        for bucket in self.buckets:
-            bucket.ready = [held for held in bucket.members if held.name in self.reached]
+        for held in self.reached.values():
+            self._move(held)
         self._finish()
 
     def _arrived(self, held: Held) -> None:
-        if self.deferred:
+        if self.deferred and not held.info.each:
             return
         self._queue()
         if held.name in self.reached:
             raise RunError(f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
                            "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)")
         self.reached[held.name] = held
+        self._move(held)
+
+    @torch.no_grad()
+    def _move(self, held: Held) -> None:
+        """Send the gradient of a leaf to where it rests, with its bucket when that is full."""
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
             bucket.ready.append(held)
             if len(bucket.ready) == len(bucket.members):
                 self._start(bucket)
+        elif held.info.partial_grad != held.info.entries:
+            grad, held.leaf.grad = _grad(held), None
+            self._scatter(held, grad, held.info.partial_grad, held.name)
 
+    @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
-        """Sum the gradients of `bucket` in one flat tensor, which they are parts of from now on."""
-        with torch.no_grad():  # a copy even of a single one: its memory may be part of a gradient still on its way elsewhere
-            bucket.flat = torch.cat([_grad(held).reshape(-1) for held in bucket.ready])
-        sizes = [held.leaf.numel() for held in bucket.ready]
-        for held, part in zip(bucket.ready, bucket.flat.split(sizes), strict=True):
-            held.leaf.grad = part.view(held.leaf.shape)
-        if bucket.axes:
-            bucket.work = dist.all_reduce(bucket.flat, group=self.mesh.group(bucket.axes[0]), async_op=True)
+        grads = [_grad(held) for held in bucket.ready]
+        bucket.begun = True
+        bucket.finish = self._run(bucket, 0, grads)  # copies even a single one: its memory may be part of a gradient still on its way elsewhere
+        for held in bucket.ready:
+            held.leaf.grad = None
         self.started.append(bucket)
         if counting():
-            for held in bucket.ready:
+            for held, grad in zip(bucket.ready, grads, strict=True):
                 for step in sync_steps(held, self.mesh):
-                    record(step.kind, step.axis, step_bytes(step, held.info.shape, _grad(held).element_size(), self.mesh), held.name)
+                    record(step.kind, step.axis, step_bytes(step, held.info.shape, grad.element_size(), self.mesh), held.name)
+
+    def _run(self, bucket: Bucket, index: int, tensors: Sequence[Tensor]) -> Finish:
+        """Begin the collective number `index` of a bucket."""
+        return start([sync_steps(held, self.mesh)[index] for held in bucket.ready], tensors, [held.info.shape for held in bucket.ready], self.mesh)
 
     @torch.no_grad()
     def _finish(self) -> None:
         for bucket in self.buckets:
-            if bucket.ready and bucket.flat is None:  # some of its parameters were not reached: the same ones on all ranks
+            if bucket.ready and not bucket.begun:  # some of its parameters were not reached: the same ones on all ranks
                 self._start(bucket)
         for bucket in self.started:
             self._complete(bucket)
         while self.late:
             self._finish_oldest()
         for held in (self.reached | self.pending).values():
-            whole = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
-            _deposit(held, [g for g in (whole, self.scattered.get(held.name)) if g is not None])
-        self.reset()
+            own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
+            _deposit(held, [g for g in (own, self.scattered.get(held.name)) if g is not None])
+            if own is not None:
+                held.leaf.grad = None
+        self._clear()
 
     def _complete(self, bucket: Bucket) -> None:
-        assert bucket.flat is not None, "only started buckets are completed"
-        if bucket.work is not None:
-            bucket.work.wait()
-        for axis in bucket.axes[1:]:
-            dist.all_reduce(bucket.flat, group=self.mesh.group(axis))
+        assert bucket.finish is not None, "only started buckets are completed"
+        grads = bucket.finish()
+        for index in range(1, len(bucket.moves)):
+            grads = self._run(bucket, index, grads)()
+        for held, grad in zip(bucket.ready, grads, strict=True):
+            self._rests(held, grad)
 
 
 def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:
-    """The steps that make the gradient of `held` whole on its sync axes: what is priced, run and counted."""
-    return steps(held.info.partial_grad, held.info.entries, mesh.sizes)
+    """The steps that bring the gradient of the leaf of `held` to where it rests: what is priced, run and counted."""
+    return tuple(step for step in steps(held.info.partial_grad, held.info.entries, mesh.sizes) if mesh.sizes[step.axis] > 1)
 
 
 def _buckets(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which a backward fills them: parameters in reverse, apart by axes and dtype."""
-    filling: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
+    """Buckets in the order in which a backward fills them: parameters in reverse, apart by collectives, dtype and when they go."""
+    filling: dict[tuple[tuple[tuple[str, int], ...], torch.dtype, bool], list[Held]] = {}
     buckets: list[Bucket] = []
     for h in reversed(held):
-        if not h.info.sync or not h.leaf.requires_grad:
+        moves = tuple((step.kind, step.axis) for step in sync_steps(h, mesh))
+        if not moves or not h.leaf.requires_grad or not all(kind in KINDS for kind, _ in moves):
             continue
-        axes = tuple(step.axis for step in sync_steps(h, mesh) if mesh.sizes[step.axis] > 1)
-        members = filling.setdefault((axes, h.leaf.dtype), [])
+        members = filling.setdefault((moves, h.leaf.dtype, h.info.each), [])
         members.append(h)
         if sum(m.leaf.numel() * m.leaf.element_size() for m in members) >= limit_bytes:
-            buckets.append(Bucket(axes, tuple(members)))
+            buckets.append(Bucket(moves, tuple(members)))
             members.clear()
-    return buckets + [Bucket(axes, tuple(members)) for (axes, _), members in filling.items() if members]
+    return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]
 
 
 def _grad(held: Held) -> Tensor:

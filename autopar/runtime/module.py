@@ -22,6 +22,7 @@ from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
+from autopar.runtime.leaves import Leaves
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
@@ -44,6 +45,13 @@ class Block(nn.Module):
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.compiled_again: Callable[..., Any] | None = None  # of a compiled block: its forward, run again in the backward
+        self.ready: Callable[[], None] | None = None  # waits for leaves on their way
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, as soon as its leaves are there."""
+        if self.ready is not None:
+            self.ready()
+        return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As nn.Module.compile. torch runs nothing compiled again from outside, so what is run again is compiled as such."""
@@ -68,6 +76,10 @@ class Scope(nn.Module):
     def changed(self, block: Block, values: Sequence[Tensor]) -> None:
         """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
         self.mutations += [(full_name(block.naming, name), value) for name, value in zip(block.MUTATES, values, strict=True)]
+
+    def _blocks(self) -> list[Block]:
+        """All blocks, in the order in which they run."""
+        return [block for blocks in self.runs.values() for block in blocks]
 
 
 class ShardedModule(Scope):
@@ -109,6 +121,7 @@ class ShardedModule(Scope):
     def _watch(self) -> None:
         """Watch the gradients of all parameters."""
         self._sync = GradSync.watching(self._held, self.MESH)
+        self._leaves = Leaves(self._held.values(), self._blocks(), self.MESH)
 
     def declared(self) -> dict[str, Param]:
         """What the plan says of each parameter and buffer, by original name."""
@@ -158,6 +171,7 @@ class ShardedModule(Scope):
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         inputs = self._bound(args, kwargs)
         self._sync.renew(self._held.values())
+        self._leaves.refresh()
         self._spread.clear()
         self.mutations.clear()
         self.rng.advance()
@@ -281,7 +295,6 @@ class ShardedModule(Scope):
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
         """Compile the forward of every block with torch.compile; numerically the same."""
-        for blocks in self.runs.values():
-            for block in blocks:
-                block.compile(backend=backend, **options)
+        for block in self._blocks():
+            block.compile(backend=backend, **options)
         return self

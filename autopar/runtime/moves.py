@@ -48,7 +48,7 @@ def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh
     if not late:
         return lambda: x
     _note(x, todo[-1], shape, mesh, name)
-    parts, dim, length = _parts(x, todo[-1], shape, mesh)
+    parts, dim, length = scatter_parts(x, todo[-1], shape, mesh)
     finish = start_reduce_scatter(parts, todo[-1].axis, mesh)
     return lambda: finish().narrow(dim, 0, length)
 
@@ -84,11 +84,11 @@ def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
 
 
 def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
-    parts, dim, length = _parts(x, step, shape, mesh)
+    parts, dim, length = scatter_parts(x, step, shape, mesh)
     return reduce_scatter(parts, step.axis, mesh).narrow(dim, 0, length)
 
 
-def _parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tensor, int, int]:
+def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tensor, int, int]:
     """What each rank of the axis is to get, `[n, ...]` padded to equal lengths; the dim that is cut, and the own length."""
     dim = dim_of(step.after[step.axis])
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)

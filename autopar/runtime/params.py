@@ -8,14 +8,17 @@ single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar._torch import local_of
+from autopar._torch import keeping_version, local_of
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, parse, sections_of
 from autopar.runtime.mesh import Mesh
@@ -25,6 +28,8 @@ from autopar.runtime.mesh import Mesh
 class Param:
     """A parameter or buffer at rest: global shape, dtype name ("float32"), layout (without partial entries).
 
+    `leaf`: the layout that the forward reads, where that is another one ("": as it rests): whole on axes on which it rests cut. The
+    leaf is gathered once per step, and its gradient, partial on these axes, is scattered back; `each`: after every microbatch.
     `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
     gradient. `persistent`: whether a buffer belongs to the state dict.
     """
@@ -35,11 +40,23 @@ class Param:
     sync: tuple[int, ...] = ()
     trainable: bool = True
     persistent: bool = True
+    leaf: str = ""
+    each: bool = False
 
     @property
     def entries(self) -> Layout:
         """The layout, parsed."""
         return parse(self.layout)
+
+    @property
+    def leaf_entries(self) -> Layout:
+        """The layout of the leaf, parsed."""
+        return parse(self.leaf) if self.leaf else self.entries
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the leaf is another tensor than what rests."""
+        return self.leaf_entries != self.entries
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -56,24 +73,31 @@ class Param:
 
     @property
     def partial_grad(self) -> Layout:
-        """How the gradient lies before it is synchronised."""
-        return tuple("P" if a in self.sync else e for a, e in enumerate(self.entries))
+        """How the gradient of the leaf lies before it is synchronised."""
+        pairs = zip(self.leaf_entries, self.entries, strict=True)
+        return tuple("P" if a in self.sync or leaf != rest else leaf for a, (leaf, rest) in enumerate(pairs))
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of this rank's part."""
         return local_shape(self.shape, self.entries, mesh.sizes, mesh.coord)
 
+    def leaf_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of this rank's leaf."""
+        return local_shape(self.shape, self.leaf_entries, mesh.sizes, mesh.coord)
+
 
 @dataclass(eq=False)
 class Held:
-    """One parameter or buffer of a built module: where it is registered, and who reads its local part."""
+    """One parameter or buffer of a built module: where it is registered, and who reads its leaf: its local part, or what is gathered
+    from it (`runtime.leaves`)."""
 
     name: str
     info: Param
     owner: dict[str, Any]  # `_parameters` or `_buffers` of the nn.Module that holds it
     key: str
-    readers: list[tuple[dict[str, Tensor], str]]  # the `w` or `b` tables that hold the local part, and the name there
+    readers: list[tuple[dict[str, Tensor], str]]  # the `w` or `b` tables that hold the leaf, and the name there
     leaf: Tensor
+    version: tuple[int, ...] = ()  # of the registered tensor when the leaf was last gathered from it
 
     @property
     def tensor(self) -> Tensor:
@@ -87,16 +111,41 @@ class Held:
         return local_of(self.tensor)
 
     def stale(self) -> bool:
-        """Whether the registered tensor no longer is the one that `leaf` aliases (moved, cast, frozen, replaced)."""
+        """Whether the registered tensor no longer is the one that `leaf` is made of (moved, cast, frozen, replaced)."""
         local, leaf = self.local, self.leaf
-        return (local.data_ptr() != leaf.data_ptr() or local.dtype != leaf.dtype
-                or leaf.requires_grad != self.tensor.requires_grad)
+        same = leaf.device == local.device if self.info.gathered else local.data_ptr() == leaf.data_ptr()
+        return not same or local.dtype != leaf.dtype or leaf.requires_grad != self.tensor.requires_grad
 
-    def renew(self) -> None:
-        """Make a new leaf that aliases the registered tensor and hand it to the readers."""
-        self.leaf = self.local.detach().requires_grad_(self.tensor.requires_grad)
+    def renew(self, mesh: Mesh) -> None:
+        """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the readers."""
+        local = self.local
+        leaf = local.new_empty(self.info.leaf_shape(mesh)) if self.info.gathered else local.detach()
+        self.leaf, self.version = leaf.requires_grad_(self.tensor.requires_grad), ()
         for table, key in self.readers:
             table[key] = self.leaf
+
+    def fill(self, make: Callable[[Tensor], None]) -> None:
+        """Let `make` write the leaf. Where the registered tensor is unchanged since, it writes what is there, and graphs that keep the
+        leaf for their backward stay good, as on one device; otherwise they notice."""
+        version = (optimizer_steps(), self.tensor._version, self.local._version)
+        with torch.no_grad(), keeping_version(self.leaf) if version == self.version else nullcontext():
+            make(self.leaf)
+        self.version = version
+
+
+_steps = [0]
+
+
+def optimizer_steps() -> int:
+    """The optimizer steps of this process so far: fused optimizers change DTensors without a trace in their version counters."""
+    return _steps[0]
+
+
+def _stepped(*_: Any) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:

@@ -36,6 +36,7 @@ from autopar.errors import RunError
 from autopar.layout import dim_of, is_shard
 from autopar.runtime import rng
 from autopar.runtime.gradsync import GradSync
+from autopar.runtime.leaves import Leaves
 from autopar.runtime.module import Block, Scope, ShardedModule
 from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
@@ -99,13 +100,19 @@ class PipelinedModule(ShardedModule):
         self.stages = [kind(i, self._spread_of) for i, kind in enumerate(self.STAGES) if self.PIPELINE.places[i] == self.MESH.place]
         return self.stages
 
+    def _blocks(self) -> list[Block]:
+        """All blocks on this place, stage by stage."""
+        return [block for stage in self.stages for block in stage._blocks()]
+
     def _watch(self) -> None:
         """Each stage has leaves of its own: a weight that two of them read gets two gradients, which add up."""
         self._syncs: list[GradSync] = []
+        self._leaves_of: list[Leaves] = []
         for stage, declared in zip(self.stages, self._declared, strict=True):
             stage.held = {name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()}
             self._syncs.append(GradSync.watching(stage.held, self.MESH))
             self._syncs[-1].deferred = True
+            self._leaves_of.append(Leaves(stage.held.values(), stage._blocks(), self.MESH))
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
@@ -176,6 +183,8 @@ class PipelinedModule(ShardedModule):
         inputs = self._bound(args, kwargs)
         for stage, sync in zip(self.stages, self._syncs, strict=True):
             sync.renew(stage.held.values())
+        for leaves in self._leaves_of:
+            leaves.refresh()
         self.rng.advance()
         sizes = self.sizes(*inputs)
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}

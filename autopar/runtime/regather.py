@@ -118,15 +118,19 @@ def regathering(sinks: Sinks | None = None) -> Iterator[None]:
         _sinks.pop()
 
 
-def _pack(tensor: Tensor) -> Tensor | Saved:
+def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
     if handle is None or tensor.dtype != handle.shard.dtype:
-        return tensor
+        return tensor, tensor._version
     handle.saved += 1
     return Saved(handle, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+    if isinstance(kept, tuple):
+        tensor, version = kept
+        if tensor._version != version:  # autograd leaves this check to hooks
+            raise RunError(f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place operation between forward "
+                           f"and backward: version {tensor._version}, wanted {version}; step the optimizer and run the model again after the backward")
+        return tensor
     return kept.handle.again().as_strided(kept.size, kept.stride, kept.offset)

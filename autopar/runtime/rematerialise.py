@@ -32,6 +32,8 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return block(*args, **kwargs)
+    if block.ready is not None:
+        block.ready()  # before the versions of its weights are noted
     if block.compiled_again is not None:
         return block.compiled_again(*args, **kwargs)
     call = _Call(block)

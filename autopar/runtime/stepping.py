@@ -69,6 +69,10 @@ class Runner(nn.Module):
         following = engine.following[stage.index]
         return tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
 
+    def scatter(self) -> None:
+        """Bring the gradients that go after every microbatch to where they rest: a backward in two parts tells no leaf that its own is there."""
+        self._engine[0].syncs[self._stage[0].index].flush(each=True)
+
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """The leaves that autograd sees."""
         return (held.leaf for held in self._stage[0].held.values() if held.leaf.requires_grad)
@@ -89,6 +93,8 @@ class _Stage(pipelining.PipelineStage):
         for leaf in first:
             if leaf.grad is not None:
                 leaf.grad = leaf.grad.clone()
+        runner: Any = self.submod
+        runner.scatter()
 
 
 class Engine:

@@ -36,10 +36,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are summed together: (parameter, instance) of each, and the sums in a row, the first of which runs in the background."""
+    """Gradients that are summed together: (parameter, instance) of each, and the sums in a row, the first of which runs in the background;
+    `gathers` are those of their leaves at the begin of a step, `each` says that the sums run after every microbatch."""
 
     members: tuple[tuple[str, int], ...]
     sums: tuple[Piece, ...]
+    gathers: tuple[Piece, ...] = ()
+    each: bool = False
 
 
 @dataclass(eq=False)
@@ -113,6 +116,12 @@ class Rank:
             self._late.append((self._collective(found[-1]), item.held_bytes))
             while sum(nbytes for _, nbytes in self._late) > self.limit_bytes:
                 self._waiting.append(self._late.popleft()[0])
+
+    def gather(self, buckets: Sequence[Bucket]) -> None:
+        """Gather the leaves of some buckets, one after the other."""
+        self.during = "sync"
+        for bucket in reversed(buckets):
+            self._do(bucket.gathers, None)
 
     def start(self, bucket: Bucket) -> None:
         """Start the first sum of a bucket in the background."""

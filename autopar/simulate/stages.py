@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.cluster import Cluster, Mesh, MeshAxis
-from autopar.codegen.edges import Edges, edges, out_pair
+from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared import Shared, shared_weights
@@ -70,7 +70,8 @@ class Stages:
             if part == "forward":
                 rank.forward(self.turns[stage])
             else:
-                rank.backward(self.turns[stage], part=part)
+                each = [bucket for bucket in self.sync.buckets(self.views[stage], self.turns[stage]) if bucket.each]
+                rank.backward(self.turns[stage], each if part != "inputs" else (), part)
             self._ran[key] = rank.run()
         return self._ran[key]
 
@@ -81,19 +82,22 @@ class Stages:
     def whole(self) -> Ran:
         """The step of a plan without a pipeline: forward, backward with its sums, optimizer."""
         (view,), (turns,) = self.views, self.turns
-        rank = self.rank()
+        rank, buckets = self.rank(), self.sync.buckets(view, turns)
+        rank.gather(buckets)
         rank.forward(turns)
         if self.training:
-            rank.backward(turns, self.sync.buckets(view, turns))
+            rank.backward(turns, buckets)
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
     def sums(self, place: int) -> Ran:
-        """The sums of gradients on a place once all microbatches have gone back, one stage after the other."""
+        """The sums of gradients on a place once all microbatches have gone back, one stage after the other; and the gathers before them."""
         rank = self.rank()
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
-                rank.finish(self.sync.buckets(view, turns))
+                buckets = self.sync.buckets(view, turns)
+                rank.gather(buckets)
+                rank.finish([bucket for bucket in buckets if not bucket.each])
         return rank.run()
 
     def optimizer(self, place: int) -> Piece:
@@ -108,7 +112,7 @@ class Stages:
         for op in ops.values():
             if op.role == "param" and (op.scope in blocks or op.name in tops):
                 share = blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
-                seconds += share * self.pieces.prices.update_s(op, out_pair(self.plan, (op.name, 0)).value)
+                seconds += share * self.pieces.prices.update_s(op, options(self.plan.nodes[op.name]))
         return Piece(self.plan.optimizer, "compute", COMPUTE, seconds)
 
     def send_s(self, stage: int, *, gradients: bool = False) -> float:

@@ -7,17 +7,27 @@ from dataclasses import dataclass
 
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.cost.comm import collective_s, group_bytes
+from autopar.cost.comm import collective_s, group_bytes, step_s
 from autopar.layout import Step, most_elements
 from autopar.pipeline.views import View
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import Op, Program
 from autopar.runtime.gradsync import BUCKET_BYTES
 from autopar.simulate.pieces import Piece
 from autopar.simulate.rank import Bucket
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a parameter takes once per step: the steps that sum its gradient, and those that gather its leaf."""
+
+    member: Member
+    sums: tuple[Step, ...]
+    gathers: tuple[Step, ...]
+    each: bool
 
 
 @dataclass(frozen=True)
@@ -41,34 +51,43 @@ class Sync:
         return sorted((m for m in held if ops[m[0]].call.outs[0].grad), key=lambda member: first.get(member, 0))
 
     def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-        """The buckets of a stage, as runtime.gradsync fills them: parameters in reverse order of use, apart by axes and dtype."""
-        filling: dict[tuple[tuple[int, ...], str], list[tuple[Member, tuple[Step, ...], float]]] = {}
+        """The buckets of a stage, as runtime.gradsync fills them: parameters in reverse order of use, apart by collectives and dtype."""
+        filling: dict[tuple[object, ...], list[_Entry]] = {}
         found: list[Bucket] = []
-        ways = self._ways()
+        ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
         for member in reversed(self.members(view, turns)):
             op, way = self.program.ops[member[0]], ways.get((member[0], 0))
             if way is None:
                 continue
-            entries = filling.setdefault((tuple(step.axis for step in way), op.dtype), [])
-            entries.append((member, way, self.local_bytes(op)))
-            if sum(nbytes for _, _, nbytes in entries) >= limit_bytes:
+            entry = _Entry(member, self._several(way.backward(self.mesh.sizes)), self._several(way.forward(self.mesh.sizes)), way.each)
+            key = tuple(tuple((step.kind, step.axis) for step in steps) for steps in (entry.sums, entry.gathers))
+            entries = filling.setdefault((key, op.dtype, way.each), [])
+            entries.append(entry)
+            if sum(self.local_bytes(self.program.ops[e.member[0]]) for e in entries) >= limit_bytes:
                 found.append(self._bucket(entries))
                 entries.clear()
         return found + [self._bucket(entries) for entries in filling.values() if entries]
 
-    def _ways(self) -> dict[Ref, tuple[Step, ...]]:
-        """The sums of each parameter's gradient over the axes on which it is summed in buckets."""
-        return {r.ref: tuple(s for s in r.backward(self.mesh.sizes) if self.mesh.sizes[s.axis] > 1) for r in self.edges.reshards if r.role == "sync"}
+    def _several(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """The steps over several ranks."""
+        return tuple(step for step in steps if self.mesh.sizes[step.axis] > 1)
 
-    def _bucket(self, entries: Sequence[tuple[Member, tuple[Step, ...], float]]) -> Bucket:
-        """One bucket: each sum runs once, over the bytes of all members together."""
-        sums = []
-        for index, step in enumerate(entries[0][1]):
-            nbytes = sum(group_bytes(way[index], self.program.bytes_of((member[0], 0)), self.mesh.sizes) for member, way, _ in entries)
-            name = f"{entries[0][0][0]} ... {entries[-1][0][0]}" if len(entries) > 1 else entries[0][0][0]
-            sums.append(Piece(name, step.kind, step.axis, collective_s(step.kind, nbytes, self.mesh.axes[step.axis]), nbytes))
-        return Bucket(tuple(member for member, _, _ in entries), tuple(sums))
+    def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
+        """One bucket: each collective runs once, over the bytes of all members together."""
+        sums, gathers = ([self._together(entries, [getattr(e, way)[index] for e in entries]) for index in range(len(getattr(entries[0], way)))]
+                         for way in ("sums", "gathers"))
+        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(gathers), entries[0].each)
+
+    def _together(self, entries: Sequence[_Entry], steps: Sequence[Step]) -> Piece:
+        """The same step of all members at once, with the copies around it."""
+        first, last = (self.program.ops[entries[i].member[0]].name for i in (0, -1))
+        full = [self.program.bytes_of((e.member[0], 0)) for e in entries]
+        nbytes = sum(group_bytes(step, size, self.mesh.sizes) for step, size in zip(steps, full, strict=True))
+        copies = sum(step_s(step, size, self.mesh) - collective_s(step.kind, group_bytes(step, size, self.mesh.sizes), self.mesh.axes[step.axis])
+                     for step, size in zip(steps, full, strict=True))
+        seconds = collective_s(steps[0].kind, nbytes, self.mesh.axes[steps[0].axis]) + copies
+        return Piece(first if first == last else f"{first} ... {last}", steps[0].kind, steps[0].axis, seconds, nbytes)
 
     def local_bytes(self, op: Op) -> float:
-        """Bytes of one instance of a parameter on the rank that holds most of it."""
+        """Bytes of one instance of a parameter's leaf on the rank that holds most of it."""
         return float(most_elements(op.call.outs[0].sizes, out_pair(self.plan, (op.name, 0)).value, self.mesh.sizes) * op.out_dtypes[0].itemsize)

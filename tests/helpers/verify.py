@@ -165,9 +165,9 @@ def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions,
         strategy=strategy, seed=0, nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
 
 
-def by_stages(who: Subject, sizes: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int = 1,
+def by_stages(who: Subject, sizes: Sizes, recipe: str | Sequence[roles.Role], places: int, microbatches: int, schedule: str, virtual: int = 1,
               bounds: Sequence[int] | None = None) -> Plan:
-    """`recipe` on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
+    """`recipe` (or one role per axis) on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
     planner = planner_of(who, sizes)
     count = places * virtual
     total = len(units(planner.program))
@@ -176,7 +176,8 @@ def by_stages(who: Subject, sizes: Sizes, recipe: str, places: int, microbatches
     if microbatches > 1:
         micro = sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
                         planner.request.settings)
-    flat = replace(by_recipe(who, sizes, recipe), cluster=Cluster.parse(f"cpu:1x{places * math.prod(sizes)}").to_dict())
+    made = by_recipe(who, sizes, recipe) if isinstance(recipe, str) else by_roles(who, sizes, recipe, "roles")
+    flat = replace(made, cluster=Cluster.parse(f"cpu:1x{places * math.prod(sizes)}").to_dict())
     return pipelined(flat, planner.program, cuts, schedule, places, micro, microbatches)
 
 
@@ -204,3 +205,10 @@ FEW = 2
 def batch_for(how: str) -> int:
     """The samples that a plan of kind `how` is verified with."""
     return FEW if how == "few" else BATCH
+
+
+def by_roles(who: Subject, sizes: Sizes, used: Sequence[roles.Role], name: str) -> Plan:
+    """The best plan on a splitting cluster whose mesh axes have these roles."""
+    planner = planner_of(who, sizes)
+    found = planner.candidate(sizes, used, name, lambda problem: SEARCHES["ilp"](problem, time_limit_s=10.0))
+    return assemble(who, planner, sizes, found.model.decode(found.solution.choice), name)

@@ -48,6 +48,10 @@ def test_single_and_data_parallel(work: Work, cluster: str) -> None:
     assert kinds(ddp) <= {SAMPLE, REPLICATE, PARTIAL} and SAMPLE in kinds(ddp)
     assert all(w.uses == ("replicated",) for w in ddp.weights.values()), str(ddp)
     assert zero3.plan.predicted.memory_bytes < ddp.plan.predicted.memory_bytes
+    zero1 = planned(work, cluster, "zero1")
+    assert all(w.uses == ("once",) for w in zero1.weights.values()), str(zero1)
+    assert zero1.kinds == ddp.kinds
+    assert zero3.plan.predicted.memory_bytes < zero1.plan.predicted.memory_bytes < ddp.plan.predicted.memory_bytes
 
 
 @each()
@@ -99,4 +103,4 @@ def test_two_dimensional(work: Work, cluster: str) -> None:
 def test_every_recipe_is_tested_here() -> None:
     """one_weird_trick is in test_strategies, ep in test_experts, cp and ulysses in test_sequence: they need convolutions, experts, long
     sequences."""
-    assert set(RECIPES) == {"single", "ddp", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "ep", "cp", "ulysses", "one_weird_trick"}
+    assert set(RECIPES) == {"single", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "ep", "cp", "ulysses", "one_weird_trick"}

@@ -35,7 +35,7 @@ def test_the_sequence_is_cut_everywhere_and_weights_are_whole(recipe: str) -> No
     made = planned(WORK, "h100:1x8", recipe)
     used = {kind for kinds in made.kinds.values() for kind in kinds}
     assert ATTRIBUTE in used and used <= {ATTRIBUTE, REPLICATE, PARTIAL}, str(made)
-    assert all(w.uses[0] in ("replicated", "gathered") for w in made.weights.values()), str(made)
+    assert all(w.uses[0] in ("replicated", "gathered", "once") for w in made.weights.values()), str(made)
     here, whole = attention(made), [name for name, cut in rows_cut(made).items() if not cut]
     if recipe == "cp":
         assert here.runs == ("ring",) and {text.split("|")[0] for text in (*here.ins, *here.outs)} == {"S2"}

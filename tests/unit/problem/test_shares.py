@@ -11,8 +11,8 @@ from autopar.cluster import Cluster
 from autopar.problem.prices import Pair, Prices, Settings
 from autopar.problem.shares import MicroPrices, StepPrices
 
-ROWS: tuple[Pair, ...] = ((("R", "R"), ("R", "R")), (("S0", "R"), ("S0", "R")), (("R", "S1"), ("R", "S1")), (("S0", "S1"), ("S0", "S1")))
-COLUMNS: tuple[Pair, ...] = (*ROWS, (("R", "R"), ("P", "P")), (("R", "S1"), ("P", "S1")), (("S0", "R"), ("S0", "P")), (("R", "R"), ("-", "-")))
+ROWS: tuple[Pair, ...] = tuple(Pair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))
+COLUMNS: tuple[Pair, ...] = (*ROWS, Pair(("R", "R"), ("P", "P")), Pair(("R", "S1"), ("P", "S1")), Pair(("S0", "R"), ("S0", "P")), Pair(("R", "R"), ("-", "-")))
 
 
 @pytest.mark.parametrize("weight", [False, True])
@@ -27,10 +27,10 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
         assert np.array_equal(per_micro, whole.table_s(ROWS, COLUMNS, size, again))
         return
     for (i, row), (j, column) in itertools.product(enumerate(ROWS), enumerate(COLUMNS)):
-        late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row[0], column[0], column[1], strict=True)]
-        kept = tuple("P" if wait else own for wait, own in zip(late, row[1], strict=True))
+        late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row.value, column.value, column.grad, strict=True)]
+        kept = tuple("P" if wait else own for wait, own in zip(late, row.grad, strict=True))
         assert (per_step[i, j] > 0) == any(late)
-        alone = whole.table_s([(row[0], kept)], [column], size, [again[j]])
+        alone = whole.table_s([Pair(row.value, kept)], [column], size, [again[j]])
         assert per_micro[i, j] == pytest.approx(alone[0, 0])
         if all(late):  # nothing but the sum itself goes back, and it is the same sum
             assert per_micro[i, j] + per_step[i, j] == pytest.approx(whole.table_s([row], [column], size)[0, 0])

@@ -10,7 +10,7 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
 from autopar.planner import space
 from autopar.problem.prices import Prices
-from autopar.report.reshards import prices_of
+from autopar.report.reshards import prices_of, seconds
 from tests.helpers.verify import Sizes, assemble, at_random, planner_of, subject
 
 
@@ -43,6 +43,6 @@ def test_the_reshards_of_any_solution_cost_what_its_nets_cost(name: str, sizes: 
 
 
 def _price_s(reshard: Reshard, context: Context, prices: Prices) -> float:
-    src, dst = (reshard.src.value, reshard.src.grad), (reshard.dst.value, reshard.dst.grad)
-    size = context.program.bytes_of(reshard.ref)
-    return float(prices.table_s([src], [dst], size, [reshard.regathers(context.sizes)])[0, 0]) * reshard.count
+    size, first = context.program.bytes_of(reshard.ref), context.program.first_runs(reshard.ref)
+    return (seconds(reshard, size, prices, context.sizes) * (reshard.count - first)
+            + seconds(reshard.in_first, size, prices, context.sizes) * first)

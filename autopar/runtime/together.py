@@ -1,0 +1,82 @@
+"""One collective for many tensors: the same step of each, packed into one buffer.
+
+    start(steps, tensors, shapes, mesh)   begins it in the background; call what it returns to get the results
+
+Exact for uneven shards: they travel padded, as they do alone (`moves`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.layout import Step, dim_of
+from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
+from autopar.runtime.cuts import cut, join, pad
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.moves import Shape, scatter_parts
+
+Finish = Callable[[], list[Tensor]]
+KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+"""The steps that can run for many tensors at once."""
+
+
+def start(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    """Begin `steps[i]` on `tensors[i]`, part of a tensor of global `shapes[i]`: all of one kind, on one axis of two ranks or more, in one
+    dtype. The tensors are copied, so they may change before the end."""
+    return _START[steps[0].kind](steps, tensors, shapes, mesh)
+
+
+def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    work = dist.all_reduce(flat, group=mesh.group(steps[0].axis), async_op=True)
+    sizes = [tuple(x.shape) for x in tensors]
+
+    def finish() -> list[Tensor]:
+        if work is not None:
+            work.wait()
+        return [piece.view(size) for piece, size in zip(_split(flat, sizes), sizes, strict=True)]
+
+    return finish
+
+
+def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
+    sizes = [tuple(piece.shape[1:]) for piece, _, _ in cuts]
+    done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh)
+
+    def finish() -> list[Tensor]:
+        pieces = zip(_split(done(), sizes), sizes, cuts, strict=True)
+        return [piece.view(size).narrow(dim, 0, length) for piece, size, (_, dim, length) in pieces]
+
+    return finish
+
+
+def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    dims = [dim_of(step.before[step.axis]) for step in steps]
+    cuts = [cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
+            for step, shape, dim in zip(steps, shapes, dims, strict=True)]
+    padded = [pad(x, dim, max(how.lengths)) for x, dim, how in zip(tensors, dims, cuts, strict=True)]
+    sizes = [tuple(x.shape) for x in padded]
+    done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh)
+
+    def finish() -> list[Tensor]:
+        pieces = zip(_split(done(), sizes), sizes, dims, cuts, strict=True)
+        return [join([part.view(size) for part in piece.unbind(0)], dim, how) for piece, size, dim, how in pieces]
+
+    return finish
+
+
+def _split(flat: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """The pieces of the last dim of `flat` that tensors of `sizes` have there."""
+    return flat.split([torch.Size(size).numel() for size in sizes], -1)
+
+
+_START: dict[str, Callable[[Sequence[Step], Sequence[Tensor], Sequence[Shape], Mesh], Finish]] = {
+    "all_gather": _gather,
+    "all_reduce": _reduce,
+    "reduce_scatter": _scatter,
+}

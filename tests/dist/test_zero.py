@@ -1,0 +1,235 @@
+"""ZeRO-1 and 2: parameters that rest cut and are gathered once per step, against one device in float64; a leaf is never stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar._torch import local_of
+from autopar.codegen.edges import Pair
+from autopar.errors import RunError
+from autopar.layout import most_elements
+from autopar.plan import Plan
+from autopar.recipes import roles
+from autopar.runtime import ShardedModule, count
+from autopar.verify import Report
+from autopar.verify.reference import trainable
+from autopar.verify.step import Light
+from passes.interpret import Interpret
+from tests.helpers.ranks import living
+from tests.helpers.verify import Sizes, by_recipe, by_roles, by_stages, subject
+
+ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
+    "zero1 on 4": ((4,), (roles.zero1,)),
+    "zero2 on 4": ((4,), (roles.zero2,)),
+    "zero1 x zero1": ((2, 2), (roles.zero1, roles.zero1)),
+    "ddp x zero1": ((2, 2), (roles.data, roles.zero1)),
+    "zero1 x tp": ((2, 2), (roles.zero1, roles.tensor)),
+    "zero2 x tp_sp": ((2, 2), (roles.zero2, roles.tensor_sequence)),
+    "zero1 x zero3": ((2, 2), (roles.zero1, roles.zero3)),
+}
+FAST = [("hf-gpt2", "zero1 on 4"), ("hf-llama", "zero1 x tp"), ("hf-t5", "zero2 on 4"), ("hf-resnet", "ddp x zero1"), ("gpt", "zero1 x zero3")]
+SLOW = [case for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-resnet", "hf-vit", "moe", "gpt") for how in ROLES if (case := (name, how)) not in FAST and case != ("hf-resnet", "zero1 x zero1")]  # a bias of ten: not over four
+
+# model, mesh of a place, roles, places, microbatches, schedule, stages per place
+ZERO1, ZERO2, ZERO3 = (roles.zero1,), (roles.zero2,), (roles.zero3,)
+PIPES = [
+    ("hf-gpt2", (2,), ZERO1, 2, 4, "1f1b", 1),              # tied over both places
+    ("hf-gpt2", (2,), ZERO2, 2, 4, "zbv_zero_bubble", 2),   # gradients go after each part of a backward that is taken apart
+    ("hf-llama", (2,), ZERO1, 2, 4, "interleaved_1f1b", 2),
+    ("hf-t5", (2,), ZERO2, 2, 4, "interleaved_1f1b", 2),
+    ("hf-resnet", (2,), ZERO1, 2, 1, "naive", 1),
+]
+SLOW_PIPES = [
+    *[(name, (2,), used, 2, 4, schedule, virtual) for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit") for used in (ZERO1, ZERO2)
+      for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 2), ("gpipe", 1), ("interleaved_zero_bubble", 2), ("dualpipev", 2))],
+    *[(name, (2, 2), (used[0], roles.tensor), 2, 2, schedule, virtual) for name in ("hf-gpt2", "hf-llama") for used in (ZERO1, ZERO2, ZERO3)
+      for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 2))],
+]
+
+
+def _right(report: Report) -> None:
+    wrong = [row for row in report.rows if not row.ok]
+    assert report.ok, f"{len(wrong)} of {len(report.rows)}: {wrong[:5]} {report.first}"
+    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+
+
+@pytest.mark.parametrize(("name", "how"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_equals_one_device(name: str, how: str) -> None:
+    who, (sizes, used) = subject(name), ROLES[how]
+    made = by_roles(who, sizes, used, how)
+    assert any(Pair.of(node.outs[0]).gathered for node in made.nodes.values() if node.outs and not node.ins)
+    _right(who.verified(made))
+
+
+@pytest.mark.parametrize(("name", "sizes", "used", "places", "microbatches", "schedule", "virtual"),
+                         [*PIPES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PIPES)])
+def test_pipelines_equal_one_device(name: str, sizes: Sizes, used: tuple[roles.Role, ...], places: int, microbatches: int, schedule: str,
+                                    virtual: int) -> None:
+    who = subject(name)
+    _right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
+
+
+def test_plans_say_when_gradients_are_scattered() -> None:
+    for recipe, run in (("zero1", ""), ("zero2", "each")):
+        made = by_recipe(subject("gpt"), (4,), recipe)
+        held = [node for node in made.nodes.values() if node.outs and not node.ins and Pair.of(node.outs[0]).gathered]
+        assert held and {node.runs for node in held} == {(run,)}
+
+
+# -- a whole life: accumulation, clipping, evaluation, edits, loading
+
+Act = Callable[[], float]
+
+
+def life(params: Mapping[str, Tensor], train: Act, evaluate: Act, clip: Callable[[], object], load: Callable[[float], object]) -> list[float]:
+    """What users do, in an order in which every leaf would be stale if anything were remembered; all losses on the way."""
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
+    losses = []
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses.append(train())
+    step()
+    losses += [evaluate(), train(), train()]
+    clip()
+    step()
+    with torch.no_grad():
+        for p in params.values():
+            p.mul_(1.01)
+    losses += [evaluate(), evaluate()]
+    for p in params.values():
+        p.data.sub_(0.001)  # no version counter shows it
+    losses += [evaluate(), train()]
+    step()
+    load(0.9)
+    losses += [evaluate(), train()]
+    step()
+    return [*losses, evaluate()]
+
+
+@cache
+def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The life of the plain graph on one device."""
+    who = subject(name)
+    case = who.case(by_recipe(who, (4,), "ddp"))
+    names = trainable(case.gm)
+    held = {n: w.detach().clone().requires_grad_(n in names) for n, w in {**case.weights, **case.constants}.items()}
+    params = {n: held[n] for n in names}
+
+    def loss() -> Tensor:
+        outputs = Interpret(case.gm, held).run_named(case.batch)
+        return next(v for v, about in zip(outputs, case.gm.meta["outputs"], strict=True) if about["kind"] == "loss")
+
+    def train() -> float:
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    def load(factor: float) -> None:
+        for n, p in params.items():
+            p.data.copy_(case.weights[n] * factor)
+
+    losses = life(params, train, lambda: float(loss().detach()), lambda: torch.nn.utils.clip_grad_norm_(params.values(), 1e-2), load)
+    return losses, {n: p.detach() for n, p in params.items()}
+
+
+def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
+    """The same on one rank."""
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float(module(*batch)["loss"])
+
+    def load(factor: float) -> None:
+        module.load_state_dict({n: w * factor if w.is_floating_point() else w for n, w in light.weights.items() if n in module.state_dict()})
+
+    losses = life(dict(module.named_parameters()), lambda: float(module.train_step(*batch)), evaluate, lambda: module.clip_grad_norm_(1e-2), load)
+    return losses, {n: local for n, local in module.full_state_dict().items() if n in dict(module.named_parameters())}
+
+
+def _lives() -> Iterable[tuple[str, Plan]]:
+    who = subject("hf-gpt2")
+    yield "zero1", by_recipe(who, (4,), "zero1")
+    yield "zero1 x tp", by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp")
+    yield "1f1b", by_stages(who, (2,), "zero1", 2, 4, "1f1b")
+    yield "1f1b zero2", by_stages(who, (2,), "zero2", 2, 4, "1f1b")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_leaf_is_never_stale(number: int) -> None:
+    who, (_, made) = subject("hf-gpt2"), list(_lives())[number]
+    case = who.case(made)
+    losses, params = alone("hf-gpt2")
+    seen: dict[str, None] = {}
+    for got, state in living(made.ranks).run(lived, case.source(), case.light):
+        assert got == pytest.approx(losses, rel=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(value, params[name], rtol=0, atol=1e-9)
+            seen[name] = None
+    assert set(seen) == set(params)
+
+
+def _two_forwards(source: str, light: Light) -> tuple[float, str]:
+    """One rank: the gradient of two forwards at once against twice that of one, and what a backward says whose weights have changed."""
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+    (module(*batch)["loss"] + module(*batch)["loss"]).backward()
+    both = {n: local_of(p.grad).clone() for n, p in module.named_parameters() if p.grad is not None}
+    for p in module.parameters():
+        p.grad = None
+    old = module(*batch)["loss"]
+    old.backward(retain_graph=True)
+    gap = max(float((both[n] - 2 * local_of(p.grad)).abs().max()) for n, p in module.named_parameters() if p.grad is not None and p.numel())
+    torch.optim.AdamW(module.parameters(), lr=1e-2).step()
+    module(*batch)
+    try:
+        old.backward()
+    except RunError as error:
+        return gap, str(error)
+    return gap, ""
+
+
+def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
+    who = subject("hf-gpt2")
+    case = who.case(by_recipe(who, (4,), "zero1"))
+    for gap, words in living(4).run(_two_forwards, case.source(), case.light):
+        assert gap < 1e-12
+        assert "modified by an in-place operation between forward and backward" in words
+
+
+# -- bytes and collectives
+
+def _held(module: ShardedModule) -> int:
+    """Bytes of parameters, leaves and gradients on this rank."""
+    own = [t for h in module._held.values() if isinstance(h.tensor, torch.nn.Parameter)
+           for t in (h.local, *([h.leaf] if h.info.gathered else []), *([] if h.tensor.grad is None else [local_of(h.tensor.grad)]), h.leaf.grad)]
+    return sum(t.nbytes for t in own if t is not None)
+
+
+def _counted(source: str, light: Light) -> tuple[int, dict[str, int]]:
+    module = light.build(source)
+    with count() as seen:
+        module.train_step(*module.shard_batch(**light.batch))
+    kinds = [item.kind for item in seen if item.name in module._held]
+    return _held(module), {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def test_what_a_rank_holds_and_how_often_it_talks() -> None:
+    """Shard, whole leaf, shard of the gradient; one gather and one scatter per parameter."""
+    who = subject("hf-gpt2")
+    case = who.case(by_recipe(who, (4,), "zero1"))
+    for held, kinds in living(4).run(_counted, case.source(), case.light):
+        params = [p for n, p in case.weights.items() if n in trainable(case.gm)]
+        whole = sum(p.numel() for p in params)
+        longest = sum(min(most_elements(tuple(p.shape), (f"S{d}",), (4,)) for d in range(p.dim())) for p in params)
+        assert 8 * (whole + 2 * whole / 4) * 0.99 < held < 8 * (whole + 2 * longest) * 1.02
+        assert kinds == {"all_gather": len(params), "reduce_scatter": len(params)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.memory import OPTIMIZERS
@@ -31,6 +31,16 @@ class Moment:
     gradients: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes of a place when something begins, at most while it runs, and when it has ended; `at` is how far into it that most is (0 to 1)."""
+
+    begin: float
+    most: float
+    end: float
+    at: float = 0.5
+
+
 @dataclass(eq=False)
 class Holding:
     """One place: the views of its stages, and their profiles by stage number."""
@@ -57,6 +67,38 @@ class Holding:
             self.number, self._when(peak), self._entries(peak, still, gradients), by_kind(rest),
             tuple(self.profiles[i].kept_bytes for i in order), tuple(self._in_flight().get(i, 0) for i in order),
             {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)})
+
+    def levels(self) -> list[Level]:
+        """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's step."""
+        training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
+        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
+        held = sum(e.nbytes for e in rest if e.kind == "gradients")
+        base, before, found, back = sum(e.nbytes for e in rest) - held, 0.0, list[Level](), False
+        flying = [(action, self._beside(kept, halfway)) for action, kept, halfway in self._flying()]
+        for index, (action, beside) in enumerate(flying):
+            back = back or action.kind != "F"
+            nbytes, time = (0.0, 0) if action.kind == "W" else self.profiles[action.stage].peak(forward=action.kind == "F")
+            kept, there = self.profiles[action.stage].kept_bytes, held if back else 0.0
+            after = self._later(flying, index)
+            begin, end = base + before + (there if several else 0.0), base + after + there
+            found.append(Level(begin, max(begin, end, base + beside + nbytes + (there if several else 0.0) + kept * (action.kind == "W")), end,
+                               self.profiles[action.stage].share(time, forward=action.kind == "F")))
+            before = after
+        if training:
+            found += [Level(base + held, base + held + extra, base + held) for extra in (self.bucket_bytes(), self.update_bytes())]
+        return found
+
+    def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int]) -> float:
+        """What waiting microbatches hold."""
+        return sum(kept[i] * p.kept_bytes + halfway[i] * p.waiting_bytes for i, p in self.profiles.items())
+
+    def _later(self, flying: Sequence[tuple[Action, float]], index: int) -> float:
+        """What waits once action number `index` has ended: what waits beside the next one, and what that is for."""
+        if index + 1 == len(flying):
+            return 0.0
+        action, beside = flying[index + 1]
+        profile = self.profiles[action.stage]
+        return beside + (0.0 if action.kind == "F" else profile.kept_bytes) + (profile.waiting_bytes if action.kind == "W" else 0.0)
 
     def _in_flight(self) -> dict[int, int]:
         most: dict[int, int] = {}
@@ -91,8 +133,7 @@ class Holding:
                 continue
             seen[key] = None
             nbytes, time = self.profiles[action.stage].peak(forward=forward)
-            beside = sum(waiting[i] * self.profiles[i].kept_bytes + halfway[i] * self.profiles[i].waiting_bytes for i in stages)
-            total = base + beside + nbytes + (held if several and back else 0.0)
+            total = base + self._beside(waiting, halfway) + nbytes + (held if several and back else 0.0)
             yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
                          tuple(halfway[i] for i in stages), several and back)
 

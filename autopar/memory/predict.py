@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Edges, edges
 from autopar.memory.forward import Part
 from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
-from autopar.memory.stage import profile
-from autopar.memory.types import Place, Prediction
+from autopar.memory.stage import Profile, profile
+from autopar.memory.types import Prediction
 from autopar.pipeline.orders import Action, orders
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import View, views
@@ -23,15 +24,21 @@ from autopar.problem.saved import HOLDERS
 
 def predict(program: Program, plan: Plan) -> Prediction:
     """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`."""
+    return Prediction(tuple(rank.place() for rank in fullest(program, plan)))
+
+
+def fullest(program: Program, plan: Plan) -> list[Holding]:
+    """The fullest rank of each place; sizes as in `predict`."""
     found, stages = edges(program, plan), parts_of(program, plan)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
     lines = actions_of(plan)
+    profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):
-        ranks = [_place(Shares(program, plan, coord), found, stages, number, lines[number]) for coord in coords]
-        places.append(max(ranks, key=lambda place: place.peak_bytes))
-    return Prediction(tuple(places))
+        ranks = [_holding(Shares(program, plan, coord), found, stages, number, lines[number], known) for coord, known in zip(coords, profiles, strict=True)]
+        places.append(max(ranks, key=lambda rank: rank.place().peak_bytes) if len(ranks) > 1 else ranks[0])
+    return places
 
 
 def parts_of(program: Program, plan: Plan) -> tuple[View, ...]:
@@ -57,15 +64,22 @@ def actions_of(plan: Plan) -> Sequence[Sequence[Action]]:
     return places
 
 
-def _place(shares: Shares, found: Edges, stages: Sequence[View], number: int, actions: Sequence[Action]) -> Place:
+def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, actions: Sequence[Action], known: dict[Any, Profile]) -> Holding:
+    """One rank of a place; `known` are the profiles of stages that do the same."""
     plan = shares.plan
     here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
     training, extra = plan.mode == "train", extra_bytes(shares)
     splits = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
-    profiles = {view.index: profile(shares, found, extra, _part(view), training=training, stay=plan.microbatches == 1,
-                                    scattering=not (splits and view.separable)) for view in here}
+    profiles = {}
+    for view in here:
+        part, scattering = _part(view), not (splits and view.separable)
+        blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
+        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, scattering)
+        if key not in known:
+            known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1, scattering=scattering)
+        profiles[view.index] = known[key]
     synced = frozenset(ref[0] for ref, axes in found.sync.items() if axes)
-    return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced).place()
+    return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced)
 
 
 def _part(view: View) -> Part:

@@ -50,6 +50,11 @@ class Profile:
         time = start + int(np.argmax(self.totals[start:stop]))
         return float(self.totals[time]), time
 
+    def share(self, time: int, *, forward: bool) -> float:
+        """How far into its direction a time is, from 0 to 1."""
+        start, stop = (0, self.turn) if forward else (self.turn + 1, len(self.totals) - 1)
+        return min(1.0, max(0.0, (time - start) / (stop - start))) if stop > start else 0.5
+
     def entries(self, time: int) -> list[Entry]:
         """What is alive at a time."""
         return [self.book.entry(s) for s in self.book.storages if s.nbytes and s.alive(time)]

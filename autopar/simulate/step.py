@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
+from autopar.memory.place import Holding
+from autopar.memory.predict import fullest
 from autopar.pipeline.orders import Action, orders
 from autopar.plan import Plan
+from autopar.problem.graph import read
 from autopar.simulate import schedule
 from autopar.simulate.engine import Task, Timeline, run
+from autopar.simulate.memory import over_time
 from autopar.simulate.rank import Ran
 from autopar.simulate.result import Place, Simulation, Span
 from autopar.simulate.stages import Stages
@@ -30,17 +35,24 @@ def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | N
     say("reading the graph")
     stages = Stages.of(gm, plan)
     say(f"simulating {len(stages.turns)} stage{'s' * (len(stages.turns) > 1)}")
-    places = _Pipeline(stages).places() if plan.pipelined else [_alone(stages)]
+    say("following memory")
+    program = stages.program if plan.microbatches == 1 else read(gm, plan.hints, training=stages.training, device=stages.cluster.device.kind)
+    held = fullest(program, plan)
+    places = _Pipeline(stages, held).places() if plan.pipelined else [_alone(stages, held[0])]
     return _summed(stages, places)
 
 
-def _alone(stages: Stages) -> Place:
+def _alone(stages: Stages, held: Holding) -> Place:
     """A plan without a pipeline: one rank stands for all."""
     ran = stages.whole()
+    ends = {during: max((end for end, mark in zip(ran.timeline.end_s, ran.marks, strict=True) if mark.during == during), default=0.0)
+            for during in ("forward", "backward", "sync")}
+    turns = [0.0, ends["forward"], *((ends["backward"], max(ends["backward"], ends["sync"]), ran.length_s) if stages.training else ())]
+    memory = over_time(held.levels(), list(itertools.pairwise(turns)))
     optimizer_s = sum(task.work_s for task, mark in zip(ran.tasks, ran.marks, strict=True) if mark.during == "optimizer")
     busy = ran.compute_s + ran.exposed_s
     return Place(0, (0,), ran.compute_s - optimizer_s, ran.exposed_s, ran.communication_s - ran.exposed_s, ran.length_s - busy, optimizer_s,
-                 (), ran.launches, lambda: spans(ran))
+                 memory, ran.launches, lambda: spans(ran))
 
 
 def spans(ran: Ran, at_s: float = 0.0) -> list[Span]:
@@ -60,6 +72,7 @@ class _Pipeline:
     """The actions of all places."""
 
     stages: Stages
+    held: Sequence[Holding]
     tasks: list[Task] = field(default_factory=list)
     actions: list[Action | None] = field(default_factory=list)
 
@@ -124,8 +137,14 @@ class _Pipeline:
         compute, exposed = sum(ran.compute_s for ran in did), sum(ran.exposed_s for ran in did)
         hidden = sum(ran.communication_s for ran in did) - exposed
         exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
+        times = [(timeline.begin_s[index], timeline.end_s[index]) for index in mine]
+        if ending:
+            sums = [index for index, what, _ in ending if what == "sync"]
+            last = timeline.end_s[ending[-1][0]]
+            times += [(timeline.begin_s[sums[0]], timeline.end_s[sums[-1]]), (timeline.end_s[sums[-1]], last)]
+        memory = over_time(self.held[place].levels(), times)
         held = tuple(i for i, stage in enumerate(self.stages.plan.stages) if stage.place == place)
-        return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, (),
+        return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, memory,
                      sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
 
     def _action(self, index: int) -> Action:

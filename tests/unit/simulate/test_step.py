@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autopar.memory import predict
 from autopar.pipeline.orders import StageTime, orders, step_s
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.problem.graph import read
 from autopar.simulate import Simulation, simulate
 from autopar.simulate.stages import Stages
 from autopar.simulate.trace import trace
@@ -47,6 +49,20 @@ def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: 
         assert all(part >= -1e-12 for part in parts) and sum(parts) == pytest.approx(found.step_s)
     assert 0 < found.bubble < 1 and 0 < found.exposed < 1 and 0 < found.mfu < 1
     assert found.tokens_s == pytest.approx(8 * 16 / found.step_s / (2 * places))
+
+
+@pytest.mark.parametrize(("schedule", "places", "virtual"), [CASES[0], CASES[3], CASES[7], ("", 1, 1)])
+def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, virtual: int) -> None:
+    """Of every place, at the bytes that autopar.memory finds; the step ends with what rests."""
+    who = subject("hf-gpt2")
+    made = by_stages(who, (2,), "zero3", places, 8, schedule, virtual) if schedule else by_recipe(who, (2, 2), "tp_zero3")
+    found = simulate(who.captured.gm, made)
+    wanted = predict(read(who.captured.gm, made.hints, training=True, device="cpu"), made)
+    for place, memory in zip(found.places, wanted.places, strict=True):
+        assert place.peak_bytes == pytest.approx(memory.peak_bytes)
+        assert all(0 <= at <= found.step_s * (1 + 1e-9) for at, _ in place.memory) and list(place.memory) == sorted(place.memory, key=lambda point: point[0])
+        assert place.memory[-1][1] == pytest.approx(memory.rest_bytes, rel=0.05)
+    assert found.peak_bytes == pytest.approx(wanted.peak_bytes)
 
 
 def test_more_microbatches_have_a_smaller_bubble() -> None:

@@ -1,0 +1,28 @@
+"""Memory over time: what a place holds (autopar.memory), at the times at which the simulation says that things run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.memory.place import Level
+
+FINE = 32  # points of one action, where there are few actions
+FEW = 8
+
+
+def over_time(levels: Sequence[Level], times: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """(seconds, bytes) whenever the bytes change. `times` is when each of `levels` begins and ends.
+
+    What an action keeps is taken to grow or go evenly while it runs, but for its fullest moment; of many actions only that and the
+    ends are told.
+    """
+    found: list[tuple[float, float]] = []
+    for level, (begin, end) in zip(levels, times, strict=True):
+        points = FINE if len(levels) <= FEW else 1
+        fullest = min(points - 1, int(level.at * points))
+        for index in range(points):
+            share = index / points
+            nbytes = level.most if index == fullest else level.begin + share * (level.end - level.begin)
+            found.append((begin + share * (end - begin), nbytes))
+        found.append((end, level.end))
+    return tuple(point for index, point in enumerate(found) if index == 0 or point[1] != found[index - 1][1])

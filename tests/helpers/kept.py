@@ -39,7 +39,8 @@ class Kept:
     def storages(self) -> dict[int, Tensor]:
         """Address -> one tensor of every storage that is held now, beside those in memory anyway."""
         known = dict.fromkeys(t.untyped_storage().data_ptr() for t in self.anyway)
-        found = {h.value.untyped_storage().data_ptr(): h.value for h in self.held if isinstance(h.value, Tensor)}
+        saved = [h.value[0] if isinstance(h.value, tuple) else h.value for h in self.held]  # a tensor and its version
+        found = {t.untyped_storage().data_ptr(): t for t in saved if isinstance(t, Tensor)}
         return {address: t for address, t in found.items() if address not in known}
 
     def nbytes(self) -> int:

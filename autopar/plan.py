@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,15 @@ class Alternative:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A pipeline stage: the operators of the top-level graph that run in it, the instances `[first, stop)` of each run of
-    blocks (by scope), and its place on the pipeline axis. A model that is not cut has one stage without entries."""
+    blocks (by scope), and its place on the pipeline axis. A model that is not cut has one stage without entries.
+
+    `again`: how many of its first instances are run again, for runs of `Plan.remat` of which not all are.
+    """
 
     nodes: tuple[str, ...] = ()
     blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     place: int = 0
+    again: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class Plan:
     microbatches: int = 1
     remat: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are kept: none where the
-    block is run again whole. What is absent keeps what its operators save."""
+    block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its operators save."""
     totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
@@ -124,6 +128,10 @@ class Plan:
     def pipelined(self) -> bool:
         """Whether a step runs a pipeline schedule or several microbatches."""
         return len(self.stages) > 1 or self.microbatches > 1
+
+    def again(self, stage: Stage, scope: str, count: int) -> int:
+        """How many of the first of the `count` instances of the run `scope` that `stage` has are run again in the backward."""
+        return min(count, stage.again.get(scope, count)) if scope in self.remat else 0
 
     @property
     def digest(self) -> str:
@@ -181,7 +189,7 @@ class Plan:
 def _plan(data: dict[str, Any]) -> Plan:
     tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals")}
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
-    stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"])
+    stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"], dict(s["again"]))
                    for s in data["stages"])
     remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])

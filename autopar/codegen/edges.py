@@ -79,8 +79,10 @@ class Reshard:
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
-        if self.replay:
-            return False  # gathered when the block is run again, and there for the backward
+        return not self.replay and self.gathers(sizes)  # a block that is run again gathers it then, and has it for the backward
+
+    def gathers(self, sizes: tuple[int, ...]) -> bool:
+        """Whether it is a gathered weight that the backward needs, in blocks that are run again and in others."""
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
         return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))

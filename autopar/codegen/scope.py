@@ -157,7 +157,7 @@ class ScopeWriter:
         """The call of the runtime helper; weights that are gathered again in the backward go through `gather`."""
         shape = self.context.whole_sizes(reshard.ref)
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
-        return (f'{"gather" if reshard.regathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
+        return (f'{"gather" if reshard.gathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
                 f"grad={grad}, shape={shape}, mesh=MESH)")
 
     def operator(self, op: Op) -> None:
@@ -238,26 +238,36 @@ class ScopeWriter:
                    for ref, port in zip(run.carried, run.ports, strict=False)]
         counted = any(changes) and not begun
         blocks = f"self.runs[{run.scope!r}]"
-        count = f"{self.instances(run)} x {self.context.class_of(run.scope)}"
-        self.say(f"for i, block in enumerate({blocks}):" if counted else f"for block in {blocks}:", count)
-        for name, change in zip(carried, changes, strict=True):
-            if change is not None:
-                if counted:
-                    self.say("    if i > 0:")
-                self.say(f"    {'    ' if counted else ''}{name} = {self.reshard_text(change, name)}", self.context.reason(change))
-        arguments = [*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)]
-        mutated = ["*changed"] if run.mutated else []
-        again = run.scope in self.context.plan.remat
-        call = f"remat(block, {', '.join(arguments)})" if again else f"block({', '.join(arguments)})"
-        self.say(f"    {', '.join([*carried, *mutated])} = {call}")
-        if run.mutated:
-            self.say("    self.changed(block, changed)")
+        arguments = ", ".join([*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)])
+        count, again = self.instances(run), self.again(run)
+        loops = [(blocks, count, again > 0, counted)] if again in (0, count) else [
+            (f"{blocks}[:{again}]", again, True, counted), (f"{blocks}[{again}:]", count - again, False, False)]
+        for which, times, reruns, first in loops:
+            self.say(f"for i, block in enumerate({which}):" if first else f"for block in {which}:",
+                     f"{times} x {self.context.class_of(run.scope)}{', run again in the backward' if reruns else ''}")
+            self._carry(list(zip(carried, changes, strict=True)), first=first)
+            call = f"remat(block, {arguments})" if reruns else f"block({arguments})"
+            self.say(f"    {', '.join([*carried, *(['*changed'] if run.mutated else [])])} = {call}")
+            if run.mutated:
+                self.say("    self.changed(block, changed)")
         for name, ref in zip(carried, run.carried, strict=True):
             self.names[ref] = name
+
+    def _carry(self, changes: Sequence[tuple[str, Reshard | None]], *, first: bool) -> None:
+        """What carried values need before the next block; with `first` the loop begins with the block that is fed."""
+        for name, change in changes:
+            if change is not None:
+                if first:
+                    self.say("    if i > 0:")
+                self.say(f"    {'    ' if first else ''}{name} = {self.reshard_text(change, name)}", self.context.reason(change))
 
     def instances(self, run: Run) -> int:
         """How many blocks of `run` the loop goes over."""
         return run.count
+
+    def again(self, run: Run) -> int:
+        """How many of the first of these blocks are run again in the backward."""
+        return self.context.plan.again(self.context.plan.stages[0], run.scope, run.count)
 
     def _output(self, node: fx.Node) -> None:
         program = self.context.program

@@ -57,6 +57,11 @@ class StageWriter(ScopeWriter):
         first, stop = self.view.blocks[run.scope]
         return stop - first
 
+    def again(self, run: Run) -> int:
+        """How many of the first of them are run again in the backward."""
+        plan = self.context.plan
+        return plan.again(plan.stages[self.view.index], run.scope, self.instances(run))
+
     def _output(self, node: fx.Node) -> None:
         values = self.results([op for _, op in self.view.results])
         self.say(f"return {_tuple([self.names[ref] for ref in self.view.sends])}, {_tuple(values)}")

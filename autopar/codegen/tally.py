@@ -46,7 +46,8 @@ class Tally:
         block of a run makes; of gradients that are summed over ranks, how many tensors there are."""
         for reshard in found:
             if not self.plan.pipelined:
-                yield reshard, reshard.count, self.program.first_runs(reshard.ref)
+                count = self.plan.again(self.plan.stages[0], reshard.scope, reshard.count)
+                yield from self._parted(reshard, reshard.count, self.program.first_runs(reshard.ref), count)
                 continue
             if any(name in self.before for name in reshard.readers):
                 yield reshard, 1, 0
@@ -56,7 +57,31 @@ class Tally:
                     yield reshard.onward, runs, 0
                     yield reshard.back, runs * self.plan.microbatches, 0
                 elif runs:
-                    yield self._seen_by(view, reshard), runs, self._first(view, reshard)
+                    again = self.plan.microbatches * self._again(view, reshard.scope)
+                    yield from self._parted(self._seen_by(view, reshard), runs, self._first(view, reshard), again)
+
+    @staticmethod
+    def _parted(reshard: Reshard, runs: int, first: int, again: int) -> Iterator[tuple[Reshard, int, int]]:
+        """The runs in blocks that are run again, which are the first ones, apart from the others."""
+        if not reshard.replay or again >= runs:
+            yield reshard, runs, first
+            return
+        if again:
+            yield reshard, again, min(first, again)
+        yield replace(reshard, replay=""), runs - again, first - min(first, again)
+
+    def again(self, name: str) -> int:
+        """Runs of one operator in blocks that are run again in the backward."""
+        op = self.program.ops[name]
+        if not op.scope:
+            return 0
+        if not self.plan.pipelined:
+            return self.plan.again(self.plan.stages[0], op.scope, op.count)
+        return self.plan.microbatches * sum(self._again(view, op.scope) for view in self.stages)
+
+    def _again(self, view: View, scope: str) -> int:
+        """How many instances of a run are run again in a stage."""
+        return self.plan.again(self.plan.stages[view.index], scope, self._instances(view, scope)) if scope else 0
 
     def _first(self, view: View, reshard: Reshard) -> int:
         """The runs in this stage of a reshard whose value the first block of a run makes."""

@@ -70,7 +70,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
             given=tuple(r for r in totals if r in reads[index]),
             receives=tuple(arriving[index]), sends=tuple(arriving[index + 1]),
             results=tuple((i, op) for i, op in _results(program) if owners[i] == index),
-            separable=not any(scope in plan.remat for scope in stage.blocks) and _separable(program, stage, arriving[index])))
+            separable=not any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items()) and _separable(program, stage, arriving[index])))
     return tuple(found)
 
 

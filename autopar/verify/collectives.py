@@ -30,8 +30,10 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
         for step in moving(reshard.in_first, plan.mesh):
             found[step.kind, step.axis] += first
     for name, node in plan.nodes.items():
-        for site, inner in inside(program.ops[name], node, plan.mesh, again=edges.runs_again(program.ops[name])):
-            found[inner.kind, site.axis] += inner.times(site) * tally.op(name)
+        runs, again = tally.op(name), tally.again(name) if edges.runs_again(program.ops[name]) else 0
+        for times, twice in ((runs - again, False), (again, True)):
+            for site, inner in inside(program.ops[name], node, plan.mesh, again=twice):
+                found[inner.kind, site.axis] += inner.times(site) * times
     if plan.pipelined:
         found["send", PIPELINE_AXIS] += tally.sends()
         found["all_reduce", PIPELINE_AXIS] += tally.shared()

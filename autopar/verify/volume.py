@@ -21,7 +21,8 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
     """Bytes of all collectives of each kind on each axis, as the cost model counts them, at the sizes of `program`; None where
     some tensor that is moved is cut unevenly."""
     found: Counter[Key] = Counter()
-    for reshard, runs, first in Tally(program, plan).reshards(edges.reshards):
+    tally = Tally(program, plan)
+    for reshard, runs, first in tally.reshards(edges.reshards):
         steps, full = moving(reshard, plan.mesh), program.bytes_of(reshard.ref)
         sizes = program.ops[reshard.ref[0]].call.outs[reshard.ref[1]].sizes
         if not all(_even(sizes, layout, plan.mesh) for step in steps for layout in (step.before, step.after)):
@@ -30,10 +31,12 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
             for step in each:
                 found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
     for name, node in plan.nodes.items():
-        for site, inner in inside(program.ops[name], node, plan.mesh, again=edges.runs_again(program.ops[name])):
-            if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
-                return None
-            found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * program.ops[name].count
+        runs, again = tally.op(name), tally.again(name) if edges.runs_again(program.ops[name]) else 0
+        for times, twice in ((runs - again, False), (again, True)):
+            for site, inner in inside(program.ops[name], node, plan.mesh, again=twice):
+                if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
+                    return None
+                found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * times
     return found
 
 

@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime import rng
 from autopar.verify import Report, verify
 from tests.helpers.ranks import on_ranks
-from tests.helpers.remat import rematerialised
+from tests.helpers.remat import in_part, rematerialised
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject
 
@@ -73,6 +73,21 @@ def test_blocks_that_are_run_again_in_every_model(model: str, sizes: Sizes, how:
 @pytest.mark.parametrize("case", PIPES)
 def test_stages_with_blocks_that_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
     _pipe(*case)
+
+
+@pytest.mark.parametrize(("model", "sizes", "how", "level"), [("hf-gpt2", (2,), "tp_sp", "selective"), ("hf-llama-2kv", (2,), "zero3", "full"), ("hf-mixtral", (2,), "ep", "full")])
+def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, level: str) -> None:
+    who = subject(model)
+    made = in_part(rematerialised(who, planned(who, sizes, how), level))
+    assert "[:1]" in who.case(made).source()
+    _right(who.verified(made))
+
+
+@pytest.mark.parametrize("case", [("hf-llama-2kv", (2,), "tp", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (1,), "single", 2, 4, "zbv_zero_bubble", 2, "selective")])
+def test_some_blocks_of_stages_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
+    model, mesh, recipe, places, microbatches, schedule, virtual, level = case
+    who = subject(model)
+    _right(who.verified(in_part(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))))
 
 
 @pytest.mark.slow

@@ -20,3 +20,10 @@ def rematerialised(who: Subject, made: Plan, level: str) -> Plan:
     wanted = {"selective": heavy, "full": lambda op: False, "all": keepable}[level]
     return replace(made, remat={scope: tuple(op.name for op in program.ops.values() if op.scope == scope and wanted(op))
                                 for scope in program.runs})
+
+
+def in_part(made: Plan) -> Plan:
+    """A rematerialised plan of which each stage runs the first of its instances again only, and the last stage none."""
+    last = len(made.stages) - 1
+    stages = [replace(stage, again={scope: int(last == 0 or index < last) for scope in made.remat}) for index, stage in enumerate(made.stages)]
+    return replace(made, stages=tuple(stages))

@@ -155,7 +155,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
             loss_fn: Callable[..., torch.Tensor] | None = None, search: str | Search = "ilp", recipe: str | None = None,
             mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
-            time_limit_s: float = 30.0, seed: int = 0, progress: Callable[[str], None] | None = None,
+            time_limit_s: float = 30.0, seed: int = 0, remat: str = "auto", progress: Callable[[str], None] | None = None,
             source: Mapping[str, Any] | None = None, pareto: bool = False) -> Compiled:
     """Plan `model` for `cluster` and emit the sharded module.
 
@@ -164,8 +164,10 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
     operators to rule strings. `precision` ("bfloat16") plans and emits the model as `model.to(dtype)` would be: weights,
-    gradients and optimizer state too; without it the model stays in its own. `pareto` plans for less and less memory as well
-    (`Compiled.frontier`), each plan within `time_limit_s`. The weights of `model` are never needed to plan; on ranks they are what the sharded module starts from.
+    gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
+    instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
+    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. The weights of
+    `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
@@ -193,7 +195,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
         captured = with_values(captured, model, dtype)
     settings = Settings(mode, optimizer, str(dtype).removeprefix("torch."))
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
-                      as_rules(rules), progress)
+                      as_rules(rules), progress, remat=remat)
     about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}
     made = _agree(lambda: frontier(captured.gm, captured.hints, request, **about) if pareto else
                   [plan(captured.gm, captured.hints, request, **about)])

@@ -29,6 +29,8 @@ from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.largest import largest
 from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices, Settings, pair
+from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
+from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import kind
@@ -53,11 +55,22 @@ class Request:
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None
     memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
+    remat: str = "auto"  # which blocks are run again in the backward: one of problem.remat.LEVELS for all, "auto" as memory wants it
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for an unknown level of remat."""
+        if self.remat not in ("auto", *LEVELS):
+            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}")
 
     @property
     def limit_bytes(self) -> float:
         """Bytes that a plan may fill on each device."""
         return self.cluster.device.usable_memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def remat_level(self) -> str:
+        """The level that is asked for; "none" where that is left open."""
+        return "none" if self.remat == "auto" else self.remat
 
     def say(self, what: str) -> None:
         """Tell `progress` what happens now."""
@@ -75,10 +88,11 @@ class Candidate:
     solution: Solution
     cost: Cost
     decisions: Decisions = field(default_factory=dict)
+    remat: Levels = field(default_factory=dict)
 
     def refined(self, solution: Solution) -> Candidate:
         """The same problem with another solution."""
-        return Candidate(self.name, self.mesh, self.model, solution, self.model.problem.evaluate(solution.choice))
+        return replace(self, solution=solution, cost=self.model.problem.evaluate(solution.choice))
 
 
 @dataclass(eq=False)
@@ -93,6 +107,7 @@ class Planner:
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
+    remat: Levels = field(default_factory=dict)  # the blocks that are run again in all that is priced
     missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
     @staticmethod
@@ -132,7 +147,8 @@ class Planner:
         prices = self._prices[mesh]
         limit = self.request.limit_bytes
         joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
-        return build(self.program, self.clusters, joints, prices, limit, name, self.branches)
+        made = build(self.program, self.clusters, joints, prices, limit, name, self.branches)
+        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings), self.remat)
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution]) -> Candidate:
@@ -143,7 +159,7 @@ class Planner:
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             raise
-        return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice))
+        return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice), remat=self.remat)
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -154,14 +170,42 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     _check_mesh(request)
     planner = Planner.of(gm, hints, request)
     deadline = time.monotonic() + request.time_limit_s
-    best, tried = _recipes(planner, deadline)
-    bound = 0.0
-    if request.recipe is None:
-        found, bound = _search(planner, deadline, best)
-        best, about = _simplest(found, best, about)
+    best: Candidate | None = None
+    tried: list[Alternative] = []
+    bounds: list[float] = []
+    for level in LEVELS if request.remat == "auto" and request.settings.training else (request.remat_level,):
+        if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
+            break
+        planner.remat = levels(planner.program, level)
+        found, more, bound, said = _at_one_level(planner, deadline, about)
+        tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
+        bounds.append(bound)
+        if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
+            best, about = found, said
+        if not planner.program.runs:
+            break
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
-    return finish(planner, best, bound, tried, about)
+    return finish(planner, best, min(bounds), tried, about)
+
+
+def _at_one_level(planner: Planner, deadline: float,
+                  about: dict[str, Any]) -> tuple[Candidate | None, list[Alternative], float, dict[str, Any]]:
+    """The best plan with the blocks of `planner.remat` run again, what was tried, a bound, and the Plan's fields."""
+    best, tried = _recipes(planner, deadline)
+    if planner.request.recipe is not None:
+        return best, tried, 0.0, about
+    found, bound = _search(planner, deadline, best)
+    best, about = _simplest(found, best, about)
+    return best, tried, bound, about
+
+
+def _short_of_memory(planner: Planner, best: Candidate) -> bool:
+    """Whether more memory could make a faster plan: something did not fit, or the best one hardly does."""
+    return bool(planner.missing_bytes) or best.cost.memory_bytes > FULL * planner.request.limit_bytes
+
+
+FULL = 0.9  # of memory: what uses more may have been pushed there
 
 
 def _check_mesh(request: Request) -> None:
@@ -311,20 +355,21 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     Plan's fields model, graph_hash, source and notes."""
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
-    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy)
+    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
     about = {**about, "notes": (*about.get("notes", ()), *rule_notes(planner))}
     predicted = Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
 
 
-def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str) -> Plan:
-    """A plan of these decisions, without a prediction, the model's name and the graph's hash."""
+def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None) -> Plan:
+    """A plan of these decisions, with the blocks of `remat` run again; without a prediction, the model's name and the graph's hash."""
     request, ops = planner.request, planner.program.ops
     return Plan(
         model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
         hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in mesh.axes),
         mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
-        nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0))
+        nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
+        remat={scope: tuple(names) for scope, names in (remat or {}).items()})
 
 
 def local_share(plan: Plan, ref: Ref) -> float:

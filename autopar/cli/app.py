@@ -50,12 +50,13 @@ def plan(
     time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
     seed: Annotated[int, typer.Option(help="of the search, and later of weights and inputs")] = 0,
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
+    remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
     json: Json = None,
 ) -> None:
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto),
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat),
                  output, json)
 
 

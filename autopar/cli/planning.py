@@ -41,6 +41,7 @@ class Asked:
     time_limit_s: float = 30.0
     seed: int = 0
     pareto: bool = False
+    remat: str = "auto"
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -71,7 +72,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
-                           pareto=asked.pareto)
+                           pareto=asked.pareto, remat=asked.remat)
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began
@@ -91,5 +92,6 @@ def as_json(plan: Plan, program: Program) -> dict[str, Any]:
         "recipes": [asdict(other) for other in plan.alternatives],
         "weights": [weight.to_dict() for weight in weights(program, plan)],
         "reshards": [row.to_dict() for row in reshards(program, plan)],
+        "remat": {scope: list(names) for scope, names in plan.remat.items()},
         "notes": list(plan.notes),
     }

@@ -95,6 +95,7 @@ def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     plan = rebuilt.plan
     hints = {k: v // plan.microbatches if k == "b" else v for k, v in plan.hints.items()}
     planner = Planner.of(rebuilt.captured.gm, hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
+    planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 
 

@@ -22,7 +22,8 @@ from autopar.pipeline.units import units
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model, build
 from autopar.problem.prices import Prices
-from autopar.problem.shares import MicroPrices, Share, StepPrices, combined
+from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
 from autopar.recipes.roles import Role
 from autopar.search import ilp
@@ -32,10 +33,13 @@ SOLVE_S = 2.0  # seconds for one Problem
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The Problems of one microbatch and of what a step costs once, with the same choices."""
+    """The Problems of one microbatch and of what a step costs once, with the same choices; the prices of the forward; the blocks that
+    are run again in the backward, as `Plan.remat` says it."""
 
     micro: Model
     once: Model
+    forward: ForwardPrices
+    remat: Levels
 
 
 class Inner:
@@ -97,7 +101,9 @@ class Inner:
             joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
             micro, once = (build(here.program, here.clusters, joints, kind(mesh, request.cluster.device, request.settings),
                                  self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
-            self._models[key] = Models(micro, once)
+            forward = ForwardPrices(mesh, request.cluster.device, request.settings)
+            remat = levels(here.program, request.remat_level)
+            self._models[key] = Models(rematerialised(micro, forward, remat), once, forward, remat)
         return self._models[key]
 
     def solve(self, models: Models, table: Timetable, *, exact: bool, cutoff_s: float = math.inf,

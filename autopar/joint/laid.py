@@ -21,6 +21,7 @@ from autopar.pipeline.shared import shared_weights
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan
 from autopar.problem.build import Model
+from autopar.problem.remat import levels
 from autopar.problem.types import Solution
 
 
@@ -66,7 +67,8 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, s
 
 def assembled(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, bounds: Sequence[int]) -> Plan:
     """The plan, without a prediction."""
-    flat = planner.bare_plan(inner.whole, inner.mesh(shape), model.decode(solution.choice), name)
+    remat = levels(inner.whole.program, inner.request.remat_level)
+    flat = planner.bare_plan(inner.whole, inner.mesh(shape), model.decode(solution.choice), name, remat)
     return pipelined(flat, inner.whole.program, bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
 
 
@@ -100,10 +102,7 @@ def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float
 
 
 def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool) -> StageTime:
-    """A stage's time, the backward twice the forward: half of it for what was received, half for the weights."""
-    seconds = sum(c.micro_s for c in part)
-    if not training:
-        return StageTime(seconds, 0.0, 0.0, send_s)
-    third = seconds / 3
-    return StageTime(third, third if split else 2 * third, third if split else 0.0, send_s)
-
+    """A stage's time; of a backward in two parts half is for what was received, half for the weights: as many products each."""
+    seconds, forward_s = sum(c.micro_s for c in part), sum(c.forward_s for c in part)
+    back_s = max(0.0, seconds - forward_s) if training else 0.0
+    return StageTime(seconds - back_s, back_s / 2 if split else back_s, back_s / 2 if split else 0.0, send_s)

@@ -16,7 +16,8 @@ from autopar.memory.operators import COPIED, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import Op, Program, Ref, Run
-from autopar.problem.saved import HOLDERS, looks
+from autopar.problem.looking import looks
+from autopar.problem.saved import HOLDERS
 
 
 @dataclass(eq=False, slots=True)

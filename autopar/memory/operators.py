@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.problem.graph import Op
-from autopar.problem.saved import looks
+from autopar.problem.looking import looks
 from passes import ops
 from passes.tables import BINARY
 

@@ -12,14 +12,15 @@ STEPS = 40  # of the bisection: the slowest stage is known to a part in 10^12
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one piece (see pipeline.units) costs on a place: seconds of a microbatch, seconds once per step, bytes that a
-    microbatch keeps, bytes that rest, and bytes that are there only while it runs."""
+    """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
+    step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
     kept_bytes: float = 0.0
     rest_bytes: float = 0.0
     live_bytes: float = 0.0
+    forward_s: float = 0.0
 
 
 def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:

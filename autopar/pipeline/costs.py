@@ -9,6 +9,7 @@ from autopar.pipeline.balance import Cost
 from autopar.pipeline.units import Unit, units
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
+from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Problem
 
 
@@ -17,6 +18,7 @@ class _Sum:
     """Costs of one piece, added up; a block's are those of all its instances."""
 
     micro_s: float = 0.0
+    forward_s: float = 0.0
     once_s: float = 0.0
     kept_bytes: float = 0.0
     rest_bytes: float = 0.0
@@ -24,8 +26,8 @@ class _Sum:
     parts: dict[str, None] = field(default_factory=dict)
 
 
-def costs(program: Program, micro: Model, once: Model, choice: Sequence[int]) -> list[Cost]:
-    """The cost of every unit of `program`, in order, where `choice` is a solution of both models.
+def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices) -> list[Cost]:
+    """The cost of every unit of `program`, in order, where `choice` is a solution of both models; `forward` are prices on the same mesh.
 
     What is free to repeat counts where it is first read. Collectives that hide under compute are shown for each scope as
     Problem.evaluate shows them.
@@ -37,27 +39,34 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int]) ->
     for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
         here, c = sums[home[micro.clusters[index].root.name]], choice[index]
         here.micro_s += float(a.cost_s[c])
-        here.kept_bytes += float(a.memory_bytes[c])
+        options = micro.choices[index][c]
+        here.forward_s += sum(forward.op_s(op, tuple(joint.options[m] for joint in options)) for m, op in enumerate(micro.clusters[index].members))
+        live = 0.0 if a.live_bytes is None else float(a.live_bytes[c])
+        here.live_bytes += live
+        here.kept_bytes += float(a.memory_bytes[c]) - live
         here.once_s += float(b.cost_s[c])
         for name in _holders(program, micro.clusters[index].root, home):
             sums[name].rest_bytes += float(b.memory_bytes[c])
-    for net, late in zip(micro.problem.nets, once.problem.nets, strict=True):
+    for link, net, late in zip(micro.links, micro.problem.nets, once.problem.nets, strict=True):
         row = net.row[choice[net.producer]]
         for column, reader in _columns(net, choice).items():
             here = sums[home[micro.clusters[reader].root.name]]
             share = exposed.get(net.group, 1.0)
             here.micro_s += float(net.shown_s[row, column]) + share * float(net.hideable_s[row, column])
+            one_way = float(forward.table_s([link.rows[row]], [link.columns[column]], link.size_bytes)[0, 0]) * link.count
+            here.forward_s += one_way if net.group < 0 else one_way * (net.contention + (1 - net.contention) * share)
             here.once_s += float(late.cost_s[row, column])
-            if net.group >= 0:
-                here.live_bytes += float(net.memory_bytes[row, column])
-            else:
-                here.kept_bytes += float(net.memory_bytes[row, column])
+            live = 0.0 if net.live_bytes is None else float(net.live_bytes[row, column])
+            live = float(net.memory_bytes[row, column]) if net.group >= 0 else live
+            here.live_bytes += live
+            here.kept_bytes += float(net.memory_bytes[row, column]) - live
     count = {run.scope: run.count for run in program.runs.values()}
     return [_per_instance(sums[unit.name], count.get(unit.name, 1)) for unit in pieces]
 
 
 def _per_instance(total: _Sum, count: int) -> Cost:
-    return Cost(total.micro_s / count, total.once_s / count, total.kept_bytes / count, total.rest_bytes / count, total.live_bytes)
+    return Cost(total.micro_s / count, total.once_s / count, total.kept_bytes / count, total.rest_bytes / count, total.live_bytes,
+                total.forward_s / count)
 
 
 def _homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program
-from autopar.problem.saved import looks
+from autopar.problem.looking import looks
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 

@@ -8,6 +8,9 @@ So every kept tensor is followed back through views to the value that owns the b
     comes in as it lies                        the net counts the owner (`Kept.counted`): one net where several bring it, none where
                                                its cluster keeps it anyway or only looks at what comes in there
 
+A block that is run again (problem.rerun) keeps nothing of that but what its plan keeps, as if readers saved it, and one tensor per instance
+for each of its placeholders (`Kept.given`).
+
 What a placeholder of a block is given is one tensor per instance: the net to its readers counts it, unless who made it is counted
 anyway; then what is fed and carried counts only where it is moved on the way. Of a value made in a block and kept by what follows the
 run only the last instance is there.
@@ -15,17 +18,15 @@ run only the last instance is there.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
-from passes import facts
-from passes.annotate_memory import is_view
+from autopar.problem.looking import looks
+from autopar.problem.rerun import Rerun
 
 aten = torch.ops.aten
 HOLDERS = ("param", "buffer", "constant", "input")
@@ -53,6 +54,7 @@ class Kept:
     `ports`    placeholder of a block -> the net to its readers, where they keep it
     `charges`  net -> what it counts where it moves nothing: (value, how many tensors; 0: as many as the net has)
     `moved`    nets that count what they feed or carry where they move it
+    `given`    placeholders of blocks that are run again, by cluster: (value, how many tensors)
     """
 
     program: Program
@@ -64,6 +66,12 @@ class Kept:
     ports: dict[str, Way] = field(default_factory=dict)
     charges: dict[Way, list[tuple[Ref, int]]] = field(default_factory=dict)
     moved: dict[Way, None] = field(default_factory=dict)
+    given: dict[int, list[tuple[Ref, int]]] = field(default_factory=dict)
+    reruns: Mapping[str, Rerun] = field(default_factory=dict)
+
+    def beside(self, op: Op) -> bool:
+        """Whether what the backward of `op` keeps beside tensors of the graph stays until then: not where it is run again."""
+        return op.scope not in self.reruns or op.name in self.reruns[op.scope].kept
 
     def held(self, ref: Ref) -> bool:
         """Whether the bytes of owner `ref` are counted anyway: at rest, or by the cluster that makes it."""
@@ -76,12 +84,12 @@ class Kept:
         return ref
 
 
-def kept(clusters: Sequence[Cluster], program: Program) -> Kept:
-    """What the operators of all clusters keep, each storage once, in program order."""
+def kept(clusters: Sequence[Cluster], program: Program, reruns: Mapping[str, Rerun] | None = None) -> Kept:
+    """What the operators of all clusters keep, each storage once, in program order; `reruns` are the scopes that are run again."""
     home = {op.name: index for index, cluster in enumerate(clusters) for op in cluster.members}
-    found = Kept(program, home)
+    found = Kept(program, home, reruns=reruns or {})
     for op in program.ops.values():
-        for index in op.saves:
+        for index in _stays(op, found):
             if index >= len(op.operands):
                 _keep(found, (op.name, index - len(op.operands)))
             elif home[op.operands[index][0]] == home[op.name]:
@@ -95,7 +103,19 @@ def kept(clusters: Sequence[Cluster], program: Program) -> Kept:
             _charge(found, owner, way, 0)
     for port, way in found.ports.items():
         _given(found, port, way)
+    for scope in found.reruns:
+        for port in program.runs[scope].ports:
+            _given(found, port, None)
     return found
+
+
+def _stays(op: Op, found: Kept) -> list[int]:
+    """The tensors of `op` (operands, then results) that are there from its forward to its backward."""
+    about = found.reruns.get(op.scope)
+    if about is None:
+        return list(op.saves)
+    made = [i for i in op.saves if i >= len(op.operands)] if op.name in about.kept else []
+    return [i for i, ref in enumerate(op.operands) if (op.name, i) in about.reads and ref[0] in about.kept] + made
 
 
 def _keep(found: Kept, ref: Ref) -> None:
@@ -129,24 +149,32 @@ def _charge(found: Kept, ref: Ref, way: Way, count: int) -> None:
         found.charges.setdefault(way, []).append((ref, count))
 
 
-def _given(found: Kept, port: str, way: Way) -> None:
-    """Share out what a port is given: to the net to its readers, or to the nets that bring what is counted where it is made."""
+def _given(found: Kept, port: str, way: Way | None) -> None:
+    """Share out what a port is given: to the net to its readers (without one to the port itself), or to the nets that bring what is
+    counted where it is made."""
     op = found.program.ops[port]
     run = found.program.runs[op.scope]
     index, outer = run.ports.index(port), op.count // run.count
+
+    def charge(count: int) -> None:
+        if way is None:
+            found.given.setdefault(found.home[port], []).append(((port, 0), count))
+        else:
+            _charge(found, (port, 0), way, count)
+
     fed = found.root(run.feeds[index])
     if found.held(fed) or fed in found.counted:
         found.moved[Way(run.feeds[index], port, "feed")] = None
     else:
-        _charge(found, (port, 0), way, outer)
-        found.counted[fed] = way
+        charge(outer)
+        found.counted[fed] = way or Way((port, 0), port)
     if index >= len(run.carried) or run.count < 2:
         return
     carried = found.root(run.carried[index])
     if found.held(carried) or carried in found.counted:
         found.moved[Way(run.carried[index], port, "carry")] = None
     elif carried != (port, 0):
-        _charge(found, (port, 0), way, outer * (run.count - 1))
+        charge(outer * (run.count - 1))
 
 
 def _inside(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:
@@ -162,23 +190,3 @@ def _inside(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:
 def _looked_at(op: Op) -> Ref | None:
     """What the results of `op` are views of, None where they have memory of their own."""
     return op.operands[0] if looks(op) else None
-
-
-def looks(op: Op) -> bool:
-    """Whether the results of `op` are views of its first operand."""
-    return op.role == "op" and bool(op.operands) and op.node.target is not operator.getitem and (is_view(op.node) or _joins_heads(op.node))
-
-
-def _joins_heads(node: fx.Node) -> bool:
-    """Whether `node` joins the heads of an attention's result without a copy.
-
-    The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without a
-    device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous.
-    """
-    turned = node.args[0] if node.target is aten.reshape.default else None
-    made = turned.args[0] if isinstance(turned, fx.Node) and turned.target is aten.transpose.int else None
-    if not isinstance(made, fx.Node) or made.target is not aten.scaled_dot_product_attention.default:
-        return False
-    (query,) = facts.tensors(made.args[0]) if isinstance(made.args[0], fx.Node) else (None,)
-    head, row = query.stride()[1:3] if query is not None and query.dim() == 4 else (0, 0)
-    return isinstance(head, int) and isinstance(row, int) and head < row

@@ -3,6 +3,7 @@ what a step costs once.
 
     micro   operators, reshards, gathered weights; bytes kept for the backward
     once    sums of gradients of weights that rest whole, the optimizer; bytes that rest
+    forward the part of `micro` that is the forward
 
 Each is built for the whole model on the mesh of one place. A place has a `Share` of them.
 """
@@ -10,14 +11,15 @@ Each is built for the whole model on the mesh of one place. A place has a `Share
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cluster import Device, Mesh
 from autopar.layout import Layout
 from autopar.problem.build import Model
 from autopar.problem.graph import Op
-from autopar.problem.prices import Pair, Prices
+from autopar.problem.prices import Pair, Prices, Settings
 from autopar.problem.resting import Resting
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.language import Option
@@ -40,6 +42,18 @@ class MicroPrices(Prices):
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: the optimizer runs once per step."""
         return 0.0
+
+
+class ForwardPrices(Prices):
+    """What the forward alone costs: its operators with their collectives, and the changes of layout on the way."""
+
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings) -> None:
+        super().__init__(mesh, device, replace(settings, mode="inference"))
+
+    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+                weight: bool = False) -> np.ndarray:
+        """Seconds of one way, from each row to each column."""
+        return self._changes([row[0] for row in rows], [column[0] for column in columns], size_bytes)[0]
 
 
 class StepPrices(Prices):
@@ -89,12 +103,18 @@ class Share:
 def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float) -> Model:
     """The Problem of a step under `share`; its choices are those of both."""
     nodes = tuple(
-        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, share.kept * a.memory_bytes + share.rest * b.memory_bytes,
+        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, _held(a, share.kept) + share.rest * b.memory_bytes,
              share.micro * a.hide_s, a.group)
         for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True))
-    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, (1.0 if a.group >= 0 else share.kept) * a.memory_bytes,
+    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, _held(a, 1.0 if a.group >= 0 else share.kept),
                 a.group, a.contention) for a in micro.problem.nets]
     nets += [Net(f"{b.name} at the end of the step", b.producer, b.row, b.uses, share.once * b.cost_s, np.zeros_like(b.memory_bytes))
              for b in once.problem.nets if b.cost_s.any()]
     problem = Problem(nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name)
-    return Model(problem, micro.clusters, micro.choices)
+    return replace(micro, problem=problem)
+
+
+def _held(part: Node | Net, kept: float) -> np.ndarray:
+    """Bytes of `kept` microbatches: what is there only while a scope runs is there once."""
+    live = 0.0 if part.live_bytes is None else part.live_bytes
+    return kept * (part.memory_bytes - live) + live

@@ -43,6 +43,7 @@ class Node:
     hide_s: np.ndarray
     group: int = -1
     lane: np.ndarray | None = None  # int[choices]
+    live_bytes: np.ndarray | None = None  # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
 
     def in_lane(self, lane: int) -> np.ndarray:
         """`cost_s` of the choices that work in `lane` (-1: in none), zero for the others."""
@@ -76,6 +77,7 @@ class Net:
     memory_bytes: np.ndarray
     group: int = -1
     contention: float = 0.0
+    live_bytes: np.ndarray | None = None  # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
 
     @cached_property
     def shown_s(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from autopar._torch import pytree
 from autopar.bundle import Bundle
-from autopar.runtime import regather
+from autopar.runtime import regather, rematerialise, replay
 
 
 class _Held:
@@ -40,12 +42,19 @@ class Kept:
         """Address -> one tensor of every storage that is held now, beside those in memory anyway."""
         known = dict.fromkeys(t.untyped_storage().data_ptr() for t in self.anyway)
         saved = [h.value[0] if isinstance(h.value, tuple) else h.value for h in self.held]  # a tensor and its version
-        found = {t.untyped_storage().data_ptr(): t for t in saved if isinstance(t, Tensor)}
+        found = {t.untyped_storage().data_ptr(): t for t in (*saved, *taped()) if isinstance(t, Tensor)}
         return {address: t for address, t in found.items() if address not in known}
 
     def nbytes(self) -> int:
         """Bytes of those storages."""
         return sum(t.untyped_storage().nbytes() for t in self.storages().values())
+
+
+def taped() -> list[Tensor]:
+    """The kept results of all blocks that are to be run again."""
+    calls = [call for call in gc.get_objects() if type(call) is rematerialise._Call]
+    parts = pytree.tree_leaves([call.tape.parts for call in calls])
+    return [kept.value for kept in parts if isinstance(kept, replay._Kept) and kept.value is not None]
 
 
 @contextmanager

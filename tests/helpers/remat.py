@@ -16,7 +16,7 @@ def rematerialised(who: Subject, made: Plan, level: str) -> Plan:
     """`made` with every run of blocks at one level; "all" keeps whatever can be kept."""
     if level == "none":
         return made
-    program = read(who.captured.gm, made.hints, training=True)
+    program = read(who.captured.gm, made.hints, training=True, device="cpu")
     wanted = {"selective": heavy, "full": lambda op: False, "all": keepable}[level]
     return replace(made, remat={scope: tuple(op.name for op in program.ops.values() if op.scope == scope and wanted(op))
                                 for scope in program.runs})

@@ -17,6 +17,7 @@ from autopar._torch import Watch
 from autopar.errors import RunError
 from autopar.runtime import Block, Mesh, keep, remat, rng, skip
 from autopar.runtime.algorithms import dropout
+from tests.helpers.kept import taped
 
 WIDTH = 8
 MESH = Mesh((1,), ("x",), "cpu")
@@ -93,11 +94,9 @@ def test_a_graph_that_is_kept_can_be_gone_through_again(kind: type[Block]) -> No
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def stored(loss: Tensor) -> int:
+def stored() -> int:
     """Bytes that kept results hold, of all calls that are alive."""
-    from autopar.runtime.rematerialise import _Call
-    values = [kept.value for call in gc.get_objects() if type(call) is _Call for part in call.tape.parts for kept in part]
-    return sum(v.untyped_storage().nbytes() for v in values if v is not None)
+    return sum(t.untyped_storage().nbytes() for t in taped())
 
 
 @pytest.mark.parametrize(("kind", "tensors"), [(Plain, 0), (Keeping, 1), (Skipping, 1)])
@@ -105,11 +104,11 @@ def test_results_are_stored_once_and_freed_with_the_graph(kind: type[Block], ten
     gc.collect()
     block, h = made(kind)
     loss = remat(block, h).square().sum()
-    assert stored(loss) == tensors * h.nbytes
+    assert stored() == tensors * h.nbytes
     loss.backward()
     del loss
     gc.collect()
-    assert stored(h) == 0
+    assert stored() == 0
 
 
 class _Stateful(Block):

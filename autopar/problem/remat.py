@@ -1,0 +1,88 @@
+"""A Problem in which some blocks are run again in the backward: the same choices, other seconds and bytes.
+
+    seconds   what runs again of the forward (problem.rerun): operators and their collectives, changes of layout; a weight that is
+              gathered for it is there for the backward, and not gathered once more
+    bytes     what stays from forward to backward: one tensor per instance and placeholder of the block, and what is kept; and, once, what
+              one instance keeps while it has been run again (`live_bytes`)
+
+Of several scopes that are run again the live bytes add up, although one is run again at a time: a little too much, and linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.problem.branches import coordinate_of
+from autopar.problem.build import Model
+from autopar.problem.graph import Program
+from autopar.problem.nets import Link, net_bytes, node_bytes, step_s
+from autopar.problem.rerun import heavy, rerun
+from autopar.problem.saved import Kept, kept
+from autopar.problem.shares import ForwardPrices
+from autopar.problem.types import Net, Node
+
+LEVELS = ("none", "selective", "full")
+"""Nothing is run again; all but products, convolutions and attention; everything."""
+
+Levels = Mapping[str, Collection[str]]
+"""Scope -> the nodes whose results are kept; a scope that is absent is not run again. What `Plan.remat` says."""
+
+
+def levels(program: Program, level: str) -> dict[str, tuple[str, ...]]:
+    """Every run of blocks at one of LEVELS, as `Plan.remat` wants it."""
+    if level == "none":
+        return {}
+    return {scope: tuple(op.name for op in program.ops.values() if op.scope == scope and level == "selective" and heavy(op))
+            for scope in program.runs}
+
+
+def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Model:
+    """`model`, a Problem in which nothing is run again, with the scopes of `wanted` run again. `forward` are the prices of the forward on
+    the same mesh. Choices that work on one coordinate of an axis are forbidden there (ranks would not end at the same place)."""
+    if not wanted:
+        return model
+    program = model.links[0].program
+    reruns = {scope: rerun(program, scope, names) for scope, names in wanted.items()}
+    before, after = kept(model.clusters, program), kept(model.clusters, program, reruns)
+    nodes = tuple(_node(model, index, node, forward, before, after) for index, node in enumerate(model.problem.nodes))
+    nets = tuple(_net(link, net, model, forward, before, after) for link, net in zip(model.links, model.problem.nets, strict=True))
+    return replace(model, problem=replace(model.problem, nodes=nodes, nets=nets))
+
+
+def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: Kept, after: Kept) -> Node:
+    cluster, options = model.clusters[index], model.choices[index]
+    about = after.reruns.get(cluster.scope)
+    if about is None or cluster.root.role == "param":
+        return node
+    seconds, hide, placed = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options), bool)
+    for i, combo in enumerate(options):
+        placed[i] = any(coordinate_of(joint.options[-1]) is not None for joint in combo)
+        for member, op in enumerate(cluster.members):
+            chosen = tuple(joint.options[member] for joint in combo)
+            if op.name in about.again or (op.name in about.kept and any(option.run for option in chosen)):
+                seconds[i] += forward.op_s(op, chosen)
+                hide[i] += forward.hide_s(op, chosen)
+    plain, stays = (node_bytes(index, cluster, options, keeps, model.prices) for keeps in (before, after))
+    live = np.maximum(plain - stays, 0.0) / cluster.root.count
+    return replace(node, cost_s=np.where(placed, np.inf, node.cost_s + seconds), hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)
+
+
+def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, before: Kept, after: Kept) -> Net:
+    scope = link.readers[0][0].scope if link.kind == "edge" else ""
+    about = after.reruns.get(scope)
+    if about is None:
+        return net if link.weight else replace(net, memory_bytes=net_bytes(link, after, model.prices, set()))
+    runs = link.asked_by(lambda op, operand: (op.name, operand) in about.reads)
+    again_s = forward.table_s(link.rows, link.columns, link.size_bytes) * link.count
+    moves = np.array([[row[0] != column[0] for column in link.columns] for row in link.rows])
+    stored = moves & (link.ref[0] in about.kept)
+    counted = np.array([c in runs for c in range(len(link.columns))]) & ~stored
+    cost = np.where(np.isinf(net.cost_s), np.inf, step_s(link, model.prices, set(), set()) + np.where(counted, again_s, 0.0))
+    if link.weight:
+        return replace(net, cost_s=cost, memory_bytes=net_bytes(link, after, model.prices, set()))
+    stays = net_bytes(link, after, model.prices, set())
+    live = np.maximum(net.memory_bytes - stays, 0.0) / link.count
+    return replace(net, cost_s=cost, memory_bytes=stays + live, live_bytes=live)

@@ -173,7 +173,8 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     best: Candidate | None = None
     tried: list[Alternative] = []
     bounds: list[float] = []
-    for level in LEVELS if request.remat == "auto" and request.settings.training else (request.remat_level,):
+    open_ = request.remat == "auto" and request.settings.training and planner.program.runs
+    for level in LEVELS if open_ else (request.remat_level,):
         if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
             break
         planner.remat = levels(planner.program, level)
@@ -182,8 +183,6 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         bounds.append(bound)
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
             best, about = found, said
-        if not planner.program.runs:
-            break
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
     return finish(planner, best, min(bounds), tried, about)
@@ -205,9 +204,6 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     return bool(planner.missing_bytes) or best.cost.memory_bytes > FULL * planner.request.limit_bytes
 
 
-FULL = 0.9  # of memory: what uses more may have been pushed there
-
-
 def _check_mesh(request: Request) -> None:
     """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
     if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
@@ -215,6 +211,7 @@ def _check_mesh(request: Request) -> None:
                         f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
 
 
+FULL = 0.9  # of memory: what uses more may have been pushed there
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
 

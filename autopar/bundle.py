@@ -21,7 +21,7 @@ from autopar.runtime import ShardedModule
 
 _README = """# {model}: a sharded module
 
-Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step:.4g} s per step.
+Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step:.4g} s per step.{again}
 
     torchrun --nproc-per-node={ranks} sharded.py      # one training step on random data
 
@@ -91,7 +91,8 @@ class Bundle:
         (folder / "constants.pt").write_bytes(buffer.getvalue())
         (folder / "README.md").write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
-            step=plan.predicted.step_s, ranks=plan.ranks, folder=name))
+            step=plan.predicted.step_s, ranks=plan.ranks, folder=name,
+            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.remat else ""))
 
     @staticmethod
     def load(folder: Path) -> Bundle:

@@ -134,6 +134,16 @@ class Plan:
         return min(count, stage.again.get(scope, count)) if scope in self.remat else 0
 
     @property
+    def run_again(self) -> str:
+        """In words which blocks are run again in the backward; empty where none are."""
+        found = []
+        for scope, kept in self.remat.items():
+            partly = {number: stage.again[scope] for number, stage in enumerate(self.stages) if scope in stage.again}
+            where = f" ({', '.join(f'the first {n} of stage {number}' if len(self.stages) > 1 else f'the first {n}' for number, n in partly.items())})"
+            found.append(f"{scope}{where if partly else ''}, {f'keeping {len(kept)} results' if kept else 'whole'}")
+        return "; ".join(found)
+
+    @property
     def digest(self) -> str:
         """A short hash of the whole plan: an emitted file names the plan that it was emitted for."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]

@@ -29,7 +29,7 @@ from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.largest import largest
 from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices, Settings, pair
-from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
+from autopar.problem.remat import LEVELS, Levels, levels, price, rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
@@ -353,7 +353,7 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
     made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
-    about = {**about, "notes": (*about.get("notes", ()), *rule_notes(planner))}
+    about = {**about, "notes": (*about.get("notes", ()), *filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner))}
     predicted = Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
 

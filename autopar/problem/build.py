@@ -41,6 +41,7 @@ class Model:
     choices: list[list[Choice]]
     links: list[Link]  # behind the nets
     prices: Prices
+    plain: Problem | None = None  # where blocks are run again: the same without
 
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""

@@ -72,6 +72,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "  compute": seconds(predicted.compute_s),
         "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
         "memory": f"{gibibytes(predicted.memory_bytes)} of {gibibytes(device.usable_memory_bytes)} per device",
+        **({"run again": plan.run_again} if plan.remat else {}),
         "gap": gap,
         "splits": ", ".join(f"{count} {kind}" for kind, count in kinds(plan.nodes).items()),
     }

@@ -163,8 +163,9 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
-    operators to rule strings. `precision` ("bfloat16") plans and emits the model as `model.to(dtype)` would be: weights,
-    gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
+    operators to rule strings. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
+    optimizer state in float32 (for inference all in bfloat16). A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
+    be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
     memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
@@ -172,7 +173,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
     from autopar.capture import capture
-    from autopar.capture.precision import dtype_of, in_dtype, with_values
+    from autopar.capture.precision import computation, dtype_of, in_dtype, with_values
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
     from autopar.frontend.loading import cast
@@ -186,14 +187,14 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
         raise PlanError(f"mode is {mode!r}, wanted train or inference")
     where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
     args, kwargs = _inputs(model, example_inputs, batch=batch, seq=seq, labels=mode == "train")
-    dtype = _dtype(precision) if precision is not None else dtype_of(model)
+    dtype = computation(precision, mode)[0] if precision is not None else dtype_of(model)
     typed = in_dtype(model, dtype)
     if typed is not model:
         args, kwargs = cast((args, kwargs), dtype)
     captured = capture(typed, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, progress=progress)
     if typed is not model:
         captured = with_values(captured, model, dtype)
-    settings = Settings(mode, optimizer, str(dtype).removeprefix("torch."))
+    settings = Settings(mode, optimizer, computation(precision or str(dtype).removeprefix("torch."), mode)[1])
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
                       as_rules(rules), progress, remat=remat)
     about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}
@@ -204,14 +205,6 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
     return Compiled(bundle, weights, captured, made)
-
-
-def _dtype(precision: str) -> torch.dtype:
-    """Raises PlanError for what is no floating dtype."""
-    found = getattr(torch, precision, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise PlanError(f"precision {precision!r} is no floating dtype of torch; wanted for example float32, bfloat16 or float16")
-    return found
 
 
 def load(folder: str | Path) -> Compiled:

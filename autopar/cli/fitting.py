@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar import frontend
 from autopar.capture import capture
+from autopar.capture.precision import computation
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
@@ -52,10 +51,10 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 
 
 def _survey(asked: Asked, tell: Any) -> Survey:
-    training, dtype = asked.mode == "train", asked.dtype
-    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=getattr(torch, dtype), train=training, labels=training)
+    training, (dtype, precision) = asked.mode == "train", computation(asked.dtype, asked.mode)
+    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=dtype, train=training, labels=training)
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=asked.mode, progress=tell)
-    request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, dtype), mesh=asked.sizes, progress=tell)
+    request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell)
     positions = frontend.max_positions(loaded.model)
     return Survey(captured.gm, captured.hints, request, {"s": positions} if positions else {})
 

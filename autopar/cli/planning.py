@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar import frontend
 from autopar.api import compile
+from autopar.capture.precision import computation
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
@@ -21,7 +20,7 @@ from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
 
-PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bf16", "float16": "float16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Asked:
 
     @property
     def dtype(self) -> str:
-        """The precision by its full name. Raises PlanError for an unknown one."""
+        """The precision as `autopar.compile` has it. Raises PlanError for an unknown one."""
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision {self.precision!r}: wanted one of {', '.join(PRECISIONS)}")
         return PRECISIONS[self.precision]
@@ -63,14 +62,14 @@ class Asked:
 
 def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     """Plan, print, and write what was asked for."""
-    sizes, dtype, began = asked.sizes, asked.dtype, time.perf_counter()
+    sizes, began = asked.sizes, time.perf_counter()
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"
     with progress(f"planning {asked.model}") as tell:
-        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=getattr(torch, dtype), train=training,
+        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=computation(asked.dtype, asked.mode)[0], train=training,
                                labels=training, seed=asked.seed)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
-                           mesh=sizes, mode=asked.mode, precision=dtype, optimizer=asked.optimizer, batch=asked.batch,
+                           mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
                            pareto=asked.pareto, remat=asked.remat)
         assert compiled.captured is not None  # compile always captures

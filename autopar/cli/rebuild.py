@@ -12,6 +12,7 @@ import torch
 from autopar import frontend
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.cost.memory import computes_in
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.planner import Planner, Request
@@ -44,7 +45,7 @@ class Source:
         where it was."""
         training = plan.mode == "train"
         return frontend.load(self.model, batch=batch or self.batch, seq=seq or self.seq, device=device,
-                             dtype=dtype or getattr(torch, plan.precision), train=training, labels=training, seed=self.seed)
+                             dtype=dtype or getattr(torch, computes_in(plan.precision)), train=training, labels=training, seed=self.seed)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
+from autopar.cost.memory import rests_in
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
@@ -59,7 +60,9 @@ def _parameter(context: Context, op: Op) -> str:
     layout = lies.rest if op.role == "param" else lies.value
     leaf = f', leaf="{show(lies.value)}"' if lies.value != layout else ""
     leaf += ", each=True" if leaf and EACH in context.plan.nodes[op.name].runs else ""
-    dtype = str(op.out_dtypes[0]).removeprefix("torch.")
+    own = str(op.out_dtypes[0]).removeprefix("torch.")
+    dtype = rests_in(own, context.plan.precision) if op.call.outs[0].grad else own
+    leaf += f', compute="{own}"' if dtype != own else ""
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"

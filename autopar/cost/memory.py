@@ -1,9 +1,9 @@
 """Bytes of parameters, their gradients and the optimizer's state, per element held by a device.
 
 What torch's optimizers keep: SGD nothing, SGD with momentum one value per element, Adam and AdamW two (exp_avg, exp_avg_sq),
-in the dtype of the parameter that they update (torch.optim, `state` of each optimizer). Mixed precision adds a
-float32 master copy that the optimizer updates, so the state is float32 then (Micikevicius et al. 2018; Rajbhandari et al.
-2020, ZeRO, section 3.1: 2 + 2 + 12 bytes per element for Adam).
+in the dtype of the parameter that they update (torch.optim, `state` of each optimizer). Mixed precision computes with a copy of
+a float32 master that the optimizer updates, so the state is float32 then (Micikevicius et al. 2018), and so is the gradient here, because
+it is summed and adds up in float32: 2 + 4 + 12 bytes per element for Adam. (Rajbhandari et al. 2020, ZeRO, section 3.1, count 2 + 2 + 12.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from autopar.errors import PlanError
 
 # optimizer -> values of state per parameter element
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+
+POLICIES = {"bf16": ("bfloat16", "float32")}
+"""Mixed precision: name -> dtype of the computation, dtype in which parameters rest, are updated and have their gradients."""
 
 ITEMSIZES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16,
@@ -49,28 +52,32 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZES[key]
 
 
-def is_mixed(dtype: str, precision: str) -> bool:
-    """Whether parameters of `dtype` are computed with in a smaller floating `precision`."""
-    return dtype.removeprefix("torch.") in ("float32", "float64") and itemsize(precision) < itemsize(dtype)
+def computes_in(precision: str) -> str:
+    """The dtype that a model is computed in under `precision`: a policy (POLICIES), or a dtype that everything has."""
+    return POLICIES[precision][0] if precision in POLICIES else precision
 
 
-def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, training: bool = True) -> ParameterBytes:
-    """Bytes of `numel` trainable elements held in `dtype` and computed with in `precision`.
+def rests_in(dtype: str, precision: str) -> str:
+    """The dtype in which a trained parameter that is computed with in `dtype` rests, is updated and has its gradient."""
+    dtype = dtype.removeprefix("torch.")
+    return POLICIES[precision][1] if precision in POLICIES and dtype == POLICIES[precision][0] else dtype
 
-    Equal: weights, gradients and optimizer state, all of that dtype, as plain torch has it. `precision` smaller than
-    `dtype`: weights and gradients in `precision`, the master copy and the state in `dtype`. Not training: weights only.
-    Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
+
+def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, training: bool = True,
+                    leaf: float | None = None) -> ParameterBytes:
+    """Bytes of `numel` trainable elements that are computed with in `dtype`; `leaf` elements where those that are computed with are
+    more than those that rest (problem.resting), else as many.
+
+    One dtype and one layout: weights, gradients and optimizer state, all of that dtype, as plain torch has it. Under a policy, or with a
+    leaf: the weights that are computed with, and what rests as the master copy, with gradients and state in its dtype. Not training:
+    weights only. Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer {optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}")
-    floating = "float" in dtype
-    held = itemsize(precision if is_mixed(dtype, precision) else dtype)
-    if not training or not floating:
-        return ParameterBytes(weights=numel * held)
-    kept = itemsize(dtype)
-    return ParameterBytes(
-        weights=numel * held,
-        gradients=numel * held,
-        optimizer=numel * kept * OPTIMIZERS[optimizer],
-        master=numel * kept if is_mixed(dtype, precision) else 0.0,
-    )
+    weights = itemsize(dtype) * (numel if leaf is None else leaf)
+    if not training or "float" not in dtype:
+        return ParameterBytes(weights=weights)
+    rest = rests_in(dtype, precision)
+    resting = numel * itemsize(rest)
+    apart = leaf is not None or rest != dtype.removeprefix("torch.")
+    return ParameterBytes(weights, resting, resting * OPTIMIZERS[optimizer], resting if apart else 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from autopar.cost.memory import itemsize, rests_in
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, workspace
@@ -161,6 +162,18 @@ class Backward:
             return
         value.slot = grad
         if value.leaf is not None:
+            self._leaf(value, value.leaf, grad)
+
+    def _leaf(self, value: Value, op: Op, grad: Storage) -> None:
+        """The gradient of a parameter: it stays, or is scattered to where the parameter rests and that stays."""
+        lies = self.shares.lies(value.ref)
+        if not lies.gathered or not self.stay:
             grad.kind = "gradients"
             if self.stay:
                 self.final.append(grad)
+            return
+        grad.kind = "whole gradients"
+        self._scatter_later(grad)
+        rest = self.shares.value(value.ref, lies.rest)
+        self.final.append(self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
+                                        / op.out_dtypes[0].itemsize))

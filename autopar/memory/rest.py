@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from autopar.cost.memory import parameter_bytes
+from autopar.cost.memory import itemsize, parameter_bytes, rests_in
 from autopar.memory.shares import Shares, named
 from autopar.memory.types import Entry
 from autopar.pipeline.views import View
 from autopar.problem.graph import Op, Ref
+from autopar.problem.resting import EACH
 
 ALWAYS = "the whole step"
 
@@ -38,22 +39,28 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
             kind = "inputs" if op.role == "input" else "buffers"
             yield Entry(kind, name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)
             continue
-        held = parameter_bytes(numel * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
-                               optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad)
+        lies = shares.lies((op.name, 0))
+        rest = shares.elements(op.call.outs[0].sizes, lies.rest)
+        held = parameter_bytes(rest * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
+                               optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad,
+                               leaf=numel * count if lies.gathered else None)
+        if lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
+            held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
         for kind, nbytes in asdict(held).items():
             if nbytes:
                 yield Entry(kind, name, op.where, nbytes, count, ALWAYS, ALWAYS)
 
 
 def elements(shares: Shares, op: Op) -> int:
-    """Elements of one parameter, buffer or input on this rank."""
+    """Elements of one parameter's leaf, buffer or input on this rank."""
     return shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).value)
 
 
 def largest_state(shares: Shares, views: Sequence[View]) -> float:
     """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter works with."""
     counts = instances(shares, views)
-    return max((float(elements(shares, op) * op.out_dtypes[0].itemsize) for op in shares.program.ops.values()
+    return max((float(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision)))
+                for op in shares.program.ops.values()
                 if op.role == "param" and op.call.outs[0].grad and counts[op.name]), default=0.0)
 
 

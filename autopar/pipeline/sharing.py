@@ -26,7 +26,7 @@ class _Matching(Prices):
     """Prices under which all that matters is whether values are wanted as they are made."""
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False) -> np.ndarray:
+                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """CHANGE_S for every change of a value's layout; gradients add up whatever they are."""
         return np.array([[0.0 if row[0] == column[0] else CHANGE_S for column in columns] for row in rows])
 

@@ -125,7 +125,8 @@ def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.n
     late = link.program.ops[link.ref[0]].late
 
     def once_s(columns: Sequence[Pair], twice: set[int]) -> np.ndarray:
-        return prices.table_s(link.rows, columns, link.size_bytes, again=[link.weight and c in twice for c in range(len(columns))], weight=link.weight)
+        return prices.table_s(link.rows, columns, link.size_bytes, again=[link.weight and c in twice for c in range(len(columns))], weight=link.weight,
+                              grad_bytes=prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) if link.weight else None)
 
     found = once_s(link.columns, again) * link.count
     if late or (link.weight and again != first):

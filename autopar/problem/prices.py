@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
 from autopar.cost.compute import op_s
-from autopar.cost.memory import ParameterBytes, parameter_bytes
+from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in
 from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements, show
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
@@ -167,9 +167,9 @@ class Prices:
         return max(1, int(numel / n)), n, max(1, int(op.flops * share / 2 / max(numel, 1)))
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
-                again: Sequence[bool] = (), *, weight: bool = False) -> np.ndarray:
+                again: Sequence[bool] = (), *, weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes` (`weight`: of a
-        parameter).
+        parameter) with a gradient of `grad_bytes` (None: as many).
 
         `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
         the backward needs).
@@ -179,20 +179,20 @@ class Prices:
         graded = np.array([[NO_GRAD not in r.grad and NO_GRAD not in c.grad for c in columns] for r in rows])
         if not graded.any():
             return seconds
-        backward_s = self._back_s(rows, columns, size_bytes, weight)
+        backward_s = self._back_s(rows, columns, grad_bytes or size_bytes, weight, size_bytes)
         once = [any(map(is_placed, target)) for target in targets]  # codegen.edges.Reshard.regathers says why
         twice = gathers & graded & np.array([*again] or [False] * len(columns)) & ~np.array(once)
         return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward_s, 0.0)
 
-    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
-        """[rows, columns]: seconds of the way back of the gradient, anything where there is none; of weights that are gathered once per
-        step with that gather, which all readers share as they share the sum of their gradients."""
+    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
+        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none; of weights that are
+        gathered once per step with that gather, of `leaf_bytes`, which all readers share as they share the sum of their gradients."""
         seconds = self._changes([self._grad(c) for c in columns], [self._grad(r) for r in rows], size_bytes)[0].T
         once = [i for i, r in enumerate(rows) if weight and gathered_axes(r.value, r.grad)]
         if once:
             chosen = [rows[i] for i in once]
             seconds = seconds.copy()
-            seconds[once] = self._read_s(chosen, columns, size_bytes) + self._summed_s(chosen, columns, size_bytes) + self._leaf_s(chosen, size_bytes)
+            seconds[once] = self._read_s(chosen, columns, size_bytes) + self._summed_s(chosen, columns, size_bytes) + self._leaf_s(chosen, leaf_bytes)
         return seconds
 
     def _read_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
@@ -239,14 +239,7 @@ class Prices:
         lies = Resting.of(options)
         if op.role != "param":
             return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count)
-        return self._held(op, lies.rest).total + self._leaf_bytes(op, lies)
-
-    def _leaf_bytes(self, op: Op, lies: Resting) -> float:
-        """Bytes of the leaf of a parameter, where it is not the parameter itself. Its whole gradient goes bucket by bucket."""
-        return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count) if lies.gathered else 0.0
-
-    def _gradient_bytes(self, op: Op, layout: Layout) -> float:
-        return self._held(op, layout).gradients
+        return self._held(op, lies).total
 
     def _elements(self, op: Op, layout: Layout) -> int:
         """Elements of one instance on the rank that holds most."""
@@ -268,17 +261,31 @@ class Prices:
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
         state and writes all but the gradient. No launch floor: torch's fused and foreach optimizers run over all parameters."""
-        held = self._held(op, Resting.of(options).rest) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
+        held = self._held(op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
-        moved = 2 * held.total - held.gradients
+        rests = held.master or held.weights
+        moved = 2 * (rests + held.optimizer) + held.gradients + self._cast_bytes(op, rests)
         return moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth)
 
-    def _held(self, op: Op, layout: Layout) -> ParameterBytes:
-        numel = self._elements(op, layout)
-        dtype = str(op.out_dtypes[0]).removeprefix("torch.")
-        return parameter_bytes(numel * op.count, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
-                               training=self.settings.training and op.call.outs[0].grad)
+    def _cast_bytes(self, op: Op, rests: float) -> float:
+        """Bytes read and written when what rests is cast to the dtype of the computation."""
+        own, rest = op.out_dtypes[0].itemsize, itemsize(self._rest_dtype(op))
+        return rests * (1 + own / rest) if own != rest else 0.0
+
+    def _rest_dtype(self, op: Op) -> str:
+        return rests_in(str(op.out_dtypes[0]), self.settings.precision)
+
+    def gradient_bytes(self, op: Op, size_bytes: float) -> float:
+        """Bytes of the gradient of a weight of `size_bytes`, which is summed in the dtype that the weight rests in."""
+        own = op.out_dtypes[0].itemsize
+        return size_bytes * itemsize(self._rest_dtype(op)) / own if op.call.outs[0].grad else size_bytes
+
+    def _held(self, op: Op, lies: Resting) -> ParameterBytes:
+        numel, dtype = self._elements(op, lies.rest) * op.count, str(op.out_dtypes[0]).removeprefix("torch.")
+        return parameter_bytes(numel, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
+                               training=self.settings.training and op.call.outs[0].grad,
+                               leaf=self._elements(op, lies.leaf) * op.count if lies.gathered else None)
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """Bytes that one rank has of a tensor of `size_bytes`."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster import Device, Mesh
+from autopar.cost.memory import ParameterBytes
 from autopar.layout import Layout
 from autopar.problem.build import Model
 from autopar.problem.graph import Op
@@ -28,10 +29,10 @@ from autopar.rules.language import Option
 class MicroPrices(Prices):
     """What one microbatch costs."""
 
-    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool) -> np.ndarray:
+    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
         if not weight:
-            return super()._back_s(rows, columns, size_bytes, weight)
+            return super()._back_s(rows, columns, size_bytes, weight, leaf_bytes)
         each = np.array([[r.each] for r in rows])
         return self._read_s(rows, columns, size_bytes) + np.where(each, self._summed_s(rows, columns, size_bytes), 0.0)
 
@@ -51,7 +52,7 @@ class ForwardPrices(Prices):
         super().__init__(mesh, device, replace(settings, mode="inference"))
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False) -> np.ndarray:
+                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of one way, from each row to each column."""
         return self._changes([row[0] for row in rows], [column[0] for column in columns], size_bytes)[0]
 
@@ -68,17 +69,19 @@ class StepPrices(Prices):
         return 0.0
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False) -> np.ndarray:
+                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
         each = np.array([[r.each] for r in rows])
-        return self._leaf_s(rows, size_bytes) + np.where(each, 0.0, self._summed_s(rows, columns, size_bytes))
+        return self._leaf_s(rows, size_bytes) + np.where(each, 0.0, self._summed_s(rows, columns, grad_bytes or size_bytes))
 
-    def _leaf_bytes(self, op: Op, lies: Resting) -> float:
+    def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""
-        leaf = super()._leaf_bytes(op, lies)
-        return leaf if lies.each else leaf + self._gradient_bytes(op, lies.leaf) * bool(lies.gathered)
+        held = super()._held(op, lies)
+        if lies.each or not lies.gathered:
+            return held
+        return replace(held, gradients=held.gradients * (1 + self._elements(op, lies.leaf) / self._elements(op, lies.rest)))
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Nothing: kept by microbatches."""

@@ -111,6 +111,7 @@ class GradSync:
     def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str) -> None:
         self._queue()
         self.pending[held.name] = held
+        grad = grad.to(held.local.dtype)  # before it is summed
         finish = relayout_later(grad, layout, held.info.entries, held.info.shape, self.mesh, name)
         self.late.append(Late(held, finish, grad.numel() * grad.element_size()))
         while sum(late.nbytes for late in self.late) > self.limit_bytes:
@@ -217,7 +218,7 @@ def _buckets(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]
         moves = tuple((step.kind, step.axis) for step in sync_steps(h, mesh))
         if not moves or not h.leaf.requires_grad or not all(kind in KINDS for kind, _ in moves):
             continue
-        members = filling.setdefault((moves, h.leaf.dtype, h.info.each), [])
+        members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
         members.append(h)
         if sum(m.leaf.numel() * m.leaf.element_size() for m in members) >= limit_bytes:
             buckets.append(Bucket(moves, tuple(members)))

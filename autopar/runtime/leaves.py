@@ -1,6 +1,6 @@
-"""From what rests to the leaves that autograd computes with, once per step (ZeRO-1 and 2).
+"""From what rests to the leaves that autograd computes with, once per step (ZeRO-1 and 2, mixed precision).
 
-A parameter that rests cut and is whole for its readers has a leaf of its own. At the begin of every step, and of every forward without a
+A parameter that rests cut and is whole for its readers, or that is computed with in another dtype, has a leaf of its own: it is cast, then gathered. At the begin of every step, and of every forward without a
 backward, all such leaves are gathered, in flat buckets in the order of use: those that the model itself reads before it runs, those of a block
 when it is called, while the gathers behind it go on. Nothing is remembered from one step to the next, so a leaf is never stale, whatever has
 changed the parameter in between: an optimizer, a checkpoint, an edit in place that no version counter shows.
@@ -50,7 +50,7 @@ class Leaves:
         self.mesh = mesh
         blocks = list(blocks)
         owners = {id(block.w): number for number, block in enumerate(blocks)}
-        gathered = [h for h in held if h.info.gathered]
+        gathered = [h for h in held if h.info.apart]
         first = {h.name: min(owners.get(id(table), -1) for table, _ in h.readers) for h in gathered}  # -1: the model itself
         gathered.sort(key=lambda h: first[h.name])
         self.buckets = list(_buckets(gathered, first, mesh, bucket_bytes))
@@ -88,7 +88,7 @@ class Leaves:
             self.begun += 1
             if bucket.steps:
                 with torch.no_grad():
-                    bucket.finish = start(bucket.steps, [h.local.detach() for h in bucket.members], [h.info.shape for h in bucket.members], self.mesh)
+                    bucket.finish = start(bucket.steps, [h.local.detach().to(h.leaf.dtype) for h in bucket.members], [h.info.shape for h in bucket.members], self.mesh)
                 self._count(bucket)
 
     def _count(self, bucket: _Bucket) -> None:
@@ -102,7 +102,7 @@ class Leaves:
             bucket.finish = None
         else:
             with torch.no_grad():
-                wholes = [relayout(h.local.detach(), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
+                wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.local.detach().to(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
         for held, whole in zip(bucket.members, wholes, strict=True):
             held.fill(partial(_copy, whole))
 

@@ -30,6 +30,7 @@ class Param:
 
     `leaf`: the layout that the forward reads, where that is another one ("": as it rests): whole on axes on which it rests cut. The
     leaf is gathered once per step, and its gradient, partial on these axes, is scattered back; `each`: after every microbatch.
+    `compute`: the dtype of the leaf, where that is another one; gradients add up, are summed and kept in `dtype`.
     `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
     gradient. `persistent`: whether a buffer belongs to the state dict.
     """
@@ -42,6 +43,7 @@ class Param:
     persistent: bool = True
     leaf: str = ""
     each: bool = False
+    compute: str = ""
 
     @property
     def entries(self) -> Layout:
@@ -54,17 +56,14 @@ class Param:
         return parse(self.leaf) if self.leaf else self.entries
 
     @property
-    def gathered(self) -> bool:
+    def apart(self) -> bool:
         """Whether the leaf is another tensor than what rests."""
-        return self.leaf_entries != self.entries
+        return bool(self.compute) or self.leaf_entries != self.entries
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it; raises RunError on an unknown name."""
-        found = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise RunError(f"{self.dtype!r} is no torch dtype; expected a name such as 'float32'")
-        return found
+        return _dtype(self.dtype)
 
     @property
     def sectioned(self) -> bool:
@@ -84,6 +83,13 @@ class Param:
     def leaf_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of this rank's leaf."""
         return local_shape(self.shape, self.leaf_entries, mesh.sizes, mesh.coord)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise RunError(f"{name!r} is no torch dtype; expected a name such as 'float32'")
+    return found
 
 
 @dataclass(eq=False)
@@ -113,14 +119,21 @@ class Held:
     def stale(self) -> bool:
         """Whether the registered tensor no longer is the one that `leaf` is made of (moved, cast, frozen, replaced)."""
         local, leaf = self.local, self.leaf
-        same = leaf.device == local.device if self.info.gathered else local.data_ptr() == leaf.data_ptr()
-        return not same or local.dtype != leaf.dtype or leaf.requires_grad != self.tensor.requires_grad
+        same = leaf.device == local.device if self.info.apart else local.data_ptr() == leaf.data_ptr()
+        return not same or leaf.dtype != self._computes_in or leaf.requires_grad != self.tensor.requires_grad
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        """The dtype of the leaf: that of what rests, as users may have cast it, unless the plan names one."""
+        return _dtype(self.info.compute) if self.info.compute else self.local.dtype
 
     def renew(self, mesh: Mesh) -> None:
         """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the readers."""
         local = self.local
-        leaf = local.new_empty(self.info.leaf_shape(mesh)) if self.info.gathered else local.detach()
+        leaf = local.new_empty(self.info.leaf_shape(mesh), dtype=self._computes_in) if self.info.apart else local.detach()
         self.leaf, self.version = leaf.requires_grad_(self.tensor.requires_grad), ()
+        if leaf.requires_grad and leaf.dtype != local.dtype:
+            leaf.grad_dtype = local.dtype  # autograd casts each gradient before it adds it
         for table, key in self.readers:
             table[key] = self.leaf
 

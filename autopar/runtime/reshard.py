@@ -56,13 +56,15 @@ class _Reshard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, back: tuple[Layout, Layout], shape: tuple[int, ...],
                 mesh: Mesh, name: str) -> Tensor:
         ctx.back, ctx.shape, ctx.mesh, ctx.name = back, shape, mesh, name
+        ctx.dtype = x.grad_dtype if x.is_leaf else None  # in which a parameter's gradients are summed and add up
         out = once(lambda: relayout(x, src, dst, shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         src, dst = ctx.back
-        moved = relayout(grads[0], src, dst, ctx.shape, ctx.mesh, ctx.name)
+        grad = grads[0] if ctx.dtype is None else grads[0].to(ctx.dtype)
+        moved = relayout(grad, src, dst, ctx.shape, ctx.mesh, ctx.name)
         return moved, None, None, None, None, None, None
 
 

@@ -89,12 +89,24 @@ class _Stage(pipelining.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weights' part of the backward of one microbatch."""
         first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
+        cast = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in self.submod.parameters() if leaf.grad_dtype not in (None, leaf.dtype)]
+        for leaf, _, _ in cast:
+            leaf.grad, leaf.grad_dtype = None, None
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        for leaf, before, dtype in cast:
+            _add(leaf, before, dtype)
         for leaf in first:
             if leaf.grad is not None:
                 leaf.grad = leaf.grad.clone()
         runner: Any = self.submod
         runner.scatter()
+
+
+def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:
+    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there before."""
+    new = None if leaf.grad is None else leaf.grad.to(dtype)
+    leaf.grad, leaf.grad_dtype = None, dtype
+    leaf.grad = before if new is None else new if before is None else before.add_(new)
 
 
 class Engine:

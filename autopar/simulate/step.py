@@ -9,6 +9,7 @@ from functools import cached_property
 
 from torch import fx
 
+from autopar.cost.memory import computes_in
 from autopar.memory.place import Holding
 from autopar.memory.predict import fullest
 from autopar.pipeline.orders import Action, orders
@@ -178,6 +179,6 @@ def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
     busiest = max(places, key=lambda p: p.compute_s)
     return Simulation(
         model=plan.model, cluster=stages.cluster.label, ranks=plan.ranks, schedule=plan.schedule, microbatches=plan.microbatches, step_s=step_s,
-        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * plan.ranks * device.flops(plan.precision)),
+        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * plan.ranks * device.flops(computes_in(plan.precision))),
         tokens_s=tokens / step_s / plan.ranks, tokens="tokens" if "s" in plan.hints else "samples", launch_s=busiest.launches * device.launch_s,
         places=tuple(places))

@@ -211,7 +211,7 @@ def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
 def _held(module: ShardedModule) -> int:
     """Bytes of parameters, leaves and gradients on this rank."""
     own = [t for h in module._held.values() if isinstance(h.tensor, torch.nn.Parameter)
-           for t in (h.local, *([h.leaf] if h.info.gathered else []), *([] if h.tensor.grad is None else [local_of(h.tensor.grad)]), h.leaf.grad)]
+           for t in (h.local, *([h.leaf] if h.info.apart else []), *([] if h.tensor.grad is None else [local_of(h.tensor.grad)]), h.leaf.grad)]
     return sum(t.nbytes for t in own if t is not None)
 
 

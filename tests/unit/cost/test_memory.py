@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.memory import ITEMSIZES, OPTIMIZERS, ParameterBytes, itemsize, parameter_bytes
+from autopar.cost.memory import ITEMSIZES, OPTIMIZERS, ParameterBytes, computes_in, itemsize, parameter_bytes, rests_in
 from autopar.errors import PlanError
 
 MAKE = {
@@ -30,23 +30,30 @@ def test_torch_allocates_what_is_priced(optimizer: str, dtype: str) -> None:
     assert parameter_bytes(300, dtype, dtype, optimizer) == expected
 
 
-def test_mixed_precision_adam_is_16_bytes_per_element() -> None:
-    """2 + 2 + 12, as the ZeRO paper counts."""
-    for precision in ("bfloat16", "float16"):
-        assert parameter_bytes(1, "float32", precision, "adam") == ParameterBytes(2, 2, 8, 4)
-    assert parameter_bytes(1, "float32", "bfloat16", "sgd").total == 8
+def test_mixed_precision_adam_is_18_bytes_per_element() -> None:
+    """2 + 12 as the ZeRO paper counts, and gradients that add up in float32."""
+    assert parameter_bytes(1, "bfloat16", "bf16", "adam") == ParameterBytes(2, 4, 8, 4)
+    assert parameter_bytes(1, "bfloat16", "bf16", "sgd").total == 10
+    assert parameter_bytes(1, "float32", "bf16", "adam") == parameter_bytes(1, "float32", "float32", "adam")  # lifted: nothing to cast
+    assert (computes_in("bf16"), computes_in("float32")) == ("bfloat16", "float32")
+    assert (rests_in("torch.bfloat16", "bf16"), rests_in("bfloat16", "bfloat16")) == ("float32", "bfloat16")
+
+
+def test_a_leaf_of_its_own_comes_on_top() -> None:
+    """ZeRO-1 on four ranks: the whole leaf, and a quarter of everything else."""
+    assert parameter_bytes(25, "float32", "float32", "adam", leaf=100) == ParameterBytes(400, 100, 200, 100)
+    assert parameter_bytes(25, "bfloat16", "bf16", "adam", leaf=100) == ParameterBytes(200, 100, 200, 100)
 
 
 def test_inference_and_integers_have_weights_only() -> None:
-    assert parameter_bytes(10, "float32", "bfloat16", "adamw", training=False) == ParameterBytes(weights=20)
-    assert parameter_bytes(10, "int64", "bfloat16", "adamw") == ParameterBytes(weights=80)
-    assert parameter_bytes(10, "bfloat16", "float32", "adamw") == parameter_bytes(10, "bfloat16", "bfloat16", "adamw")
+    assert parameter_bytes(10, "bfloat16", "bf16", "adamw", training=False) == ParameterBytes(weights=20)
+    assert parameter_bytes(10, "int64", "bf16", "adamw") == ParameterBytes(weights=80)
 
 
 def test_they_add_up() -> None:
-    one, two = parameter_bytes(10, "float32", "float32", "adam"), parameter_bytes(5, "float32", "bfloat16", "sgd")
-    assert one + two == ParameterBytes(50, 50, 80, 20)
-    assert (one + two).total == one.total + two.total == 200
+    one, two = parameter_bytes(10, "float32", "float32", "adam"), parameter_bytes(5, "bfloat16", "bf16", "sgd")
+    assert one + two == ParameterBytes(50, 60, 80, 20)
+    assert (one + two).total == one.total + two.total == 210
 
 
 @pytest.mark.parametrize("dtype", [*ITEMSIZES, "float8_e4m3fn"])

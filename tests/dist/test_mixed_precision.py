@@ -1,0 +1,172 @@
+"""Mixed precision on ranks: computed in bfloat16, with parameters, sums of gradients and optimizer state in float32.
+
+The reference is one device that does the same: float32 masters, a bfloat16 copy of each per step, gradients cast before they add up.
+Rounding differs with the order of sums, so losses and gradients are compared within bfloat16; what the optimizer makes of given gradients
+is compared exactly; and lifted to float64, where nothing is rounded, everything is compared as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar._torch import local_of
+from autopar.api import Compiled
+from autopar.errors import PlanError
+from autopar.frontend import load
+from autopar.frontend.loading import cast
+from autopar.runtime import count
+from autopar.verify import case_of, verify
+from autopar.verify.reference import trainable
+from autopar.verify.step import Light
+from passes.interpret import Interpret
+from tests.helpers.ranks import living
+from tests.helpers.tiny import TINY
+
+BATCH, SEQ = 8, 16
+RECIPES = ["ddp", "zero1", "zero3", "tp_sp", "1f1b", "zero_bubble"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """One tiny model under a recipe, its float32 weights, and a batch."""
+
+    compiled: Compiled
+    weights: dict[str, Tensor]
+    batch: dict[str, Tensor]
+
+    @property
+    def light(self) -> Light:
+        return Light(self.compiled.plan, self.weights, self.compiled.bundle.constants, self.batch)
+
+
+@cache
+def mixed(recipe: str, name: str = "hf-gpt2") -> Mixed:
+    """Planned for mixed precision on four ranks."""
+    loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
+    compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
+    assert compiled.captured is not None
+    args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
+    batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
+    return Mixed(compiled, dict(loaded.model.state_dict()), batch)
+
+
+@cache
+def alone(name: str = "hf-gpt2") -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of two steps on one device under the same policy, and the gradients of the first."""
+    what = mixed("ddp", name)
+    captured = what.compiled.captured
+    assert captured is not None
+    names = trainable(captured.gm)
+    masters = {n: what.weights[n].detach().clone().requires_grad_() for n in names}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
+    losses, first = [], {}
+    for _ in range(2):
+        leaves = {n: p.detach().to(torch.bfloat16).requires_grad_() for n, p in masters.items()}
+        held = {n: w.to(torch.bfloat16) if w.is_floating_point() else w for n, w in {**what.weights, **captured.constants}.items()}
+        outputs = Interpret(captured.gm, {**held, **leaves}).run_named(what.batch)
+        loss = next(v for v, about in zip(outputs, captured.gm.meta["outputs"], strict=True) if about["kind"] == "loss")
+        loss.backward()
+        for n, p in masters.items():
+            grad = leaves[n].grad
+            p.grad = None if grad is None else grad.float()
+        first = first or {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, first
+
+
+def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], float, dict[str, set[str]], dict[str, int]]:
+    """One rank: losses of two steps, whole gradients of the first, how far the parameters after it are from what the optimizer makes of
+    them alone, the dtypes of everything, and bytes by kind of collective of parameters."""
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    with count() as seen:
+        losses = [float(module.train_step(*batch))]
+    grads = {n: g.clone() for n, g in module.full_grads().items() if g is not None}
+    before = {n: p.clone() for n, p in module.full_state_dict().items()}
+    optimizer.step()
+    after = module.full_state_dict()
+    plain = {n: torch.nn.Parameter(before[n]) for n in grads}
+    for n, p in plain.items():
+        p.grad = grads[n]
+    torch.optim.AdamW(plain.values(), lr=1e-2).step()
+    gap = max(float((plain[n] - after[n]).abs().max()) for n in plain)
+    held = [h for h in module._held.values() if isinstance(h.tensor, torch.nn.Parameter)]
+    dtypes = {"rest": {str(h.local.dtype) for h in held}, "leaf": {str(t.dtype) for h in held for table, key in h.readers for t in [table[key]]},
+              "gradient": {str(local_of(p.grad).dtype) for p in module.parameters() if p.grad is not None},
+              "state": {str(s["exp_avg"].dtype) for s in optimizer.state.values()}}
+    optimizer.zero_grad()
+    losses.append(float(module.train_step(*batch)))
+    moved: dict[str, int] = {}
+    for item in seen:
+        if item.name in module._held:
+            moved[item.kind] = moved.get(item.kind, 0) + item.bytes
+    return losses, grads, gap, dtypes, moved
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equals_one_device_that_does_the_same(recipe: str) -> None:
+    what = mixed(recipe)
+    losses, grads = alone()
+    for got, whole, gap, dtypes, moved in living(4).run(_trained, what.compiled.source, what.light):
+        assert got == pytest.approx(losses, rel=2e-2)
+        assert gap <= 1e-7
+        assert dtypes == {"rest": {"torch.float32"}, "leaf": {"torch.bfloat16"}, "gradient": {"torch.float32"}, "state": {"torch.float32"}}
+        for name, grad in whole.items():
+            scale = float(grads[name].norm())
+            assert float((grad - grads[name]).norm()) <= 0.05 * scale + 1e-4, name
+        numel = sum(what.weights[n].numel() for n in grads)
+        if recipe == "zero1":  # what is gathered is bfloat16, what is summed float32
+            assert moved == {"all_gather": 2 * numel, "reduce_scatter": 4 * numel}
+        if recipe == "ddp":  # positions are the same for all samples: their gradient is summed before it reaches the table
+            assert moved == {"all_reduce": 4 * (numel - what.weights["transformer.wpe.weight"].numel())}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3", "1f1b"])
+def test_in_float64_nothing_is_rounded(recipe: str) -> None:
+    what = mixed(recipe)
+    assert what.compiled.captured is not None
+    report = verify(case_of(what.compiled.captured, what.compiled.plan, what.weights, what.batch), ranks=living(4))
+    assert report.ok, [row for row in report.rows if not row.ok][:5]
+
+
+def test_small_gradients_add_up() -> None:
+    """256 + 1 is 256 in bfloat16: gradients of steps that are not cleared add up in float32."""
+    what = mixed("zero1")
+    for once, often in living(4).run(_accumulated, what.compiled.source, what.light):
+        assert often == pytest.approx(40 * once, rel=1e-5)
+
+
+def _accumulated(source: str, light: Light) -> tuple[float, float]:
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+
+    def norm() -> float:
+        return sum(float(local_of(p.grad).double().abs().sum()) for p in module.parameters() if p.grad is not None)
+
+    module.train_step(*batch)
+    once = norm()
+    for _ in range(39):
+        module.train_step(*batch)
+    return once, norm()
+
+
+def test_names() -> None:
+    made = mixed("zero1").compiled
+    assert made.plan.precision == "bf16" and 'leaf="R", compute="bfloat16"' in made.source
+    loaded = load(TINY["mlp"], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
+    given = (tuple(loaded.args), dict(loaded.kwargs))
+    pure = autopar.compile(loaded.model, "cpu:1x4", given, precision="bfloat16", recipe="ddp")
+    assert pure.plan.precision == "bfloat16" and "compute=" not in pure.source
+    assert pure.plan.predicted.memory_bytes < autopar.compile(loaded.model, "cpu:1x4", given, precision="bf16", recipe="ddp").plan.predicted.memory_bytes
+    with pytest.raises(PlanError, match="gradients of float16 underflow without a scale of the loss"):
+        autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16")
+    with pytest.raises(PlanError, match="precision 'fp8' is neither mixed precision \\(bf16\\) nor a floating dtype"):
+        autopar.compile(loaded.model, "cpu:1x4", given, precision="fp8")

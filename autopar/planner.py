@@ -26,6 +26,7 @@ from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Op, Program, Ref, read
+from autopar.problem.keeping import best_kept
 from autopar.problem.largest import largest
 from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices, Settings, pair
@@ -69,8 +70,8 @@ class Request:
 
     @property
     def remat_level(self) -> str:
-        """The level that is asked for; "none" where that is left open."""
-        return "none" if self.remat == "auto" else self.remat
+        """The level that is asked for; "none" where that is left open, or nothing is trained."""
+        return "none" if self.remat == "auto" or not self.settings.training else self.remat
 
     def say(self, what: str) -> None:
         """Tell `progress` what happens now."""
@@ -87,12 +88,16 @@ class Candidate:
     model: Model
     solution: Solution
     cost: Cost
-    decisions: Decisions = field(default_factory=dict)
     remat: Levels = field(default_factory=dict)
 
     def refined(self, solution: Solution) -> Candidate:
         """The same problem with another solution."""
         return replace(self, solution=solution, cost=self.model.problem.evaluate(solution.choice))
+
+    def keeping(self, forward: ForwardPrices) -> Candidate:
+        """The same choices with what makes them fastest within memory kept of the blocks that are run again."""
+        model, remat = best_kept(self.model, forward, self.solution.choice, self.remat)
+        return replace(self, model=model, remat=remat, cost=model.problem.evaluate(self.solution.choice))
 
 
 @dataclass(eq=False)
@@ -178,25 +183,25 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
             break
         planner.remat = levels(planner.program, level)
-        found, more, bound, said = _at_one_level(planner, deadline, about)
+        found, said, more, bound = _at_one_level(planner, deadline, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
             best, about = found, said
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
+    if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
+        best, bounds = best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)), [0.0]
     return finish(planner, best, min(bounds), tried, about)
 
 
-def _at_one_level(planner: Planner, deadline: float,
-                  about: dict[str, Any]) -> tuple[Candidate | None, list[Alternative], float, dict[str, Any]]:
-    """The best plan with the blocks of `planner.remat` run again, what was tried, a bound, and the Plan's fields."""
+def _at_one_level(planner: Planner, deadline: float, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
+    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound."""
     best, tried = _recipes(planner, deadline)
     if planner.request.recipe is not None:
-        return best, tried, 0.0, about
+        return best, about, tried, 0.0
     found, bound = _search(planner, deadline, best)
-    best, about = _simplest(found, best, about)
-    return best, tried, bound, about
+    return (*_simplest(found, best, about), tried, bound)
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
@@ -212,6 +217,9 @@ def _check_mesh(request: Request) -> None:
 
 
 FULL = 0.9  # of memory: what uses more may have been pushed there
+RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
+GLANCE_S = 2.0  # seconds for the first look at a mesh
+CLOSE = 0.01  # relative: prices are less exact than this
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
 
@@ -265,9 +273,6 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
-RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
-
-
 def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
@@ -317,10 +322,6 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
         known = min(known, here.cost.time_s)
         found = here if found is None or here.cost.time_s < found.cost.time_s else found
     return found, min(bounds, default=0.0)
-
-
-GLANCE_S = 2.0  # seconds for the first look at a mesh
-CLOSE = 0.01  # relative: prices are less exact than this
 
 
 def spaces(cluster: Cluster, cuts_samples: Callable[[int], bool]) -> list[tuple[int, ...]]:

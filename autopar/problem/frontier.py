@@ -1,0 +1,87 @@
+"""Which results of a block to keep when it is run again: seconds against bytes, exactly.
+
+An operator whose result is needed again is run again, and then needs its operands, or its result is kept. For a price of y seconds
+per byte the cheapest way is a minimum cut:
+
+    needed -> again    capacity y x bytes of the result (infinite where it cannot be kept): needed, and not run again, is kept
+    again -> sink      capacity seconds: run again
+    again -> needed    of each operand, infinite
+    source -> needed   infinite, for what the backward saves
+
+All y together give the lower convex hull of (seconds, bytes); between its corners nothing is better than their line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from autopar.problem.graph import Program
+from autopar.problem.rerun import keepable, rerun, saves_results
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to run a block again: seconds of what is run again, bytes of what is kept, and what that is."""
+
+    seconds: float
+    nbytes: float
+    kept: tuple[str, ...]
+
+
+def point(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], kept: tuple[str, ...]) -> Point:
+    """The point of one choice; `seconds` and `nbytes` are by operator. Results that turn out not to be needed are not kept."""
+    about = rerun(program, scope, kept)
+    return Point(sum(seconds[name] for name in about.again), sum(nbytes[name] for name in about.kept),
+                 tuple(name for name in about.order if name in about.kept))
+
+
+def frontier(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float]) -> list[Point]:
+    """The corners of the convex hull of all choices, from nothing kept to the least seconds."""
+    def at(price: float) -> Point:
+        return point(program, scope, seconds, nbytes, _cut(program, scope, seconds, nbytes, price))
+
+    first, last = at(math.inf), at(0.0)
+    return [first, *_between(first, last, at), *([last] if last != first else [])]
+
+
+def _between(more: Point, less: Point, at: Callable[[float], Point]) -> list[Point]:
+    """The corners between two points, the first of more seconds and less bytes."""
+    if more.seconds <= less.seconds or less.nbytes <= more.nbytes:
+        return []
+    price = (more.seconds - less.seconds) / (less.nbytes - more.nbytes)
+    found = at(price)
+    line = more.seconds + price * more.nbytes
+    if found in (more, less) or found.seconds + price * found.nbytes >= line * (1 - 1e-9):
+        return []
+    return [*_between(more, found, at), found, *_between(found, less, at)]
+
+
+def _cut(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], price: float) -> tuple[str, ...]:
+    """What to keep at `price` seconds per byte (infinite: nothing)."""
+    whole = rerun(program, scope, ())
+    graph = nx.DiGraph()
+    graph.add_edge("source", "sink", capacity=0.0)
+    ops = [program.ops[name] for name in whole.order if program.ops[name].role == "op" and whole.reached(name)]
+    for op in ops:
+        kept = price * nbytes[op.name] if keepable(op) and math.isfinite(price) else None
+        _edge(graph, ("needed", op.name), ("again", op.name), kept)
+        _edge(graph, ("again", op.name), "sink", seconds[op.name])
+        if saves_results(op):
+            _edge(graph, "source", ("needed", op.name), None)
+        stops = whole.order[op.name] == whole.last and not saves_results(op)
+        for index, (name, _) in enumerate(op.operands):
+            if program.ops[name].role == "op" and program.ops[name].scope == scope:
+                _edge(graph, ("again", op.name), ("needed", name), None)
+                if stops or index in op.saves:
+                    _edge(graph, "source", ("needed", name), None)
+    _, (near, _) = nx.minimum_cut(graph, "source", "sink")
+    return tuple(op.name for op in ops if ("needed", op.name) in near and ("again", op.name) not in near)
+
+
+def _edge(graph: nx.DiGraph, tail: object, head: object, capacity: float | None) -> None:
+    """An edge, without a limit where `capacity` is None."""
+    graph.add_edge(tail, head, **({} if capacity is None else {"capacity": capacity}))

@@ -18,6 +18,7 @@ from torch import nn
 from autopar.bundle import Bundle
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, PlanError
+from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule
 
@@ -151,6 +152,7 @@ class Compiled:
                 f"{predicted.step_s:.4g} s/step predicted)")
 
 
+@seldom()
 def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *,
             loss_fn: Callable[..., torch.Tensor] | None = None, search: str | Search = "ilp", recipe: str | None = None,
             mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",

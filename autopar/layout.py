@@ -226,29 +226,31 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
     if len(changed) == 1 and sizes[changed[0]] > 1 and (kind := _kind(src, dst, changed[0])):
         return (Step(kind, changed[0], src, dst),)  # one collective on one axis: no way round is cheaper
     queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, src, ())]
-    done: dict[Layout, bool] = {}
+    via = [tuple(dict.fromkeys((a, b, "R") if n == 1 else ("R", a, b))) for a, b, n in zip(src, dst, sizes, strict=True)]
+    done: dict[Layout, None] = {}
     tie = 0
     while queue:
         spent, _, here, path = heapq.heappop(queue)
         if here == dst:
             return path
-        if done.setdefault(here, False):
+        if here in done:
             continue
-        done[here] = True
-        for step, weight in _moves(here, src, dst, sizes):
-            tie += 1
-            heapq.heappush(queue, (spent + weight + 1e-4, tie, step.after, (*path, step)))
+        done[here] = None
+        for step, weight in _moves(here, via, sizes):
+            if step.after not in done:
+                tie += 1
+                heapq.heappush(queue, (spent + weight + 1e-4, tie, step.after, (*path, step)))
     raise LayoutError(f"no way from layout {show(src)} to {show(dst)}")
 
 
-def _moves(here: Layout, src: Layout, dst: Layout, sizes: tuple[int, ...]) -> list[tuple[Step, float]]:
+def _moves(here: Layout, via: Sequence[tuple[Entry, ...]], sizes: tuple[int, ...]) -> list[tuple[Step, float]]:
+    """The steps from `here` that bring one axis to another of its entries in `via`, with the share of the tensor that a rank receives."""
     out = []
     for axis, entry in enumerate(here):
         if sizes[axis] == 1:
-            free = dict.fromkeys((src[axis], dst[axis], "R"))
-            out += [(Step("slice", axis, here, _put(here, axis, e)), 0.0) for e in free if e != entry]
+            out += [(Step("slice", axis, here, _put(here, axis, e)), 0.0) for e in via[axis] if e != entry]
             continue
-        for target in dict.fromkeys(("R", src[axis], dst[axis])):
+        for target in via[axis]:
             if target != entry and (move := _move(here, axis, target, sizes)):
                 out.append(move)
     return out

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
 from autopar.cluster import Mesh
 from autopar.cost.comm import step_s
-from autopar.layout import Layout, Step, fraction, is_placed, steps
+from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, sections_of, shard, steps
 
 
 class Paths:
@@ -24,6 +25,7 @@ class Paths:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.sizes = mesh, tuple(mesh.sizes)
         self._ids: dict[Layout, dict[Layout, int]] = {}
+        self._alike: dict[tuple[Layout, Layout], int] = {}  # by ends whose dims are renamed: their ways cost the same
         self._steps: dict[Step, int] = {}
         self._order: list[Step] = []
         self._way: list[list[int]] = []  # of each way: its steps by number
@@ -57,19 +59,41 @@ class Paths:
         return _picked(self._held, ids)
 
     def _find(self, known: dict[Layout, int], source: Layout, target: Layout) -> int:
-        path = steps(source, target, self.sizes)
-        known[target] = len(self._way)
+        ends = renamed(source, target)
+        number = known[target] = self._alike.setdefault(ends, len(self._way))
+        if number < len(self._way):
+            return number
+        path = steps(*ends, self.sizes)
         self._way.append([self._number(step) for step in path])
         self._gathers.append(any(step.kind == "all_gather" for step in path))
         made = [s.after for s in path if not is_placed(s.after[s.axis])]
         self._held.append(fraction(made[-1], self.sizes) if made else math.nan)
-        return known[target]
+        return number
 
     def _number(self, step: Step) -> int:
         if step not in self._steps:
             self._steps[step] = len(self._order)
             self._order.append(step)
         return self._steps[step]
+
+
+def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
+    """Both layouts with tensor dims numbered in the order in which they are met: `layout.steps` treats all dims alike, and prices all but
+    the first, which needs no copies; so the way between them is the same but for their names."""
+    dims = {0: 0}
+    for entry in (*source, *target):
+        if is_shard(entry):
+            dims.setdefault(dim_of(entry), len(dims))
+    if all(dim == number for dim, number in dims.items()):
+        return source, target
+    first, second = (tuple(_on(dims[dim_of(e)], e) if is_shard(e) else e for e in layout) for layout in (source, target))
+    return first, second
+
+
+@cache
+def _on(dim: int, entry: Entry) -> Entry:
+    """`entry`, cutting another dim."""
+    return shard(dim, sections_of(entry))
 
 
 def _picked(values: Sequence[float], ids: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.problem.types import Net, Problem, Use
 
 Choice = tuple[int, ...]
+_PROBES = 24  # features by which most pairs of choices are told apart before all of them are compared
 
 
 def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
@@ -23,13 +24,24 @@ def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
     The optimal time is the same. Raises InfeasibleError when a node has no choice left.
     """
     kept = [np.arange(len(node.labels)) for node in problem.nodes]
-    small, changed = problem, True
-    while changed:
-        keep = [_undominated(small, v, allowed) for v, allowed in enumerate(_allowed(small))]
-        changed = any(len(k) < len(node.labels) for k, node in zip(keep, small.nodes, strict=True))
+    small, changed = problem, [True] * len(problem.nodes)
+    while any(changed):
+        keep = [_undominated(small, v, allowed) if again else np.flatnonzero(allowed)
+                for v, (allowed, again) in enumerate(zip(_allowed(small), changed, strict=True))]
         kept = [old[new] for old, new in zip(kept, keep, strict=True)]
-        small = select(small, keep)
+        before, small = small, select(small, keep)
+        changed = _changed(before, small)
     return small, lambda choice: tuple(int(k[c]) for k, c in zip(kept, choice, strict=True))
+
+
+def _changed(before: Problem, after: Problem) -> list[bool]:
+    """For each node whether one of its nets lost rows or columns: only then more of its choices can be dominated than were."""
+    found = [False] * len(after.nodes)
+    for old, new in zip(before.nets, after.nets, strict=True):
+        if old.cost_s.shape != new.cost_s.shape:
+            for v in (new.producer, *(use.node for use in new.uses)):
+                found[v] = True
+    return found
 
 
 def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
@@ -82,11 +94,15 @@ def _undominated(problem: Problem, v: int, allowed: np.ndarray) -> np.ndarray:
     choices = np.flatnonzero(allowed)
     finite = np.where(np.isinf(features), np.finfo(float).max, features)
     order = choices[np.lexsort((choices, *(finite[choices].T[::-1])))]
-    kept: list[int] = []
-    for c in order:  # a dominating choice comes first in lexicographic order
-        if not kept or not (finite[kept] <= finite[c]).all(1).any():
-            kept.append(int(c))
-    return np.array(sorted(kept))
+    rows = finite[order]
+    probes = rows[:, np.unique(np.linspace(0, rows.shape[1] - 1, _PROBES).astype(int))].T
+    perhaps = np.ones((len(rows), len(rows)), bool)  # [i, j]: whether i may dominate j, by some of the features
+    for probe in probes:
+        perhaps &= probe[:, None] <= probe
+    kept = np.zeros(len(rows), bool)
+    for j, row in enumerate(rows):  # a dominating choice comes first in lexicographic order
+        kept[j] = not (rows[np.flatnonzero(perhaps[:, j] & kept)] <= row).all(1).any()
+    return np.sort(order[kept])
 
 
 def _net_features(problem: Problem, v: int) -> list[np.ndarray]:

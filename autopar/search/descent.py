@@ -43,6 +43,8 @@ def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
     for _ in range(_SWEEPS):
         changed = False
         for v in order:
+            if state.own[v].shape[1] == 1 and state.choice[v] >= 0:
+                continue  # it has nowhere to go
             scores = state.score(state.after_all(v), penalty)
             c = int(scores.argmin())
             now = state.choice[v]

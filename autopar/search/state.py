@@ -30,6 +30,8 @@ class State:
     def __init__(self, problem: Problem, choice: tuple[int, ...] | list[int]) -> None:
         self.problem = problem
         self.tables = [_features(net) for net in problem.nets]
+        self.slots = [self._slots(net) for net in problem.nets]
+        self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]  # lists: read one by one
         self.own = [self._node_features(node) for node in problem.nodes]
         self.touching: list[list[int]] = [[] for _ in problem.nodes]
         for t, net in enumerate(problem.nets):
@@ -46,10 +48,10 @@ class State:
         for v, c in enumerate(choice):
             if c >= 0:
                 self.totals[:, 0] += self.own[v][:, c]
-        for net, table in zip(self.problem.nets, self.tables, strict=True):
+        for t, (net, table) in enumerate(zip(self.problem.nets, self.tables, strict=True)):
             if choice[net.producer] >= 0:
                 row = net.row[choice[net.producer]]
-                self.totals[self._slots(net), 0] += table[:, row, self._columns(net, net.producer)].sum(1)
+                self.totals[self.slots[t], 0] += table[:, row, self._columns(t, net.producer)].sum(1)
 
     def move(self, v: int, c: int) -> None:
         """Puts node `v` on choice `c`."""
@@ -77,8 +79,10 @@ class State:
         """Seconds of each column, penalties included."""
         over = np.maximum(0.0, totals[1] - self.problem.memory_limit_bytes * (1 + 1e-12))
         groups = _FIXED + self.problem.groups
-        late = np.maximum(0.0, totals[_FIXED:groups]).sum(0)
-        return np.asarray(totals[0] + late + self.problem.abreast_s(totals[groups:]) + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+        seconds = totals[0] + np.maximum(0.0, totals[_FIXED:groups]).sum(0)
+        if self.problem.lanes:
+            seconds = seconds + self.problem.abreast_s(totals[groups:])
+        return np.asarray(seconds + penalty.byte_s * over + penalty.forbidden_s * totals[2])
 
     def feasible(self) -> bool:
         """Whether nothing forbidden is used and memory fits."""
@@ -95,7 +99,7 @@ class State:
             net = self.problem.nets[t]
             if net.producer != v and self.choice[net.producer] >= 0:
                 row = net.row[self.choice[net.producer]]
-                out[self._slots(net), 0] += self.tables[t][:, row, self._columns(net, v)].sum(1)
+                out[self.slots[t], 0] += self.tables[t][:, row, self._columns(t, v)].sum(1)
         return out
 
     def _contribution(self, v: int, choices: np.ndarray) -> np.ndarray:
@@ -107,16 +111,17 @@ class State:
         out = self.own[v][:, choices]
         for t in self.touching[v]:
             net, table = self.problem.nets[t], self.tables[t]
-            columns = self._columns(net, v)
+            columns = self._columns(t, v)
             if net.producer == v:
-                out[self._slots(net)] += table[:, net.row[choices][:, None], columns].sum(2)
+                out[self.slots[t]] += table[:, :, columns].sum(2)[:, net.row[choices]]
             elif self.choice[net.producer] >= 0:
-                out[self._slots(net)] += _reading(table[:, net.row[self.choice[net.producer]]], net, v, choices, columns)
+                out[self.slots[t]] += _reading(table[:, net.row[self.choice[net.producer]]], net, v, choices, columns)
         return out
 
-    def _columns(self, net: Net, v: int) -> list[int]:
-        """Distinct columns that placed readers other than `v` ask for."""
-        return sorted({int(u.column[self.choice[u.node]]) for u in net.uses if u.node != v and self.choice[u.node] >= 0})
+    def _columns(self, t: int, v: int) -> list[int]:
+        """Distinct columns of net `t` that placed readers other than `v` ask for."""
+        choice = self.choice
+        return sorted({column[choice[node]] for node, column in self.columns[t] if node != v and choice[node] >= 0})
 
     def _slots(self, net: Net) -> list[int]:
         return [0, 1, 2] if net.group < 0 else [0, 1, 2, _FIXED + net.group]

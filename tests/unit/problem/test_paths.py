@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.comm import steps_s
-from autopar.layout import fraction, is_placed, steps
-from autopar.problem.paths import Paths
+from autopar.layout import consistent, fraction, is_placed, steps
+from autopar.problem.paths import Paths, renamed
 
 ENTRIES = ("R", "P", "S0", "S1", "S1/3", "O1")
 
@@ -35,3 +36,17 @@ def test_all_ways_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
         assert seconds[i, j] == pytest.approx(steps_s(way, size_bytes, mesh), rel=1e-12)
         assert gathers[i, j] == any(s.kind == "all_gather" for s in way)
         assert math.isnan(held[i, j]) if not made else held[i, j] == fraction(made[-1], mesh.sizes)
+
+
+def test_dims_by_other_names_are_the_same_ways() -> None:
+    mesh = Cluster.parse("h100:4x8").mesh((2, 4, 4))
+    draw = random.Random(0)
+    layouts = [layout for layout in itertools.product(("R", "P", "S0", "S1", "S2", "S3", "S3/2"), repeat=3) if consistent(layout)]
+    pairs = [(draw.choice(layouts), draw.choice(layouts)) for _ in range(400)]
+    assert sum(renamed(*pair) != pair for pair in pairs) > 200
+    for source, target in pairs:
+        way, other = steps(source, target, mesh.sizes), steps(*renamed(source, target), mesh.sizes)
+        assert [(s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in way] == [
+            (s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in other]
+        paths = Paths(mesh)
+        assert paths.seconds(paths.ids([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)

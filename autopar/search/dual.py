@@ -24,6 +24,8 @@ from autopar.search.state import State, scale_s
 
 _MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 _FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
+ROUNDS = 60
+_ENTRIES = 40_000.0  # of tables, that take as long as what is done for every part of a net whatever its size
 _IDLE = 4  # rounds without progress: the LP that follows does better
 _SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the known solution by more
 
@@ -73,7 +75,14 @@ class _Factor:
         self.messages[slot][dead] = -big_s
 
 
-def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = 60) -> Bound:
+def effort(problem: Problem) -> float:
+    """What a round of `bound` costs, in units of about 0.2 ms: one for every part of a net, and one for so many entries of the tables
+    that it goes through."""
+    parts = [(net.cost_s.size, min(_MAX_SHARED, len(net.uses) - first)) for net in problem.nets for first in range(0, len(net.uses), _MAX_SHARED)]
+    return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
+
+
+def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS) -> Bound:
     """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight, or after
     `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met."""
     dual = _Dual(problem, known)

@@ -24,7 +24,7 @@ from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice,
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
-_DUAL_S = 0.4  # seconds, at most: most of what it proves it proves early, the LP does the rest
+_DUAL_EFFORT = 2500.0  # at most (dual.effort): most of what it proves it proves early, the LP does the rest; about 0.4 s
 _LP_ROUNDS = 4
 _WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
 
@@ -95,14 +95,15 @@ def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, s
     """
     kept = [np.arange(len(node.labels)) for node in problem.nodes]
     run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed, cutoff_s, gap)
-    note = _solve(run, min(_DUAL_S, _DUAL_SHARE * time_limit_s))
+    note = _solve(run, _DUAL_SHARE * time_limit_s)
     return Exact(run.best, run.bound_s, note)
 
 
 def _solve(run: _Run, dual_s: float) -> str:
     """Improves `run` until it is closed or time is up; returns how."""
     deadline = min(run.deadline, time.perf_counter() + dual_s)
-    ruled = dual.bound(run.problem, run.best, deadline=deadline)
+    rounds = int(_DUAL_EFFORT / dual.effort(run.problem))  # work and not time, so that a busy machine finds the same
+    ruled = dual.bound(run.problem, run.best, deadline=deadline, rounds=min(dual.ROUNDS, max(1, rounds)))
     run.offer(ruled.choice)
     run.raise_bound(ruled.bound_s)
     run.shrink(ruled.keep)

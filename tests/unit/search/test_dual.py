@@ -72,3 +72,14 @@ def test_a_path_without_limits_is_closed(seed: int) -> None:
     problem = Problem(nodes, nets)
     found = dual.bound(problem, (0,) * 6, deadline=time.perf_counter() + 5)
     assert found.bound_s == pytest.approx(exhaustive.search(problem, time_limit_s=5).bound_s)
+
+
+def test_effort_counts_parts_and_entries() -> None:
+    table = np.zeros((200, 100))
+    row, column = np.arange(200), np.arange(100)
+    nodes = (Node("a", ("x",) * 200, *(np.zeros(200),) * 3), *(Node(f"b{i}", ("x",) * 100, *(np.zeros(100),) * 3) for i in range(5)))
+    one = Net("one", 0, row, (Use(1, column),), table, table)
+    five = Net("five", 0, row, tuple(Use(i, column) for i in range(1, 6)), table, table)
+    assert dual.effort(Problem(nodes, (one,))) == 1 + 1
+    assert dual.effort(Problem(nodes, (five,))) == (1 + 16 / 2) + (1 + 2 / 2)  # four readers in one part, one in another
+    assert dual.effort(Problem(nodes, ())) == 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_heads", "placed", "ring_attention", "seeded",
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded",
             "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
@@ -89,6 +89,14 @@ def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], conte
     dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
     return (f"experts_on_ranks(lambda rows, ends: expert_rows(rows, {up}, {down}, ends, {activation}), {hidden}, {chosen}, {gates}, "
             f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
+
+
+def _own_groups(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["own_groups"] = None
+    context.use(ops.grouped_matmul)
+    rows, weights, ends = call.args
+    return (f"own_groups(lambda rows, ends: grouped_matmul(rows, {weights}, ends), {rows}, {ends}, groups={op.call.ins[1].shape[0]}, "
+            f"axes={axes}, mesh=MESH)")
 
 
 def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -157,6 +165,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "expert_dispatch": _experts,
     "halo": _halo,
     "own_experts": _experts,
+    "own_groups": _own_groups,
     "ring": _ring,
 }
 

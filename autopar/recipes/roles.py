@@ -84,7 +84,16 @@ BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)
 
 
 def experts(ways: int) -> Allow:
-    """Expert parallel: each rank has some of the experts, and tokens go to them; all else is data parallel, parameters whole."""
+    """Expert parallel: each rank has some of the experts, and tokens go to them; all else is data parallel, parameters whole. Rows
+    that are sorted by expert for grouped matmuls are on all ranks."""
+    sorted_rows: dict[fx.Graph, list[facts.Size]] = {}
+
+    def rows_of_groups(op: Op) -> bool:
+        graph = op.node.graph
+        if graph not in sorted_rows:
+            sorted_rows[graph] = [facts.shape(edit.tensor_operands(n)[0])[0] for n in graph.nodes if n.target is ops.grouped_matmul]
+        return any(tensor.shape[:1] == (size,) for tensor in op.call.outs for size in sorted_rows[graph])
+
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return _cuts_first(op, option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
@@ -92,7 +101,9 @@ def experts(ways: int) -> Allow:
             return True
         stacks = [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
         if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
-            return option.run in ("", "expert_dispatch") and all(_cuts_first(op, option, i) for i in stacks)
+            return option.run in ("", "expert_dispatch", "own_groups") and all(_cuts_first(op, option, i) for i in stacks)
+        if not option.split and rows_of_groups(op):
+            return True
         return _samples(op, option, ways) or (_beside_stack(op.node) and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option))
     return allow
 

@@ -7,6 +7,7 @@
     ring             queries, keys and values are chunks of rows: keys and values go round under the work, their gradients behind them
     halo             an image is cut along a spatial dim: neighbours send the rows that windows read, and gradients back
     own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
+    own_groups       rows are whole, each rank multiplies those of its own groups: nothing is sent
     expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
 """
 
@@ -82,6 +83,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "expert_dispatch": Algorithm(forward=(experts.COUNTS, experts.ROWS, experts.RESULTS), backward=(experts.RESULTS, experts.ROWS)),
     "halo": Algorithm(halo.FORWARD, halo.BACKWARD, alone=True, travels=(halo.IMAGE,), inside=halo.INSIDE),
     "own_experts": Algorithm(),
+    "own_groups": Algorithm(),
     "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
 }

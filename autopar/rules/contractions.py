@@ -182,5 +182,5 @@ RULES: dict[Any, Rule] = {
     aten.outer.default: Rule("m, n -> m n", linear="each"),
     aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads),
     ops.count_each: Rule("n -> c!"),
-    ops.grouped_matmul: Rule("n! k, g! k m, g! -> n! m", linear="0|1"),
+    ops.grouped_matmul: Rule("n! k, g@own_groups k m, e! -> n! m", linear="0|1"),
 }

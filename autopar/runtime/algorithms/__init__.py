@@ -7,6 +7,7 @@ from autopar.runtime.algorithms.causal_rows import causal_rows
 from autopar.runtime.algorithms.dropout import dropout
 from autopar.runtime.algorithms.experts_on_ranks import experts_on_ranks
 from autopar.runtime.algorithms.halo import halo
+from autopar.runtime.algorithms.own_groups import own_groups
 from autopar.runtime.algorithms.own_heads import own_heads
 from autopar.runtime.algorithms.placed import placed
 from autopar.runtime.algorithms.ring_attention import ring_attention
@@ -14,5 +15,5 @@ from autopar.runtime.algorithms.seeded import seeded
 from autopar.runtime.algorithms.vocab_cross_entropy import vocab_cross_entropy_sum
 from autopar.runtime.algorithms.vocab_embedding import vocab_embedding
 
-__all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "own_heads", "placed", "ring_attention", "seeded", "vocab_cross_entropy_sum",
-           "vocab_embedding"]
+__all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded",
+           "vocab_cross_entropy_sum", "vocab_embedding"]

@@ -67,6 +67,18 @@ def own_experts(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
+def own_groups(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank has all rows, and gives 0 for those of the groups of others."""
+    outs, start = [], 0
+    for (rows, weights, ends), _ in shards:
+        bounds = [0, *ends.tolist()]
+        first, stop = bounds[start], start + len(weights)
+        own = ops.grouped_matmul(rows[first:], weights, ends[start:stop] - first)
+        outs.append(torch.cat([torch.zeros(first, own.shape[1], dtype=own.dtype), own]))
+        start = stop
+    return outs
+
+
 def expert_dispatch(shards: Sequence[Any]) -> list[torch.Tensor]:
     """Each rank's tokens meet the experts of all."""
     up, down = (torch.cat([args[place] for args, _ in shards]) for place in (3, 4))
@@ -106,7 +118,7 @@ def own_heads(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
-TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts,
+TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts, "own_groups": own_groups,
             "expert_dispatch": expert_dispatch, "own_heads": own_heads, "ring": ring}
 
 

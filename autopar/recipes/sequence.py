@@ -75,6 +75,8 @@ def _ring(op: Op, option: Option) -> bool:
 
 def _rows_or_heads(op: Op, option: Option) -> bool:
     contraction = any(weight and len(t.shape) > 1 for weight, t in zip(op.weight, op.call.ins, strict=True))
+    if not option.split and not any(op.batch):
+        return True  # tables of positions (cos, sin) meet whole rows around attention, cut ones elsewhere
     return cuts_sequence(op, option) or (kind(op, option) in (ATTRIBUTE, PARAMETER) and not contraction)
 
 

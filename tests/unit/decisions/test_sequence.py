@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from autopar.plan import NodePlan
+from autopar.problem.graph import read
+from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARTIAL, REPLICATE
+from tests.helpers.verify import by_recipe, subject
 from tests.unit.decisions.planning import Planned, Work, planned
 
 WORK = Work("llama3-8b", 1, 4096, torch.bfloat16)
@@ -45,6 +48,14 @@ def test_the_sequence_is_cut_everywhere_and_weights_are_whole(recipe: str) -> No
         names = {made.program.ops[name].target.__name__ for name in whole}  # the attention and what leads to it: rope, views
         assert "scaled_dot_product_attention.default" in names and not names & {"linear.default", "matmul.default", "mean.dim", "silu.default"}, names
         assert all("S" in made.plan.nodes[name].outs[0].split("|")[0] for name in whole), {n: made.plan.nodes[n] for n in whole}
+
+
+@pytest.mark.parametrize("model", ["hf-gpt2", "hf-llama", "hf-llama-2kv", "hf-phi3", "hf-neox", "hf-t5"])
+def test_ulysses_cuts_the_heads_of_every_attention(model: str) -> None:
+    who = subject(model)
+    plan, program = by_recipe(who, (2,), "ulysses"), read(who.captured.gm, {"b": 8, "s": 16}, training=True)
+    nodes = [plan.nodes[op.name] for op in program.ops.values() if op.target is ATTENTION]
+    assert nodes and all(node.outs[0].startswith("S1|") for node in nodes), nodes
 
 
 @pytest.mark.slow

@@ -113,7 +113,8 @@ class Explorer:
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         model, solution = self.inner.solve(models, min(tables, key=lambda t: (t.kept, t.length)), exact=exact)
-        pieces = costs(self.inner.planner(shape.microbatches).program, models.micro, models.once, solution.choice, models.forward)
+        pieces = costs(self.inner.planner(shape.microbatches).program, models.micro, models.once, solution.choice, models.forward,
+                       apart=shape.places > 1)
         best: Found | None = None
         failed = InfeasibleError("")
         for table in sorted(tables, key=lambda t: t.length):

@@ -26,10 +26,12 @@ class _Sum:
     parts: dict[str, None] = field(default_factory=dict)
 
 
-def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices) -> list[Cost]:
+def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices, *,
+          apart: bool = True) -> list[Cost]:
     """The cost of every unit of `program`, in order, where `choice` is a solution of both models; `forward` are prices on the same mesh.
 
-    What is free to repeat counts where it is first read. Collectives that hide under compute are shown for each scope as
+    What is free to repeat counts where it is first read. `apart`: pieces that read the same weight are in different stages, each of which
+    has a copy, gathers it, sums its gradient and steps the optimizer. Collectives that hide under compute are shown for each scope as
     Problem.evaluate shows them.
     """
     pieces = units(program)
@@ -44,13 +46,14 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
         live = 0.0 if a.live_bytes is None else float(a.live_bytes[c])
         here.live_bytes += live
         here.kept_bytes += float(a.memory_bytes[c]) - live
-        here.once_s += float(b.cost_s[c])
-        for name in _holders(program, micro.clusters[index].root, home):
+        for number, name in enumerate(_holders(program, micro.clusters[index].root, home)):
             sums[name].rest_bytes += float(b.memory_bytes[c])
+            sums[name].once_s += float(b.cost_s[c]) if apart or not number else 0.0
     for link, net, late in zip(micro.links, micro.problem.nets, once.problem.nets, strict=True):
         row = net.row[choice[net.producer]]
-        for column, reader in _columns(net, choice).items():
-            here = sums[home[micro.clusters[reader].root.name]]
+        several = apart and net.group >= 0 and not micro.clusters[net.producer].scope
+        for column, name in _readings(net, choice, [home[micro.clusters[use.node].root.name] for use in net.uses], each=several):
+            here = sums[name]
             share = exposed.get(net.group, 1.0)
             here.micro_s += float(net.shown_s[row, column]) + share * float(net.hideable_s[row, column])
             one_way = float(forward.table_s([link.rows[row]], [link.columns[column]], link.size_bytes)[0, 0]) * link.count
@@ -91,6 +94,15 @@ def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:
         return [home[op.name]]
     names = [home[reader.name] for reader, _ in program.readers().get((op.name, 0), ())]
     return list(dict.fromkeys(names)) or [home[op.name]]
+
+
+def _readings(net: Net, choice: Sequence[int], places: Sequence[str], *, each: bool) -> list[tuple[int, str]]:
+    """The distinct columns that the readers of a net ask for, with the piece of the first reader, or of `each` that is another one."""
+    found: dict[tuple[int, str], tuple[int, str]] = {}
+    for use, place in zip(net.uses, places, strict=True):
+        column = int(use.column[choice[use.node]])
+        found.setdefault((column, place if each else ""), (column, place))
+    return list(found.values())
 
 
 def _columns(net: Net, choice: Sequence[int]) -> dict[int, int]:

@@ -52,7 +52,7 @@ class Stages:
         self.splitting = plan.places > 1 and schedule is not None and schedule.splits_backward
         self.walk = Walk(self.gm, self.program, plan, self.edges, self.pieces, self.splitting)
         self.turns: list[list[Turn]] = [self.walk.stage(view) for view in self.views]
-        alike = [tuple(turn.item.name for turn in turns) for turns in self.turns]
+        alike = [tuple((turn.item.name, bool(turn.item.replay)) for turn in turns) for turns in self.turns]
         self._first = [alike.index(names) for names in alike]  # the first stage that does the same
         self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.line) if self.line is not None else []
         self.sync = Sync(self.program, plan, self.edges, self.mesh)

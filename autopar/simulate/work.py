@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -65,7 +65,8 @@ class Walk:
     edges: Edges
     pieces: Pieces
     splits: bool = False
-    _bodies: dict[str, list[Item]] = field(default_factory=dict)
+    _bodies: dict[tuple[str, bool], list[Item]] = field(default_factory=dict)
+    _again: bool = False  # whether the blocks that are walked now are run again
 
     def stage(self, view: View) -> list[Turn]:
         """All that runs in the forward of `view`, in order."""
@@ -73,7 +74,9 @@ class Walk:
         resharded: dict[tuple[Ref, str], None] = {}
         for node in self._ordered(self.gm, ""):
             if node.op == "call_module" and str(node.target) in view.blocks:
-                found += self._run(str(node.target), view.blocks[str(node.target)], resharded)
+                scope, (start, stop) = str(node.target), view.blocks[str(node.target)]
+                again = self.plan.again(self.plan.stages[view.index], scope, stop - start)
+                found += self._run(scope, (start, stop), resharded, start + again)
             elif (op := self._op(node, "")) is not None and op.role == "op" and view.runs(op.name) and not self._given(op, view):
                 found += [Turn(item, op.name) for item in self._operator(op, "", resharded)]
         for _, op in view.results:
@@ -99,42 +102,45 @@ class Walk:
             return None
         return self.program.ops[self._full(node, scope)]
 
-    def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], unit: str = "") -> Iterator[Turn]:
-        """The blocks `[first, stop)` of a run, and what is fed to them and carried between them."""
-        run, (first, stop) = self.program.runs[scope], instances
-        unit = unit or scope
+    def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int) -> Iterator[Turn]:
+        """The blocks `[first, stop)` of a run, and what is fed to them and carried between them; those before `again` are run again."""
+        run, (first, stop), unit = self.program.runs[scope], instances, scope
         for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
             if first == 0 or index >= len(run.carried):
                 yield from (Turn(item, unit, first) for item in self._asked(ref, in_pair(self.plan, port, 0), "feed", None, resharded))
         carried = [item for port, ref in zip(run.ports, run.carried, strict=False)
                    for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
-        body = self._body(scope)
         for instance in range(first, stop):
             if instance > 0:
                 yield from (Turn(item, unit, instance) for item in carried)
-            yield from (Turn(item, unit, instance) for item in body)
+            yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again))
 
-    def _body(self, scope: str) -> list[Item]:
-        if scope not in self._bodies:
-            gm, resharded, found = self.gm.get_submodule(scope), dict[tuple[Ref, str], None](), list[Item]()
-            assert isinstance(gm, fx.GraphModule)
-            for node in self._ordered(gm, scope):
-                if node.op == "call_module":
-                    inner = self.program.runs[str(node.target)]
-                    found += [turn.item for turn in self._run(inner.scope, (0, inner.count), resharded)]
-                elif (op := self._op(node, scope)) is not None and op.role == "op":
-                    found += self._operator(op, scope, resharded)
-            for name in self.program.runs[scope].mutated:
-                found += self._operands(self.program.ops[name], scope, resharded)
-            self._bodies[scope] = found
-        return self._bodies[scope]
+    def _body(self, scope: str, *, again: bool) -> list[Item]:
+        if (scope, again) not in self._bodies:
+            before, self._again = self._again, again
+            self._bodies[scope, again] = list(self._inside(scope))
+            self._again = before
+        return self._bodies[scope, again]
+
+    def _inside(self, scope: str) -> Iterator[Item]:
+        """What one block of a run does."""
+        gm, resharded = self.gm.get_submodule(scope), dict[tuple[Ref, str], None]()
+        assert isinstance(gm, fx.GraphModule)
+        for node in self._ordered(gm, scope):
+            if node.op == "call_module":
+                inner = self.program.runs[str(node.target)]
+                yield from (turn.item for turn in self._run(inner.scope, (0, inner.count), resharded, inner.count if self._again else 0))
+            elif (op := self._op(node, scope)) is not None and op.role == "op":
+                yield from self._operator(op, scope, resharded)
+        for name in self.program.runs[scope].mutated:
+            yield from self._operands(self.program.ops[name], scope, resharded)
 
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
         again = tuple(piece for reshard in self._gathered_again(op) for piece in self._way(reshard, "again"))
         reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
-        replay = forward if self.edges.runs_again(op) else ()
+        replay = forward if self._again and self.edges.runs_again(op) else ()
         mine = Item(op.name, forward, backward, again, replay, _weights(op), spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
@@ -151,7 +157,8 @@ class Walk:
         return [self._reshard(reshard)]
 
     def _between(self, ref: Ref, dst: Pair, role: str, scope: str | None) -> Reshard | None:
-        return next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
+        found = next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
+        return found if found is None or self._again or not found.replay else replace(found, replay="")
 
     @cached_property
     def _of_ref(self) -> Mapping[Ref, list[Reshard]]:
@@ -160,11 +167,16 @@ class Walk:
             found.setdefault(reshard.ref, []).append(reshard)
         return found
 
+    @cached_property
+    def _summed(self) -> dict[Ref, None]:
+        """Parameters whose gradients are summed in buckets."""
+        return {reshard.ref: None for reshard in self.edges.reshards if reshard.role == "sync"}
+
     def _reshard(self, reshard: Reshard) -> Item:
         backward = self._way(reshard, "backward")
         ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
         gathers = reshard.regathers(self.plan.mesh)
-        sunk = gathers and producer.role == "param" and not self.edges.sync.get(ref) and not self.splits
+        sunk = gathers and producer.role == "param" and ref not in self._summed and not self.splits
         held = self.pieces.prices.local_bytes(self.bytes_of(ref), reshard.dst.value)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", self._way(reshard, "forward"), backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), gathers=gathers,
@@ -193,6 +205,7 @@ class Walk:
         ops = self.program.ops
         saving = [name for name in reshard.readers if any(ref == reshard.ref and ops[name].needs_again(i) for i, ref in enumerate(ops[name].operands))]
         return saving[-1] if saving else ""
+
 
 
 def _weights(op: Op) -> float:

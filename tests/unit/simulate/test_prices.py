@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,3 +89,16 @@ def test_blocks_that_run_again_take_their_forward_once_more() -> None:
     assert all(item.replay == item.forward or not item.name.startswith(scope) for item in replayed if " -> " not in item.name)
     once_more = sum(piece.seconds for item in replayed for piece in item.replay)
     assert once_more > 0 and again.whole().length_s == pytest.approx(plain.whole().length_s + once_more, rel=1e-9)
+
+
+def test_some_blocks_run_again() -> None:
+    """Of the blocks of a run the first ones; the step grows by as many."""
+    who = subject("hf-gpt2")
+    flat = by_recipe(who, (4,), "zero3")
+    (scope,) = Stages.of(who.captured.gm, flat).program.runs
+    count = Stages.of(who.captured.gm, flat).program.runs[scope].count
+    lengths = [Stages.of(who.captured.gm, replace(flat, remat={scope: ()}, stages=(replace(flat.stages[0], again={scope: n}),))).whole().length_s
+               for n in range(count + 1)]
+    assert lengths[0] == pytest.approx(Stages.of(who.captured.gm, flat).whole().length_s)
+    steps = [b - a for a, b in itertools.pairwise(lengths)]
+    assert min(steps) > 0 and steps == pytest.approx([steps[0]] * count)

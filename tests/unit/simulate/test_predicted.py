@@ -1,0 +1,56 @@
+"""The closed formulas of the search against the simulation, of plans as users make them: within 3 % where nothing is gathered at each use
+on a GPU (docs/simulate.md says why not there)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from autopar import frontend, joint
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.plan import Plan
+from autopar.planner import Request
+from autopar.problem.prices import Settings
+from autopar.simulate import simulate
+from tests.helpers.planned import BATCH, graph
+
+CLOSE = 0.03
+
+
+def _planned(recipe: str) -> Plan:
+    return joint.plan(graph(), {"b": BATCH}, Request(Cluster.parse("cpu:1x4"), recipe=recipe, time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "tp", "tp_zero3", "naive_mp", "gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_small_stacks_on_a_cpu(recipe: str) -> None:
+    made = _planned(recipe)
+    assert simulate(graph(), made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
+
+
+def test_buckets_cost_less_than_their_gradients_one_by_one() -> None:
+    """The search prices each gradient's sum alone, with a start of its own; the runtime sums them in buckets."""
+    made = _planned("ddp")
+    assert 0.9 * made.predicted.step_s < simulate(graph(), made).step_s < made.predicted.step_s
+
+
+@cache
+def _gpt2(seq: int, batch: int, dtype: torch.dtype) -> Captured:
+    loaded = frontend.load("hf:models/hf/gpt2.json", batch=batch, seq=seq, device="meta", dtype=dtype, train=True, labels=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, mode="train")
+
+
+CPU, GPUS = ("cpu:1x4", 8, 128, "float32"), ("h100:1x8", 64, 1024, "bfloat16")
+EVERYWHERE = ("megatron", "tp", "naive_mp", "gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "where"), [*((recipe, where) for where in (CPU, GPUS) for recipe in EVERYWHERE), ("ddp", GPUS), ("3d", GPUS)])
+def test_gpt2(recipe: str, where: tuple[str, int, int, str]) -> None:
+    cluster, batch, seq, precision = where
+    captured = _gpt2(seq, batch, getattr(torch, precision))
+    request = Request(Cluster.parse(cluster), Settings(precision=precision), recipe=recipe, time_limit_s=10.0)
+    made = joint.plan(captured.gm, captured.hints, request, model="gpt2", graph_hash=captured.graph_hash)
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)

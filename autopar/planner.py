@@ -18,6 +18,8 @@ from torch import fx
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import fraction, parse
+from autopar.memory import predict
+from autopar.memory.within import within
 from autopar.plan import Alternative, NodePlan, Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -89,10 +91,13 @@ class Candidate:
     solution: Solution
     cost: Cost
     remat: Levels = field(default_factory=dict)
+    peak_bytes: float = 0.0
+    short: bool = False  # whether its Problem has less room than the device, for what lives for a moment only
 
     def refined(self, solution: Solution) -> Candidate:
-        """The same problem with another solution."""
-        return replace(self, solution=solution, cost=self.model.problem.evaluate(solution.choice))
+        """The same problem with another solution; where it is short of room, what that proves does not hold for all plans that fit."""
+        proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
+        return replace(self, solution=proven, cost=self.model.problem.evaluate(solution.choice))
 
     def keeping(self, forward: ForwardPrices) -> Candidate:
         """The same choices with what makes them fastest within memory kept of the blocks that are run again."""
@@ -157,14 +162,29 @@ class Planner:
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution]) -> Candidate:
-        """Solve one mesh. Raises InfeasibleError when nothing fits."""
-        model = self.model(sizes, used, name)
+        """Solve one mesh. Raises InfeasibleError when nothing fits, what lives for a moment counted too."""
+        model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
+
+        bounds: list[float] = []  # the first one holds for all plans that fit, the next ones only where there is less room
+
+        def solved(limit_bytes: float) -> Candidate:
+            here = model.with_limit(limit_bytes)
+            solution = solve(here.problem)
+            bounds.append(solution.bound_s)
+            cost, proven = here.problem.evaluate(solution.choice), replace(solution, bound_s=bounds[0])
+            return self.counted(Candidate(name, mesh, here, proven, cost, remat=self.remat, short=len(bounds) > 1))
+
         try:
-            solution = solve(model.problem)
+            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             raise
-        return Candidate(name, self.request.cluster.mesh(sizes), model, solution, model.problem.evaluate(solution.choice), remat=self.remat)
+
+    def counted(self, found: Candidate) -> Candidate:
+        """With the bytes at the peak of its fullest rank."""
+        made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat)
+        found.peak_bytes = predict(self.program, made).peak_bytes
+        return found
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -267,7 +287,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
-            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.cost.memory_bytes))
+            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak_bytes))
             if best is None or found.cost.time_s < best.cost.time_s:
                 best = found
     return best, tried
@@ -316,8 +336,10 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
             bounds.append(first.solution.bound_s)
             continue
         request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
-        here = first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
-                                        cutoff_s=known, gap=CLOSE))
+        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
+                                                        cutoff_s=known, gap=CLOSE)))
+        if here.peak_bytes > request.limit_bytes:  # the glance had room for all that lives for a moment
+            here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
         bounds.append(max(first.solution.bound_s, here.solution.bound_s))
         known = min(known, here.cost.time_s)
         found = here if found is None or here.cost.time_s < found.cost.time_s else found
@@ -355,7 +377,7 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     strategy = best.name if best.name != "search" else best.solution.strategy
     made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
     about = {**about, "notes": (*about.get("notes", ()), *filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner))}
-    predicted = Predicted(cost.time_s, cost.memory_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
+    predicted = Predicted(cost.time_s, predict(planner.program, made).peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
 
 

@@ -14,6 +14,8 @@ from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
+from autopar.memory import predict
+from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import Cost, balance, memory_bytes
 from autopar.pipeline.orders import StageTime
@@ -45,14 +47,17 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, s
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
-    bounds = balance(pieces, table.flying, inner.limit_bytes / table.kind.virtual)
-    parts = [pieces[a:b] for a, b in itertools.pairwise([0, *bounds, len(pieces)])]
-    held = _held(parts, table)
-    for place, nbytes in enumerate(held):
-        if nbytes > inner.limit_bytes:
-            raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {inner.limit_bytes / 2**30:.2f} GiB are there",
-                                  missing_bytes=nbytes - inner.limit_bytes)
-    plan = assembled(inner, name, shape, table, model, solution, bounds)
+    def cut(limit_bytes: float) -> tuple[Plan, list[Sequence[Cost]], float]:
+        bounds = balance(pieces, table.flying, limit_bytes / table.kind.virtual)
+        parts = [pieces[a:b] for a, b in itertools.pairwise([0, *bounds, len(pieces)])]
+        for place, nbytes in enumerate(_held(parts, table)):
+            if nbytes > limit_bytes:
+                raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there",
+                                      missing_bytes=nbytes - limit_bytes)
+        plan = assembled(inner, name, shape, table, model, solution, bounds)
+        return plan, parts, predict(inner.whole.program, plan).peak_bytes
+
+    plan, parts, peak_bytes = within(inner.limit_bytes, cut, lambda made: made[2])
     seen = views(inner.whole.program, plan) if table.stages > 1 else ()
     times = _times(inner, shape, table, plan, parts, seen)
     ends = table.ends_s(times, whole=whole)
@@ -62,7 +67,7 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, s
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
-    return Found(plan, shape, table, step_s, max(held), max(busy))
+    return Found(plan, shape, table, step_s, peak_bytes, max(busy))
 
 
 def assembled(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, bounds: Sequence[int]) -> Plan:

@@ -130,8 +130,8 @@ class Forward:
         value = self._value((op.name, 0), None)
         if op.role == "param" and value.pair.has_grad:
             value.leaf = op
-            sync = self.sync.get(value.ref, ())
-            value.pair = Pair(value.pair.value, tuple("P" if a in sync else g for a, g in enumerate(value.pair.grad)))
+            value.pair = value.pair.partial((*self.sync.get(value.ref, ()), *value.pair.gathered))
+            value.grad_bytes = self.shares.gradient(value.ref, value.pair) if value.grad_bytes else 0.0
         self.values[op.name, 0] = value
 
     def _close(self, frame: Sequence[Storage | None]) -> None:

@@ -57,10 +57,9 @@ class Holding:
         """The peak and what makes it up."""
         training = self.shares.plan.mode == "train"
         rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
-        gradients = [e for e in rest if e.kind == "gradients"]
-        still = [e for e in rest if e.kind != "gradients"]
+        gradients, still = self._apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
-        moments = [*self._moments(base, held), *(self._after(base + held, gradients) if training else ())]
+        moments = [*self._moments(base, held), *(self._after(base, gradients) if training else ())]
         peak = max(moments, key=lambda moment: moment.nbytes)
         order = sorted(self.profiles)
         return Place(
@@ -68,12 +67,17 @@ class Holding:
             tuple(self.profiles[i].kept_bytes for i in order), tuple(self._in_flight().get(i, 0) for i in order),
             {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)})
 
+    def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Gradients of parameters, and what is there in the forward too."""
+        return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
+
     def levels(self) -> list[Level]:
         """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
         rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
-        held = sum(e.nbytes for e in rest if e.kind == "gradients")
-        base, before, found, back = sum(e.nbytes for e in rest) - held, 0.0, list[Level](), False
+        gradients, still = self._apart(rest)
+        held, base = sum(e.nbytes for e in gradients), sum(e.nbytes for e in still)
+        before, found, back = 0.0, list[Level](), False
         flying = [(action, self._beside(kept, halfway)) for action, kept, halfway in self._flying()]
         for index, (action, beside) in enumerate(flying):
             back = back or action.kind != "F"
@@ -85,7 +89,8 @@ class Holding:
                                self.profiles[action.stage].share(time, forward=action.kind == "F")))
             before = after
         if training:
-            found += [Level(base + held, base + held + extra, base + held) for extra in (self.bucket_bytes(), self.update_bytes())]
+            late = sum(e.nbytes for e in gradients if e.kind == "gradients")
+            found += [Level(base + held, base + held + self.bucket_bytes(), base + late), Level(base + late, base + late + self.update_bytes(), base + late)]
         return found
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int]) -> float:
@@ -137,18 +142,20 @@ class Holding:
             yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
                          tuple(halfway[i] for i in stages), several and back)
 
-    def _after(self, full: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
+    def _after(self, base: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
-        for phase, nbytes in (("sums of gradients", self.bucket_bytes()), ("update", self.update_bytes())):
-            yield Moment(full + nbytes, phase, -1, 0, nothing, nothing, True)
+        summed = sum(e.nbytes for e in gradients)
+        yield Moment(base + summed + self.bucket_bytes(), "sums of gradients", -1, 0, nothing, nothing, True)
+        whole = sum(e.nbytes for e in gradients if e.kind == "gradients")
+        yield Moment(base + whole + self.update_bytes(), "update", -1, 0, nothing, nothing, True)
 
     def bucket_bytes(self) -> float:
         """The largest flat copy of gradients that are summed together."""
-        synced = [self.shares.elements(op.call.outs[0].sizes, self.shares.lies((op.name, 0)).value) * op.out_dtypes[0].itemsize * op.count
-                  for op in self.shares.program.ops.values() if op.role == "param" and op.name in self.synced]
-        largest = max(synced, default=0.0)
-        return float(min(sum(synced), max(BUCKET_BYTES, largest)))
+        ops = [op for op in self.shares.program.ops.values() if op.role == "param" and op.name in self.synced]
+        sizes = [self.shares.elements(op.call.outs[0].sizes, self.shares.lies((op.name, 0)).value) * op.out_dtypes[0].itemsize for op in ops]
+        together = sum(size * op.count for size, op in zip(sizes, ops, strict=True))
+        return float(min(together, max([BUCKET_BYTES, *sizes])))
 
     def update_bytes(self) -> float:
         """torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
@@ -164,7 +171,7 @@ class Holding:
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
         found = list(still)
         if peak.gradients:
-            found += gradients
+            found += [e for e in gradients if e.kind == "gradients" or peak.phase != "update"]
         for stage, n in zip(sorted(self.profiles), peak.waiting, strict=True):
             book = self.profiles[stage].book
             found += [replace(e, nbytes=e.nbytes * n, count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]

@@ -78,7 +78,7 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, 
         if key not in known:
             known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1, scattering=scattering)
         profiles[view.index] = known[key]
-    synced = frozenset(ref[0] for ref, axes in found.sync.items() if axes)
+    synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
     return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced)
 
 

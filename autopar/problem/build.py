@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,10 @@ class Model:
     links: list[Link]  # behind the nets
     prices: Prices
     plain: Problem | None = None  # where blocks are run again: the same without
+
+    def with_limit(self, limit_bytes: float) -> Model:
+        """The same with other room in memory."""
+        return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=replace(self.problem, memory_limit_bytes=limit_bytes))
 
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""

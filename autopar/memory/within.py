@@ -1,0 +1,30 @@
+"""Plans whose peak fits. A Problem counts what rests, what is kept and gathered weights, which is linear in its choices; the walk
+over the emitted program counts everything. What a Problem accepts and the walk does not is solved again with less room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from autopar.errors import InfeasibleError
+
+T = TypeVar("T")
+TRIES = 4
+
+
+def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float]) -> T:
+    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit.
+
+    Raises InfeasibleError with the bytes that are missing where `solve` does, or where nothing that it gave fits.
+    """
+    allowed, over = limit_bytes, 0.0
+    for _ in range(TRIES):
+        found = solve(allowed)
+        over = peak_bytes(found) - limit_bytes
+        if over <= 0:
+            return found
+        allowed -= over
+        if allowed <= 0:
+            break
+    raise InfeasibleError(f"the peak of the step is {over / 2**30:.2f} GiB over the {limit_bytes / 2**30:.2f} GiB of a device, with all that lives "
+                          "only for a moment (autopar memory shows what)", missing_bytes=over)

@@ -1,0 +1,59 @@
+"""What the search accepts fits: a Problem's own count of bytes is checked by the walk over the emitted program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.memory import predict
+from autopar.memory.within import within
+from autopar.planner import Planner, Request, plan
+from autopar.recipes import RECIPES
+from autopar.report.explain import choice_of
+from tests.helpers.verify import by_recipe, subject
+
+CASES = [(name, recipe) for name in ("gpt", "hf-gpt2", "mlp", "cnn", "moe", "recommender") for recipe in ("ddp", "zero1", "zero3", "megatron")]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_the_two_counts_are_within_a_factor_of_two(name: str, recipe: str) -> None:
+    """What lives for a moment is at most as much again as what the Problem counts; and what it counts is not all there at once."""
+    who, made = subject(name), by_recipe(subject(name), (2,), recipe)
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x2"), mesh=(2,)))
+    model = planner.model((2,), RECIPES[recipe].roles, recipe)
+    counted = model.problem.price(choice_of(model, made)).memory_bytes
+    peak = predict(planner.program, made).peak_bytes
+    assert made.predicted.memory_bytes == peak
+    assert counted / 2 <= peak <= 2 * counted
+
+
+@pytest.mark.parametrize("room", [0.6, 0.8, 0.95])
+def test_plans_fit_by_both_counts(room: float) -> None:
+    """On devices with less memory than the fastest plan takes."""
+    who, cluster = subject("gpt"), Cluster.parse("cpu:1x4")
+    free = plan(who.captured.gm, who.captured.hints, Request(cluster, time_limit_s=5.0), model="gpt", graph_hash=who.captured.graph_hash)
+    limit = room * free.predicted.memory_bytes
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=int(limit / cluster.device.usable_memory)))
+    made = plan(who.captured.gm, who.captured.hints, Request(small, time_limit_s=5.0), model="gpt", graph_hash=who.captured.graph_hash)
+    assert made.predicted.memory_bytes <= limit
+    assert all(other.memory_bytes is None or other.memory_bytes <= limit for other in made.alternatives)
+    assert made.predicted.bound_s <= made.predicted.step_s
+
+
+def test_room_shrinks_until_the_peak_fits() -> None:
+    """Of an answer that fills its room, with a fifth more for a moment."""
+    asked: list[float] = []
+
+    def solve(room: float) -> float:
+        asked.append(room)
+        if room < 50:
+            raise InfeasibleError("nothing is that small", missing_bytes=50 - room)
+        return room
+
+    assert within(100.0, solve, lambda answer: 1.2 * answer) <= 100 / 1.2
+    assert asked[0] == 100.0 and asked == sorted(asked, reverse=True)
+    with pytest.raises(InfeasibleError, match="nothing is that small"):
+        within(55.0, solve, lambda answer: 1.2 * answer)

@@ -16,30 +16,27 @@ from typing import Any
 from torch import fx
 
 from autopar.cluster import Cluster, Mesh
+from autopar.decided import node_plan, rule_notes
 from autopar.errors import InfeasibleError, PlanError
-from autopar.layout import fraction, parse
 from autopar.memory import predict
 from autopar.memory.within import within
-from autopar.plan import Alternative, NodePlan, Plan, Predicted
+from autopar.plan import Alternative, Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
 from autopar.problem.build import Decisions, Model, build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
-from autopar.problem.graph import Op, Program, Ref, read
+from autopar.problem.graph import Program, read
 from autopar.problem.keeping import best_kept
 from autopar.problem.largest import largest
 from autopar.problem.options import Sections, sections_of, table_of
-from autopar.problem.prices import Prices, Settings, pair
+from autopar.problem.prices import Prices, Settings
 from autopar.problem.remat import LEVELS, Levels, levels, price, rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
-from autopar.recipes.kinds import kind
 from autopar.recipes.pipelines import PIPELINES
-from autopar.rules import derived, unknown
-from autopar.rules.language import Use
 from autopar.rules.rule import Rule
 from autopar.search import SEARCHES, Search, ilp
 
@@ -376,7 +373,8 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
     made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
-    about = {**about, "notes": (*about.get("notes", ()), *filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner))}
+    notes = (*filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner.program, planner.request.rules))
+    about = {**about, "notes": (*about.get("notes", ()), *notes)}
     predicted = Predicted(cost.time_s, predict(planner.program, made).peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
 
@@ -390,33 +388,3 @@ def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str,
         mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
         nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
         remat={scope: tuple(names) for scope, names in (remat or {}).items()})
-
-
-def local_share(plan: Plan, ref: Ref) -> float:
-    """The share of a value that one rank has where it is made."""
-    value = plan.nodes[ref[0]].outs[ref[1]].split("|")[0]
-    return fraction(parse(value), plan.mesh)
-
-
-def rule_notes(planner: Planner) -> list[str]:
-    """What the user should know about operators without a rule: each once, with its first place in the model."""
-    ops = [op for op in planner.program.ops.values() if op.role == "op"]
-    proven = derived((op.call for op in ops), planner.request.rules)
-    notes = []
-    for target in unknown((op.target for op in ops), planner.request.rules):
-        op = next(op for op in ops if op.target == target)
-        how = (f"split by the rule {proven[target]!r}, derived and proven on small tensors" if target in proven else
-               "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}")
-        notes.append(f"no sharding rule for {target} at {op.where}: {how}")
-    return notes
-
-
-def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
-    """What a Plan says of one node that has `options`, one per mesh axis."""
-    def column(uses: Sequence[Use]) -> str:
-        return str(pair(tuple(uses)))
-
-    ins = tuple(column([o.ins[i] for o in options]) for i in range(len(options[0].ins))) if options else ()
-    outs = tuple(column([o.outs[i] for o in options]) for i in range(len(options[0].outs))) if options else ()
-    return NodePlan(ins, outs, tuple(o.factor for o in options), tuple(kind(op, o) for o in options),
-                    tuple(o.run for o in options))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from autopar import planner
+from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
@@ -82,6 +83,6 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
 
 def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
     predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0)
-    notes = (*about.get("notes", ()), *planner.rule_notes(inner.whole))
+    notes = (*about.get("notes", ()), *rule_notes(inner.whole.program, inner.request.rules))
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -10,6 +10,7 @@ from typing import Any
 from autopar import planner
 from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s
+from autopar.decided import local_share
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
@@ -103,7 +104,7 @@ def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequ
 
 def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float:
     """Seconds of sending what leaves a stage in one microbatch."""
-    return sum(collective_s("send", planner.local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
+    return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
 
 
 def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool) -> StageTime:

@@ -10,11 +10,11 @@ from torch import fx
 from autopar.cluster import Cluster, Mesh, MeshAxis
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
+from autopar.decided import local_share
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan
-from autopar.planner import local_share
 from autopar.problem.graph import Program, Ref, read
 from autopar.problem.prices import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.decided import node_plan
 from autopar.frontend import load
 from autopar.pipeline import units
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.sharing import sharing
 from autopar.plan import Plan, Predicted
-from autopar.planner import Planner, Request, node_plan, plan, space
+from autopar.planner import Planner, Request, plan, space
 from autopar.problem.build import Decisions, fits_together
 from autopar.problem.clusters import join
 from autopar.problem.prices import Settings

@@ -1,0 +1,45 @@
+"""What decisions are in the plain words of a plan, and what its reader should know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.layout import fraction, parse
+from autopar.plan import NodePlan, Plan
+from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.prices import pair
+from autopar.recipes.kinds import kind
+from autopar.rules import derived, unknown
+from autopar.rules.language import Use
+from autopar.rules.rule import Rule
+
+
+def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
+    """What a Plan says of one node that has `options`, one per mesh axis."""
+    def column(uses: Sequence[Use]) -> str:
+        return str(pair(tuple(uses)))
+
+    ins = tuple(column([o.ins[i] for o in options]) for i in range(len(options[0].ins))) if options else ()
+    outs = tuple(column([o.outs[i] for o in options]) for i in range(len(options[0].outs))) if options else ()
+    return NodePlan(ins, outs, tuple(o.factor for o in options), tuple(kind(op, o) for o in options),
+                    tuple(o.run for o in options))
+
+
+def local_share(plan: Plan, ref: Ref) -> float:
+    """The share of a value that one rank has where it is made."""
+    value = plan.nodes[ref[0]].outs[ref[1]].split("|")[0]
+    return fraction(parse(value), plan.mesh)
+
+
+def rule_notes(program: Program, rules: Mapping[Any, Rule] | None) -> list[str]:
+    """What the user should know about operators without a rule: each once, with its first place in the model."""
+    ops = [op for op in program.ops.values() if op.role == "op"]
+    proven = derived((op.call for op in ops), rules)
+    notes = []
+    for target in unknown((op.target for op in ops), rules):
+        op = next(op for op in ops if op.target == target)
+        how = (f"split by the rule {proven[target]!r}, derived and proven on small tensors" if target in proven else
+               "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}")
+        notes.append(f"no sharding rule for {target} at {op.where}: {how}")
+    return notes

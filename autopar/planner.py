@@ -208,7 +208,8 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried))
     if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
-        best, bounds = best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)), [0.0]
+        fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
+        best, bounds = fuller if fuller.peak_bytes <= request.limit_bytes else best, [0.0]
     return finish(planner, best, min(bounds), tried, about)
 
 

@@ -35,8 +35,8 @@ def levels(program: Program, level: str) -> dict[str, tuple[str, ...]]:
     """Every run of blocks at one of LEVELS, as `Plan.remat` wants it."""
     if level == "none":
         return {}
-    return {scope: tuple(op.name for op in program.ops.values() if op.scope == scope and level == "selective" and heavy(op))
-            for scope in program.runs}
+    wanted = [op.name for op in program.ops.values() if level == "selective" and heavy(op)]
+    return {scope: tuple(name for name in (about := rerun(program, scope, wanted)).order if name in about.kept) for scope in program.runs}
 
 
 def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from autopar.plan import Plan
@@ -13,10 +14,14 @@ LEVELS = ("none", "selective", "full", "all")
 
 
 def rematerialised(who: Subject, made: Plan, level: str) -> Plan:
-    """`made` with every run of blocks at one level; "all" keeps whatever can be kept."""
+    """`made` with every run of blocks at one level; "all" keeps whatever can be kept, "random <seed>" some of it."""
     if level == "none":
         return made
     program = read(who.captured.gm, made.hints, training=True, device="cpu")
+    if level.startswith("random"):
+        drawn = random.Random(int(level.removeprefix("random")))
+        return replace(made, remat={scope: tuple(op.name for op in program.ops.values() if op.scope == scope and keepable(op) and drawn.random() < 0.4)
+                                    for scope in program.runs})
     wanted = {"selective": heavy, "full": lambda op: False, "all": keepable}[level]
     return replace(made, remat={scope: tuple(op.name for op in program.ops.values() if op.scope == scope and wanted(op))
                                 for scope in program.runs})

@@ -36,7 +36,8 @@ def levels(program: Program, level: str) -> dict[str, tuple[str, ...]]:
     if level == "none":
         return {}
     wanted = [op.name for op in program.ops.values() if level == "selective" and heavy(op)]
-    return {scope: tuple(name for name in (about := rerun(program, scope, wanted)).order if name in about.kept) for scope in program.runs}
+    reruns = {scope: rerun(program, scope, wanted) for scope in program.runs}
+    return {scope: tuple(name for name in about.order if name in about.kept) for scope, about in reruns.items()}
 
 
 def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Model:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.problem.graph import read
 from autopar.recipes import RECIPES
 from autopar.report.reshards import reshards
 from tests.helpers.planned import planned
+from tests.helpers.verify import BATCH, SEQ, by_recipe, subject
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
@@ -14,6 +16,18 @@ def test_the_rows_add_up_to_the_price_of_the_plan(recipe: str | None) -> None:
     made = planned(recipe)
     total = sum(row.step_s for row in reshards(made.program, made.plan))
     assert total == pytest.approx(made.plan.predicted.exposed_s, rel=1e-9)  # a CPU hides nothing
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("model", ["hf-gpt2", "hf-t5", "hf-bert"])
+def test_tied_weights_are_priced_as_they_run(model: str, mesh: tuple[int, ...]) -> None:
+    """Gathered by readers in different layouts, their gradients summed in buckets."""
+    who = subject(model)
+    program = read(who.captured.gm, {"b": BATCH, "s": SEQ}, training=True)
+    for name in (name for name in ("ddp", "zero3", "tp", "tp_sp", "hsdp", "tp_zero3") if RECIPES[name].roles_on(len(mesh))):
+        made = by_recipe(who, mesh, name)
+        total = sum(row.step_s for row in reshards(program, made))
+        assert total == pytest.approx(made.predicted.exposed_s, rel=1e-9), name
 
 
 def test_data_parallel_is_one_sum_per_weight() -> None:

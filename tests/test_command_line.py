@@ -50,6 +50,15 @@ def test_emit(plan: Path, tmp_path: Path) -> None:
     compile((tmp_path / "out" / "sharded.py").read_text(), "sharded.py", "exec")
 
 
+def test_simulate(plan: Path, tmp_path: Path) -> None:
+    shown = done("simulate", str(plan), "--trace", str(tmp_path / "trace.json"))
+    assert "MFU" in shown.stdout and "exposed communication" in shown.stdout and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    found = json.loads(done("simulate", str(plan), "--json", "-").stdout)
+    assert found["step_s"] > 0 and found["peak_bytes"] > 0 and len(found["places"]) == 1
+    refused = autopar("simulate", str(plan), "--trace", str(plan / "inside" / "trace.json"))
+    assert refused.returncode == 1 and "cannot write the trace to" in refused.stderr
+
+
 def test_run(plan: Path, tmp_path: Path) -> None:
     shown = done("run", str(plan), "--steps", "2", "--json", str(tmp_path / "run.json"))
     steps = json.loads((tmp_path / "run.json").read_text())["steps"]

@@ -55,7 +55,7 @@ class Stages:
         alike = [tuple((turn.item.name, bool(turn.item.replay)) for turn in turns) for turns in self.turns]
         self._first = [alike.index(names) for names in alike]  # the first stage that does the same
         self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.line) if self.line is not None else []
-        self.sync = Sync(self.program, plan, self.edges, self.mesh)
+        self.sync = Sync(self.program, plan, self.edges, self.pieces.prices)
 
     @property
     def training(self) -> bool:

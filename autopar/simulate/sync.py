@@ -12,6 +12,7 @@ from autopar.layout import Step, most_elements
 from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
+from autopar.problem.prices import Prices
 from autopar.runtime.gradsync import BUCKET_BYTES
 from autopar.simulate.pieces import Piece
 from autopar.simulate.rank import Bucket
@@ -37,7 +38,12 @@ class Sync:
     program: Program
     plan: Plan
     edges: Edges
-    mesh: Mesh
+    prices: Prices
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of a place."""
+        return self.prices.mesh
 
     def members(self, view: View, turns: Sequence[Turn]) -> list[Member]:
         """The trained parameters that a stage holds, in order of their first use."""
@@ -74,14 +80,16 @@ class Sync:
 
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
         """One bucket: each collective runs once, over the bytes of all members together."""
-        sums, gathers = ([self._together(entries, [getattr(e, way)[index] for e in entries]) for index in range(len(getattr(entries[0], way)))]
-                         for way in ("sums", "gathers"))
+        sums = [self._together(entries, steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
+        gathers = [self._together(entries, steps, gradients=False) for steps in zip(*(e.gathers for e in entries), strict=True)]
         return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(gathers), entries[0].each)
 
-    def _together(self, entries: Sequence[_Entry], steps: Sequence[Step]) -> Piece:
-        """The same step of all members at once, with the copies around it."""
-        first, last = (self.program.ops[entries[i].member[0]].name for i in (0, -1))
-        full = [self.program.bytes_of((e.member[0], 0)) for e in entries]
+    def _together(self, entries: Sequence[_Entry], steps: Sequence[Step], *, gradients: bool) -> Piece:
+        """The same step of all members, or of their gradients, at once, with the copies around it."""
+        ops = [self.program.ops[e.member[0]] for e in entries]
+        first, last = ops[0].name, ops[-1].name
+        full = [self.program.bytes_of((op.name, 0)) for op in ops]
+        full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
         nbytes = sum(group_bytes(step, size, self.mesh.sizes) for step, size in zip(steps, full, strict=True))
         copies = sum(step_s(step, size, self.mesh) - collective_s(step.kind, group_bytes(step, size, self.mesh.sizes), self.mesh.axes[step.axis])
                      for step, size in zip(steps, full, strict=True))

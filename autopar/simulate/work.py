@@ -177,7 +177,7 @@ class Walk:
         ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
         gathers = reshard.regathers(self.plan.mesh)
         sunk = gathers and producer.role == "param" and ref not in self._summed and not self.splits
-        held = self.pieces.prices.local_bytes(self.bytes_of(ref), reshard.dst.value)
+        held = self.pieces.prices.local_bytes(self.gradient_bytes(ref), reshard.dst.value)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", self._way(reshard, "forward"), backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), gathers=gathers,
                     later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", held_bytes=held,
@@ -186,11 +186,16 @@ class Walk:
     def _way(self, reshard: Reshard, way: str) -> tuple[Piece, ...]:
         name = f"{reshard.ref[0]}{ {'forward': '', 'backward': ' gradient', 'again': ' again'}[way]}"
         steps = reshard.backward(self.plan.mesh) if way == "backward" else reshard.forward(self.plan.mesh)
-        return self.pieces.steps(steps, self.bytes_of(reshard.ref), name)
+        return self.pieces.steps(steps, self.gradient_bytes(reshard.ref) if way == "backward" else self.bytes_of(reshard.ref), name)
 
     def bytes_of(self, ref: Ref) -> float:
         """Bytes of a value of one microbatch on one device."""
         return self.program.bytes_of(ref)
+
+    def gradient_bytes(self, ref: Ref) -> float:
+        """Bytes of the gradient of a value of one microbatch on one device; a weight's has the dtype that the weight rests in."""
+        size = self.bytes_of(ref)
+        return self.pieces.prices.gradient_bytes(self.program.ops[ref[0]], size) if self.program.is_weight(ref) else size
 
     def _gathered_again(self, op: Op) -> list[Reshard]:
         """Weights whose last reader is `op`: its backward, the first that needs them, gathers them again."""

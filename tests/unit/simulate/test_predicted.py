@@ -8,14 +8,18 @@ from functools import cache
 import pytest
 import torch
 
+import autopar
 from autopar import frontend, joint
+from autopar.api import Compiled
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.planner import Request
 from autopar.problem.prices import Settings
 from autopar.simulate import simulate
 from tests.helpers.planned import BATCH, graph
+from tests.helpers.tiny import TINY
 
 CLOSE = 0.03
 
@@ -34,6 +38,18 @@ def test_buckets_cost_less_than_their_gradients_one_by_one() -> None:
     """The search prices each gradient's sum alone, with a start of its own; the runtime sums them in buckets."""
     made = _planned("ddp")
     assert 0.9 * made.predicted.step_s < simulate(graph(), made).step_s < made.predicted.step_s
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "tp_sp"])
+def test_gradients_in_mixed_precision_have_the_bytes_that_they_rest_in(recipe: str) -> None:
+    loaded = frontend.load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
+    compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
+    found = compiled.simulate()
+    assert found.step_s <= compiled.plan.predicted.step_s * (1 + 1e-9)
+    with pytest.raises(PlanError, match="was loaded without the graph that it was made for"):
+        Compiled(compiled.bundle).simulate()
+    if recipe == "zero3":  # no sums in buckets
+        assert found.step_s == pytest.approx(compiled.plan.predicted.step_s, rel=1e-9)
 
 
 @cache

@@ -41,6 +41,11 @@ class Paths:
             found[i] = [known[t] if t in known else self._find(known, source, t) for t in targets]
         return found
 
+    def number(self, source: Layout, target: Layout) -> int:
+        """The number of one way."""
+        known = self._ids.setdefault(source, {})
+        return known[target] if target in known else self._find(known, source, target)
+
     def seconds(self, ids: np.ndarray, size_bytes: float) -> np.ndarray:
         """Seconds of each way for a tensor of `size_bytes`."""
         distinct, where = np.unique(ids, return_inverse=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ def pair(uses: tuple[Use, ...]) -> Pair:
     return Pair(tuple(u.value for u in uses), tuple(u.grad for u in uses))
 
 
+@cache
 def synced(row: Pair, column: Pair) -> Layout:
     """The gradient of a weight's leaf, before it is summed or scattered: partial where the weight is gathered once per step, and
     where it rests whole and the reader leaves a part (codegen.edges says the same of a plan)."""
@@ -218,7 +219,7 @@ class Prices:
 
     def _pairs_s(self, cells: Sequence[Sequence[tuple[Layout, Layout]]], size_bytes: float) -> np.ndarray:
         """Seconds of the change in each cell, from one layout to the other."""
-        return self.paths.seconds(np.array([[self.paths.ids([a], [b])[0, 0] for a, b in line] for line in cells]), size_bytes)
+        return self.paths.seconds(np.array([[self.paths.number(a, b) for a, b in line] for line in cells]), size_bytes)
 
     def _ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """The ways between distinct layouts, and where in them each source and target is."""

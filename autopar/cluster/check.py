@@ -24,8 +24,12 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "hop_s": (0.0, 1.0, "seconds: 1 us is 1e-6"),
     "latency_s": (0.0, 1.0, "seconds: 5 us is 5e-6"),
     "launch_s": (0.0, 1.0, "seconds: 4 us is 4e-6"),
+    "dispatch_s": (0.0, 1.0, "seconds: 10 us is 10e-6"),
     "efficiency": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
     "achievable": (1e-3, 1.0, "a share of the peak, over 0 and at most 1"),
+    "achievable_of": (1e-3, 1.0, "a share of the peak, over 0 and at most 1"),
+    "spread": (0.0, 1.0, "a share of the speed, 0 to 1"),
+    "sustained": (1e-3, 1.0, "a share of what is achievable, over 0 and at most 1"),
     "achievable_bandwidth": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
     "usable_memory": (1e-3, 1.0, "a share of the memory, over 0 and at most 1"),
 }

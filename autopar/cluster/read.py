@@ -105,10 +105,14 @@ def _device(data: Any) -> Device:
     shape = data.get("best_shape")
     if shape is not None and not (isinstance(shape, list) and all(type(n) is int for n in shape)):
         fail("device", "best_shape", shape, "a list of three whole numbers")
-    for key in ("peak_flops", "sources"):
+    for key in ("peak_flops", "achievable_of", "sources"):
         if not isinstance(data.get(key, {}), dict):
             fail("device", key, data[key], "a table")
-    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None}))
+    attention = data.get("attention")
+    if attention is not None and not (isinstance(attention, list) and all(isinstance(share, float) for share in attention)):
+        fail("device", "attention", attention, "a list of two shares of the peak")
+    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None,
+                             "attention": tuple(attention) if attention is not None else None}))
 
 
 def _level(data: Any) -> Level:

@@ -101,6 +101,11 @@ class Device:
     memory_bytes          memory of the device; `usable_memory` is the share left by context, libraries and fragmentation
     achievable_bandwidth  share of `memory_bandwidth_bytes_s` that large copies reach
     launch_s              floor of one operator
+    dispatch_s            seconds of the host for one operator of an eager forward (0: hidden); the device waits where it has less to do
+    sustained             share of `achievable` that is left over a whole training step, under the power limit
+    spread                standard deviation of the speed of alike devices in different nodes, which wait for the slowest of them
+    attention             share of the peak that fused attention reaches on long sequences, forward and backward
+    achievable_of         `achievable` of dtypes that have another one
     sources               field name -> where the number comes from
     """
 
@@ -116,6 +121,11 @@ class Device:
     achievable_bandwidth: float
     launch_s: float
     best_shape: tuple[int, int, int] | None = None
+    dispatch_s: float = 0.0
+    sustained: float = 1.0
+    spread: float = 0.0
+    attention: tuple[float, float] | None = None
+    achievable_of: dict[str, float] = field(default_factory=dict, hash=False)
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +135,8 @@ class Device:
             fail(where, "kind", self.kind, "cuda or cpu")
         if "float32" not in self.peak_flops:
             fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")
+        if self.attention is not None and not (len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)):
+            fail(where, "attention", self.attention, "two shares of the peak, forward and backward")
         if self.best_shape is not None and (len(self.best_shape) != 3 or min(self.best_shape) < 1):
             fail(where, "best_shape", self.best_shape, "three positive sizes m, n, k")
 
@@ -135,9 +147,17 @@ class Device:
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as float32."""
-        key = dtype.removeprefix("torch.")
-        key = "float8" if key.startswith("float8") else key
-        return self.peak_flops.get(key, self.peak_flops["float32"])
+        return self.peak_flops.get(_family(dtype), self.peak_flops["float32"])
+
+    def best_share(self, dtype: str) -> float:
+        """Share of the peak of `dtype` that the best matmul reaches."""
+        return self.achievable_of.get(_family(dtype), self.achievable)
+
+
+def _family(dtype: str) -> str:
+    """The name of a dtype in `peak_flops`: all kinds of float8 are one."""
+    key = dtype.removeprefix("torch.")
+    return "float8" if key.startswith("float8") else key
 
 
 @dataclass(frozen=True)

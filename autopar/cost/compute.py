@@ -2,18 +2,22 @@
 
     seconds = launch floor + max(flops / (peak x matmul efficiency), bytes / (bandwidth x achievable share))
 
-Matmul efficiency is the device's published best (Device.achievable, measured at Device.best_shape) times a smooth
-function of the shape that is 1 there:
+Matmul efficiency is the device's published best (Device.achievable, measured at Device.best_shape) relative to the best over
+tiles of output that one multiprocessor works on at a time (TILES) and over cuts of the depth (SPLITS) of
 
-    edges   m / (m + tile/4), the same for n    parts of output tiles that are computed and thrown away
-    depth   k / (k + tile/2)                    filling and draining the pipeline of one tile
-    fill    (1 + (units / tiles)^3)^(-1/3)      fewer output tiles than multiprocessors leave some idle
+    waves   m n / (area of all the tiles that fit in the time)    tiles run in waves of as many as there are multiprocessors; the
+                                                                  last wave and the tiles at the edges are computed in full
+    reuse   area / (area + reuse (width + height))                small tiles read more for each multiplication
+    depth   k / (k + tile / 2)                                    filling and draining the pipeline of one tile
 
-Each is increasing in its sizes, and no operator gets faster when it grows.
+Rows of 16-bit operands that do not start at multiples of 16 bytes are read element by element, at UNALIGNED of the rate.
+The best shapes that were measured fill whole waves: 1024 x 10240 on 108 multiprocessors is 2.96 waves of 256 x 128, 2048 x 2048
+on 132 is 0.97, 1792 x 16128 on 148 is 2.98 of 256 x 256. No operator gets faster when it grows.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import sympy
@@ -27,17 +31,17 @@ Number = TypeVar("Number", float, sympy.Expr)
 VECTOR_DTYPE = "float32"
 
 
-def op_s(flops: float, nbytes: float, dtype: str, device: Device, *, matmul: Shape | None = None) -> float:
+def op_s(flops: float, nbytes: float, dtype: str, device: Device, *, matmul: Shape | None = None, share: float | None = None) -> float:
     """Seconds of an operator that does `flops` and reads and writes `nbytes`, all local to the device.
 
     `matmul` is its local (m, n, k), for a convolution those of its implicit matmul; a batch of matmuls is seen from
-    flops / (2 m n k). Neither flops nor bytes (a view): 0 seconds.
+    flops / (2 m n k). `share` of the peak replaces the efficiency of that shape where a kernel has one of its own. Neither flops nor bytes (a view): 0 seconds.
     """
     if flops <= 0 and nbytes <= 0:
         return 0.0
     rate = device.flops(dtype if matmul else vector_dtype(dtype, device))
     if matmul:
-        rate *= matmul_efficiency(flops, matmul, device)
+        rate *= matmul_efficiency(flops, matmul, device) if share is None else share
     return device.launch_s + max(flops / rate, nbytes / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
 
 
@@ -61,10 +65,44 @@ def best_factor(device: Device) -> float:
     return shape_factor(m, n, k, 1.0, device)
 
 
+ALIGNED_BYTES = 16
+"""Rows that start at multiples of this are read whole."""
+
+UNALIGNED = 0.36
+"""Share of the rate that is left where rows of 16-bit operands do not start at multiples of `ALIGNED_BYTES`: NVIDIA, Matrix
+Multiplication Background User's Guide, section 4; the share is fitted, see docs/cost-model.md."""
+
+BACKWARD = 0.9
+"""Rate of the matmuls of weights in the backward, as a share of the forward's: operands lie transposed, gradients are added up.
+Fitted, see docs/cost-model.md."""
+
+TILES = ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5))
+"""Sizes of output tiles in units of Device.tile."""
+
+SPLITS = (1, 2, 4, 8)
+"""Into how many pieces the depth may be cut, each with tiles of its own."""
+
+REUSE = 0.16
+"""What reading costs a tile, as a share of Device.tile: fitted with `sustained`, see docs/cost-model.md."""
+
+
 def shape_factor(m: Number, n: Number, k: Number, batch: Number, device: Device) -> Number:
-    """edges x depth x fill, as the module docstring defines them; of numbers or of sympy expressions."""
-    tile = device.tile
-    tiles = batch * (m + tile / 2) * (n + tile / 2) / tile**2
-    edges = m / (m + tile / 4) * n / (n + tile / 4)
-    depth = k / (k + tile / 2)
-    return edges * depth * (1 + (device.units / tiles) ** 3) ** (-1 / 3)
+    """The best of all tiles and splits, as the module docstring defines them; of numbers or of sympy expressions."""
+    ways = [_tiled(m, n, k, batch, wide * device.tile, high * device.tile, split, device)
+            for wide, high in TILES for split in SPLITS]
+    if any(isinstance(size, sympy.Expr) for size in (m, n, k, batch)):
+        return sympy.Max(*ways, evaluate=False)
+    return max(ways)
+
+
+def _tiled(m: Number, n: Number, k: Number, batch: Number, wide: float, high: float, split: int, device: Device) -> Number:
+    tiles = batch * _ceiling(m / wide) * _ceiling(n / high) * split
+    waves = _ceiling(tiles / device.units)
+    filled = batch * split * m * n / (waves * device.units * wide * high)
+    reuse = wide * high / (wide * high + REUSE * device.tile * (wide + high))
+    depth = k / (k + split * device.tile / 2)
+    return filled * reuse * depth
+
+
+def _ceiling(number: Number) -> Number:
+    return sympy.ceiling(number) if isinstance(number, sympy.Expr) else math.ceil(number)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.problem.gradients import NO_GRADIENT, reaching
+from autopar.problem.traffic import annotate
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts, ops
 from passes.saved import Saved, saved_positions
@@ -48,6 +49,10 @@ class Op:
     flops: float = 0.0
     backward_flops: float = 0.0
     bytes: float = 0.0
+    backward_bytes: float = 0.0
+    fused_bytes: float = 0.0  # forward, and of the backward, where chains of pointwise operators run as one kernel (problem.traffic)
+    fused_backward_bytes: float = 0.0
+    leads: bool = True  # whether it is a kernel of its own then
     weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
     batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
     saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
@@ -155,6 +160,7 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device
     for op in program.ops.values():
         if op.target in LOSSES:
             program.ops[op.operands[0][0]].head = True
+    annotate(program)
     return program
 
 

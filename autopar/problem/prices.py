@@ -17,10 +17,11 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from autopar.cluster import Device, Mesh
-from autopar.cost.comm import collective_s
-from autopar.cost.compute import op_s
+from autopar.cost.comm import collective_s, copy_s
+from autopar.cost.compute import ALIGNED_BYTES, BACKWARD, UNALIGNED, Shape, matmul_efficiency, op_s
 from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in
 from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements, show
 from autopar.problem.graph import Op
@@ -30,6 +31,8 @@ from autopar.problem.resting import Resting, gathered_axes
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option, Use
 from autopar.rules.site import Inner, Site
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Pair(NamedTuple):
@@ -45,11 +48,20 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision."""
+    """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
+
+    `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
+    (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
+    `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
+    """
 
     mode: str = "train"
     optimizer: str = "adamw"
     precision: str = "float32"
+    fused: bool = False
+    matmul: str = ""
+    attention: float = 1.0
+    dealt: bool = False
 
     @property
     def training(self) -> bool:
@@ -117,18 +129,44 @@ class Prices:
         used = sites(op, options, self.sizes)
         share = math.prod(1.0 / n for o, n in zip(options, self.sizes, strict=True) if o.split)
         share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
-        moved = op.bytes * self._moved(op, options)
+        local = self._moved(op, options)
+        inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:
-            moved += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
-        moved += sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
+            inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
+        forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
         matmul = self._matmul(op, options, share)
-        seconds = op_s(op.flops * share, moved, op.dtype, self.device, matmul=matmul)
+        seconds = self._kernel_s(op, op.flops * share, forward * local + inside, matmul, 0, local)
         shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
         if self.settings.training and any(t.grad for t in op.call.outs):
-            back = op_s(op.backward_flops * share, 2 * moved, op.dtype, self.device, matmul=matmul)
+            back = self._kernel_s(op, op.backward_flops * share, backward * local + 2 * inside, matmul, 1, local)
             more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
             return seconds + back + shown + more, taken + under
         return seconds + shown, taken
+
+    def _kernel_s(self, op: Op, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
+        """Seconds of the kernels of one direction (0 forward, 1 backward) of an Op."""
+        dtype = self.settings.matmul if self.settings.matmul and any(op.weight) and matmul else op.dtype
+        share = self._share_of_peak(op, flops, dtype, matmul, direction)
+        seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
+        if dtype != op.dtype:  # what comes in (a gradient in the backward) is read, and written once by rows and once by columns
+            seconds += copy_s(2.0 * local * math.prod((op.call.ins[0], op.call.outs[0])[direction].sizes), self.device)
+        follows = self.settings.fused and not op.leads
+        return max(0.0, seconds - self.device.launch_s) if follows and seconds else seconds
+
+    def _share_of_peak(self, op: Op, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
+        """The share of the peak of `dtype` that the matmuls of an Op reach; None where it has none."""
+        if matmul is None:
+            return None
+        device = self.device
+        if op.target is ATTENTION and device.attention is not None:
+            keys = op.call.ins[1].sizes[-2]
+            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile)
+        m, n, k = matmul
+        shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
+        found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
+        turned = BACKWARD if direction and any(op.weight) else 1.0
+        aligned = 1.0 if all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k)) else UNALIGNED
+        return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
@@ -136,6 +174,8 @@ class Prices:
         for site, inner in used:
             for each in inner:
                 times = each.times(site)
+                if each.reorders and self.settings.dealt:
+                    continue
                 seconds = times * collective_s(each.kind, each.nbytes(site), self.mesh.axes[site.axis]) if times else 0.0
                 if each.hidden:
                     hidden += seconds
@@ -162,10 +202,14 @@ class Prices:
         layout = tuple(o.outs[0].value for o in options)
         sizes = op.call.outs[0].sizes
         numel = math.prod(sizes) * self._share(layout)
-        last = len(sizes) - 1
-        cut = math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.startswith(f"S{last}"))
-        n = max(1, sizes[-1] // cut)
-        return max(1, int(numel / n)), n, max(1, int(op.flops * share / 2 / max(numel, 1)))
+        last = 1 if "conv" in getattr(op.target, "__name__", "") else len(sizes) - 1  # columns: channels of a convolution, features else
+        n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
+        m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
+        return m, n, max(1, int(op.flops * share / 2 / max(numel, 1)))
+
+    def _cut(self, layout: Layout, dim: int) -> int:
+        """Into how many parts a layout cuts a dim."""
+        return math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.partition("/")[0] == f"S{dim}")
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
                 again: Sequence[bool] = (), *, weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:

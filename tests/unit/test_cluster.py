@@ -18,7 +18,7 @@ from autopar.cluster.check import RANGES
 from autopar.cluster.here import here, match
 from autopar.errors import ClusterError
 
-PRESETS = ("a100-40", "a100-80", "b200", "cpu", "h100", "h200", "l4", "mi300x", "v100")
+PRESETS = ("a100-40", "a100-80", "b200", "b300", "cpu", "gb200", "gb300", "h100", "h100-96", "h200", "l4", "mi300x", "v100", "v100-16")
 
 
 def test_the_presets_are_there() -> None:
@@ -28,9 +28,9 @@ def test_the_presets_are_there() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     cluster = Cluster.parse(name)
-    numbers = {f.name for f in dataclasses.fields(cluster.device) if f.name in RANGES}
-    if cluster.device.best_shape is not None:
-        numbers.add("best_shape")
+    numbers = {f.name for f in dataclasses.fields(cluster.device) if f.name in RANGES and getattr(cluster.device, f.name) != f.default}
+    numbers = {name for name in numbers if getattr(cluster.device, name) != {}}
+    numbers |= {name for name in ("best_shape", "attention") if getattr(cluster.device, name) is not None}
     assert set(cluster.device.sources) == numbers
     texts = [*cluster.device.sources.values(), *(level.source for level in cluster.levels)]
     texts += [protocol.source for level in cluster.levels for protocol in level.protocols]
@@ -112,7 +112,7 @@ def test_a_level_may_state_only_a_latency(tmp_path: Path) -> None:
 
 
 BAD_TEXTS = [
-    ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, b200, cpu"),
+    ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, b200, b300, cpu"),
     ("h100:", "does not name sizes of node x gpu"),
     ("h100:0x8", "does not name sizes"),
     ("h100:2x2x2", "wanted for example h100:2x2"),

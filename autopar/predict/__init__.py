@@ -1,0 +1,12 @@
+"""Seconds of a training step under a *given* configuration: nothing is searched but what the configuration leaves open.
+
+    Setup       how it is trained: axis sizes, schedule, microbatches, recomputation, what the software does beside the plan
+    Place       what every unit of the model costs on the mesh of one place, by part (from the prices of autopar.problem)
+    predict     Setup and Place -> Prediction: the step by part
+"""
+
+from autopar.predict.place import Decided, Place, UnitTime, decide, price
+from autopar.predict.setup import Setup, Software
+from autopar.predict.step import Prediction, predict
+
+__all__ = ["Decided", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "predict", "price"]

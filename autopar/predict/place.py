@@ -1,0 +1,198 @@
+"""What every unit of a model costs in one microbatch on the mesh of one place, by part, from the prices that plans are made with.
+
+The mesh is (experts, context, tensor); each axis takes the role of a recipe, and the search settles what roles leave open. From its
+decisions come the operators' seconds (`Prices`) and the reshards (`codegen.edges`) with theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.cluster import Cluster, Mesh
+from autopar.codegen.edges import Reshard, edges
+from autopar.cost.comm import steps_s
+from autopar.layout import Layout, most_elements
+from autopar.pipeline.units import Unit, units
+from autopar.planner import Planner, Request, bare_plan
+from autopar.predict.setup import Setup
+from autopar.problem.build import Decisions, build
+from autopar.problem.graph import Op
+from autopar.problem.prices import ATTENTION, Prices, Settings
+from autopar.problem.traffic import tensor_bytes
+from autopar.recipes import roles, sequence
+from autopar.search import ilp
+
+SOLVE_S = 5.0
+NO_LIMIT_BYTES = float(1 << 60)
+"""A given configuration is priced whether it fits or not."""
+
+
+@dataclass
+class UnitTime:
+    """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
+    activations. `attention_s` is the part of `forward_s` that attention takes from scores on. `operators` counts what the host calls in the forward, views too, `kernels` what it launches."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    attention_s: float = 0.0
+    operators: float = 0.0
+    kernels: float = 0.0
+    collectives: float = 0.0
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
+
+    def scaled(self, by: float) -> UnitTime:
+        """All of it times `by`."""
+        return UnitTime(*(value * by for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The units of a program with their prices; `blocks` names the runs of blocks, whose times are of one instance."""
+
+    order: tuple[Unit, ...]
+    times: dict[str, UnitTime]
+    sent_bytes: float
+    mesh: Mesh
+
+    def of(self, unit: Unit) -> UnitTime:
+        """The times of a unit."""
+        return self.times[unit.name]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What runs how on the mesh of a place."""
+
+    planner: Planner
+    mesh: Mesh
+    settings: Settings
+    decisions: Decisions
+
+    def priced(self, cluster: Cluster) -> Place:
+        """The prices on a place of `cluster`, whose sizes are those that were decided for."""
+        mesh = _mesh(cluster, self.mesh.sizes)
+        return _Reader(self.planner, mesh, Prices(mesh, cluster.device, self.settings), self.decisions).place()
+
+
+def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Place:
+    """Price one microbatch of `setup` on a place of `cluster`: the graph at `micro_batch` samples per data-parallel rank."""
+    return decide(gm, setup, cluster, precision).priced(cluster)
+
+
+def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
+    """Settle what the roles of the axes leave open."""
+    sizes, used = _axes(setup)
+    hints = {"b": setup.micro_batch * setup.ep, "s": setup.seq}
+    software = setup.software
+    settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, attention=software.attention, dealt=True)
+    planner = Planner.of(gm, hints, Request(cluster, settings))
+    mesh = _mesh(cluster, sizes)
+    prices = Prices(mesh, cluster.device, settings)
+    joints = [planner.joints(role, n) for role, n in zip(used, sizes, strict=True)]
+    model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")
+    decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
+    return Decided(planner, mesh, settings, decisions)
+
+
+def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
+    """Axes of `sizes` on the innermost devices of `cluster`."""
+    outer = cluster.devices // math.prod(sizes)
+    return Mesh(cluster.mesh((outer, *sizes)).axes[1:]) if outer > 1 else cluster.mesh(sizes)
+
+
+def _axes(setup: Setup) -> tuple[tuple[int, ...], tuple[roles.Role, ...]]:
+    """Sizes and roles of the mesh of a place, axes of one device left out."""
+    tensor = roles.tensor_sequence if setup.sequence_parallel else roles.megatron
+    found = [(n, role) for n, role in ((setup.ep, roles.experts), (setup.cp, sequence.context), (setup.tp, tensor)) if n > 1]
+    found = found or [(1, roles.nothing)]
+    return tuple(n for n, _ in found), tuple(role for _, role in found)
+
+
+class _Reader:
+    """Adds up the prices of the decisions for one mesh by unit."""
+
+    def __init__(self, planner: Planner, mesh: Mesh, prices: Prices, decisions: Decisions) -> None:
+        self.program, self.mesh, self.prices, self.decisions = planner.program, mesh, prices, decisions
+        self.forward = Prices(mesh, prices.device, replace(prices.settings, mode="inference"))
+        self.plan = bare_plan(planner, mesh, decisions, "given")
+        self.order = units(self.program)
+        self.home = self._homes()
+        self.count = {run.scope: run.count for run in self.program.runs.values()}
+        self.times = {unit.name: UnitTime() for unit in self.order}
+
+    def place(self) -> Place:
+        """The prices of all units."""
+        for op in self.program.ops.values():
+            self._op(op)
+        for reshard in edges(self.program, self.plan).reshards:
+            self._reshard(reshard)
+        times = {name: time.scaled(1 / self.count.get(name, 1)) for name, time in self.times.items()}
+        return Place(tuple(self.order), times, self._sent_bytes(), self.mesh)
+
+    def _homes(self) -> dict[str, str]:
+        """Op -> the unit whose time it is: its own, its block, or the first unit that reads it."""
+        names = {unit.name for unit in self.order}
+        home = {op.name: op.scope or op.name for op in self.program.ops.values() if op.scope in names or op.name in names}
+        readers = self.program.readers()
+        feeds = {feed: run.scope for run in self.program.runs.values() for feed in run.feeds}
+        for op in reversed(self.program.ops.values()):
+            if op.name not in home:
+                refs = [(op.name, i) for i in range(max(1, len(op.call.outs)))]
+                found = [home[r.name] for ref in refs for r, _ in readers.get(ref, ())] + [feeds[ref] for ref in refs if ref in feeds]
+                home[op.name] = found[0] if found else self.order[-1].name
+        return home
+
+    def _op(self, op: Op) -> None:
+        here, options = self.times[self.home[op.name]], self.decisions[op.name]
+        if op.role == "param":
+            self._parameter(op, here)
+            return
+        if op.role != "op":
+            return
+        both, forward = self.prices.op_s(op, options), self.forward.op_s(op, options)
+        here.forward_s += forward
+        here.backward_s += both - forward
+        fused = self.prices.settings.fused
+        here.operators += op.count
+        if forward > 0 and (op.leads or not fused):
+            here.kernels += op.count
+        if op.target is ATTENTION or _scores(op):
+            here.attention_s += forward
+
+    def _parameter(self, op: Op, here: UnitTime) -> None:
+        layout: Layout = tuple(option.outs[0].value for option in self.decisions[op.name])
+        held = float(most_elements(op.call.outs[0].sizes, layout, self.mesh.sizes) * op.count)
+        here.parameters += held
+        if len(op.call.outs[0].sizes) == 3:
+            here.expert_parameters += held
+
+    def _reshard(self, reshard: Reshard) -> None:
+        producer = self.program.ops[reshard.ref[0]]
+        at = reshard.scope or (self.home[reshard.readers[0]] if reshard.readers else self.home[producer.name])
+        here, size = self.times[at if at in self.times else self.home[producer.name]], self.program.bytes_of(reshard.ref)
+        forward, backward = reshard.forward(self.mesh.sizes), reshard.backward(self.mesh.sizes)
+        if reshard.role == "sync":  # once per step, with all other gradients
+            return
+        here.forward_comm_s += steps_s(forward, size, self.mesh) * reshard.count
+        here.backward_comm_s += steps_s(backward, size, self.mesh) * reshard.count
+        here.collectives += (len(forward) + len(backward)) * reshard.count
+
+    def _sent_bytes(self) -> float:
+        """Bytes of what one rank hands from block to block: what a stage sends to the next."""
+        return sum(tensor_bytes(self.program.ops[ref[0]].call.outs[ref[1]]) * self._part(ref[0], ref[1])
+                   for run in self.program.runs.values() for ref in run.carried)
+
+    def _part(self, name: str, index: int) -> float:
+        value = tuple(option.outs[index].value for option in self.decisions[name])
+        return self.prices.local_bytes(1.0, value)
+
+
+def _scores(op: Op) -> bool:
+    """Whether an operator works on a square of scores: as many rows as columns, which is a sequence."""
+    return any(len(t.sizes) == 4 and not isinstance(t.shape[-1], int) and t.sizes[-1] == t.sizes[-2] for t in op.tensors)

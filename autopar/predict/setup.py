@@ -1,0 +1,83 @@
+"""How a model is trained: a configuration as people state it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from autopar.errors import PlanError
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the training software does beside the plan.
+
+    fused                chains of pointwise operators are one kernel (hand-written, or by a compiler)
+    overlap_gradients    sums of gradients over the data-parallel axis run under the backward, and gathers under the forward
+    gradient_bytes       bytes of one element of a gradient where it is kept and summed
+    matmul               dtype of matmuls with weights where it is not that of the model (float8, float4)
+    optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
+    hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
+    attention            rate of fused attention as a multiple of that of torch's own kernels on the device
+    captured             kernels are launched from a captured graph or compiled code: the host is not in the way
+    """
+
+    fused: bool = True
+    overlap_gradients: bool = True
+    gradient_bytes: int = 4
+    matmul: str = ""
+    optimizer_bytes: float = 30.0
+    captured: bool = False
+    hidden_tensor: float = 0.0
+    attention: float = 1.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
+    ranks), `pp` slowest, as Megatron numbers them.
+
+    `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
+    `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
+    `selective` its attention.
+    """
+
+    micro_batch: int
+    microbatches: int
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    replicas: int = 1
+    recompute: str = "none"
+    recompute_share: float = 1.0
+    software: Software = Software()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int) and not isinstance(value, bool) and each.name != "zero" and value < 1:
+                raise PlanError(f"setup: {each.name} is {value}; wanted at least 1")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"setup: recompute is {self.recompute!r}; wanted one of {', '.join(RECOMPUTE)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"setup: zero is {self.zero}; wanted 0, 1, 2 or 3")
+        if self.dp % self.ep or self.dp % self.replicas:
+            raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep} and of replicas {self.replicas}")
+
+    @property
+    def devices(self) -> int:
+        """How many devices it runs on."""
+        return math.prod((self.tp, self.cp, self.dp, self.pp))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all devices."""
+        return self.micro_batch * self.microbatches * self.dp * self.seq

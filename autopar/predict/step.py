@@ -1,0 +1,256 @@
+"""The length of a step under a given configuration, by part.
+
+    unit        forward, backward: kernels or the host that issues them, whichever takes longer; collectives of activations behind them
+    stage       its units; `full` recomputation runs the blocks' forward once more in the backward
+    ZeRO-3      gathers under the forward, gathers and scatters under the backward of each block; what sticks out counts
+    pipeline    the schedule's own order of stages (`pipeline.orders`), sends between them
+    step        pipeline + sums of gradients that stick out + optimizer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster, MeshAxis, Span
+from autopar.cost.comm import collective_s
+from autopar.pipeline.orders import Action, StageTime, orders, step_s
+from autopar.predict.place import Place, UnitTime
+from autopar.predict.setup import Setup
+
+OVERLAP = 0.8
+"""Share of compute under which collectives can hide, as problem.prices.Prices.overlap."""
+
+CONTENTION = 20 / 132
+"""Seconds that a hidden collective adds to the compute over it, as problem.prices.Prices.contention."""
+
+ROUNDING = 3.0
+"""Exponent of the smooth maximum of host and device."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step by part; they add up to `step_s`. `compute_s` is of the busiest place, recomputation not included."""
+
+    compute_s: float
+    recompute_s: float
+    host_s: float
+    tensor_s: float
+    shards_s: float
+    pipeline_s: float
+    sync_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(vars(self).values())
+
+
+@dataclass
+class _Times:
+    """Seconds of one microbatch in some units of a place."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    again_s: float = 0.0
+    host_s: float = 0.0
+    tensor_s: float = 0.0
+    shards_s: float = 0.0
+    pace_forward_s: float = 0.0
+    pace_backward_s: float = 0.0
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
+
+
+def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
+    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the next one."""
+    spans: list[Span] = []
+    for level in reversed(cluster.levels):
+        taken = math.gcd(inner, level.size)
+        inner //= taken
+        room = level.size // taken
+        here = size if level is cluster.levels[0] else math.gcd(size, room)
+        if here > 1:
+            spans.append(Span(level, here))
+        size //= here
+    return MeshAxis("line", math.prod(span.size for span in spans), tuple(reversed(spans)), cluster.device)
+
+
+def predict(place: Place, layers: int, setup: Setup, cluster: Cluster) -> Prediction:
+    """The step of a model of `layers` blocks under `setup`."""
+    return _Step(place, layers, setup, cluster).prediction()
+
+
+class _Step:
+    """Puts one step together."""
+
+    def __init__(self, place: Place, layers: int, setup: Setup, cluster: Cluster) -> None:
+        self.place, self.layers, self.setup, self.cluster = place, layers, setup, cluster
+        self.device, self.software = cluster.device, setup.software
+        inner = setup.tp * setup.cp
+        self.data = line(cluster, inner, setup.dp // setup.replicas)
+        self.sums = line(cluster, inner if setup.cp == 1 else setup.tp, setup.dp * setup.cp)
+        self.experts = line(cluster, inner * setup.ep, max(1, setup.dp // setup.ep))
+        self.stages = line(cluster, inner * setup.dp, setup.pp)
+        nodes = math.prod(level.size for level in cluster.levels[:-1])
+        self.slowest = 1.0 + self.device.spread * largest_of(nodes)
+        self.bandwidth_bytes_s = self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth
+
+    def prediction(self) -> Prediction:
+        """The step by part."""
+        stages = self._stages()
+        places = [index % self.setup.pp for index in range(len(stages))]
+        busy = [sum(_pace(t) for t, at in zip(stages, places, strict=True) if at == p) for p in range(self.setup.pp)]
+        worst = max(range(self.setup.pp), key=busy.__getitem__)
+        mine = [t for t, at in zip(stages, places, strict=True) if at == worst]
+        m = self.setup.microbatches
+        whole = self._pipeline_s(stages, places)
+        sync = max(self._sync_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp))
+        update = max(self._update_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp))
+        return Prediction(m * sum(t.forward_s + t.backward_s for t in mine), m * sum(t.again_s for t in mine),
+                          m * sum(t.host_s for t in mine), m * sum(t.tensor_s for t in mine), m * sum(t.shards_s for t in mine),
+                          whole - m * busy[worst], sync + self._tied_s(), update)
+
+    def _stages(self) -> list[_Times]:
+        """The stages in order: blocks dealt evenly, what is before them to the first, what is behind to the last."""
+        count = self.setup.pp * self.setup.vpp
+        names = list(dict.fromkeys(unit.name for unit in self.place.order))
+        inside = {unit.name for unit in self.place.order if unit.instance >= 0}
+        first = min((i for i, name in enumerate(names) if name in inside), default=len(names))
+        per_kind = self.layers / max(1, len(inside))
+        found = []
+        for index in range(count):
+            times = _Times()
+            for i, name in enumerate(names):
+                if name in inside:
+                    share = (per_kind // count + (1 if index < per_kind % count else 0)) if per_kind >= count else per_kind / count
+                    self._add(times, self.place.times[name], share, block=True)
+                elif index == (0 if i < first else count - 1):
+                    self._add(times, self.place.times[name], 1.0, block=False)
+            found.append(times)
+        return found
+
+    def _add(self, times: _Times, unit: UnitTime, count: float, *, block: bool) -> None:
+        """Add `count` instances of a unit."""
+        setup, software = self.setup, self.software
+        comm = 1.0 - software.hidden_tensor
+        forward, back = self.slowest * unit.forward_s, self.slowest * unit.backward_s + self._accumulate_s(unit)
+        forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
+        again = again_comm = again_host = 0.0
+        host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives)
+        if block and setup.recompute == "full":
+            again, again_comm, again_host = (x * setup.recompute_share for x in (forward, forward_comm, host))
+        elif block and setup.recompute == "selective":
+            again = self.slowest * unit.attention_s * setup.recompute_share
+        late = _late_s(host, forward + forward_comm)
+        late_back = _late_s(host + again_host, back + back_comm + again + again_comm)
+        shown = [0.0, 0.0]
+        if setup.zero == 3 and setup.dp > 1:
+            shown = self._shards_s(unit, forward + late, back + again + late_back)
+        times.forward_s += count * forward
+        times.backward_s += count * back
+        times.again_s += count * again
+        times.host_s += count * (late + late_back)
+        times.tensor_s += count * (forward_comm + back_comm + again_comm)
+        times.shards_s += count * sum(shown)
+        times.pace_forward_s += count * (forward + forward_comm + late + shown[0])
+        times.pace_backward_s += count * (back + back_comm + again + again_comm + late_back + shown[1])
+        times.parameters += count * unit.parameters
+        times.expert_parameters += count * unit.expert_parameters
+
+    def _accumulate_s(self, unit: UnitTime) -> float:
+        """Gradients are added to those of earlier microbatches: read and written."""
+        if self.setup.microbatches == 1:
+            return 0.0
+        share = 1 / self.setup.dp if self.setup.zero == 3 else 1.0
+        return 2 * self.software.gradient_bytes * unit.parameters * share / self.bandwidth_bytes_s
+
+    def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
+        """What sticks out of the gathers of a unit's weights and the scatters of their gradients, forward and backward."""
+        gather = collective_s("all_gather", 2 * unit.parameters, self.data)
+        scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.parameters, self.data)
+        return [_shown_s(gather, forward_s), _shown_s(gather + scatter, backward_s)]
+
+    def _pipeline_s(self, stages: Sequence[_Times], places: Sequence[int]) -> float:
+        """All microbatches through all stages."""
+        setup = self.setup
+        if setup.pp == 1:
+            return setup.microbatches * sum(_pace(t) for t in stages)
+        send = collective_s("send", self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp), self.stages)
+        times = [StageTime(t.pace_forward_s, t.pace_backward_s, 0.0, send) for t in stages]
+        count, p = setup.microbatches, setup.pp
+        if count < 2 * p or (count <= 4 * p and (setup.vpp == 1 or count % p == 0)):
+            return step_s(_order(setup, count), times, places)
+        few = min(count // p, 4) * p  # in the steady state every round of the pipeline takes as long
+        short, shorter = (step_s(_order(setup, n), times, places) for n in (few, few - p))
+        return short + (short - shorter) / p * (count - few)
+
+    def _sync_s(self, stages: Sequence[_Times]) -> float:
+        """Sums of gradients at the end of the step, and gathers of updated weights: what sticks out."""
+        setup, software = self.setup, self.software
+        ways = setup.dp * setup.cp
+        if ways == 1 or (setup.zero == 3 and setup.replicas == 1):
+            return 0.0
+        dense = sum(t.parameters - t.expert_parameters for t in stages)
+        stacked = sum(t.expert_parameters for t in stages)
+        back = sum(self._sum_s(n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts)) if n and axis.size > 1)
+        ahead = sum(collective_s("all_gather", 2 * n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts))
+                    if n and axis.size > 1) if setup.zero in (1, 2) else 0.0
+        if not software.overlap_gradients:
+            return back + ahead
+        return _shown_s(back, sum(t.pace_backward_s for t in stages)) + _shown_s(ahead, sum(t.pace_forward_s for t in stages))
+
+    def _sum_s(self, elements: float, axis: MeshAxis) -> float:
+        kind = "reduce_scatter" if self.setup.zero in (1, 2) else "all_reduce"
+        return collective_s(kind, self.software.gradient_bytes * elements, axis)
+
+    def _tied_s(self) -> float:
+        return 0.0
+
+    def _update_s(self, stages: Sequence[_Times]) -> float:
+        """The optimizer's pass over what a rank owns, the norm of the gradients and their reset."""
+        held = sum(t.parameters for t in stages)
+        owned = held / (self.setup.dp // self.setup.replicas * self.setup.cp if self.setup.zero else 1)
+        whole = owned if self.setup.zero == 3 else held
+        return (self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole) / self.bandwidth_bytes_s
+
+
+def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each place. Fewer microbatches than places, or no multiple of them under interleaving, which torch's schedules
+    refuse and others run: as many forwards ahead as there are."""
+    if setup.vpp > 1 and microbatches % setup.pp == 0:
+        return orders("interleaved_1f1b", setup.pp, setup.pp * setup.vpp, microbatches)
+    if setup.vpp == 1 and microbatches >= setup.pp:
+        return orders("1f1b", setup.pp, setup.pp, microbatches)
+    stages = [range(place, setup.pp * setup.vpp, setup.pp) for place in range(setup.pp)]
+    return tuple(tuple([Action("F", stage, m) for stage in mine for m in range(microbatches)]
+                       + [Action("B", stage, m) for stage in reversed(mine) for m in range(microbatches)]) for mine in stages)
+
+
+def _pace(times: _Times) -> float:
+    return times.pace_forward_s + times.pace_backward_s
+
+
+def largest_of(count: int) -> float:
+    """The expected largest of `count` standard normal numbers, for large counts sqrt(2 ln n) less its first correction (Cramer, 1946,
+    section 28.6): by how many deviations the slowest of so many nodes lags."""
+    if count < 2:
+        return 0.0
+    root = math.sqrt(2 * math.log(count))
+    return max(0.56, root - (math.log(math.log(count)) + math.log(4 * math.pi)) / (2 * root))
+
+
+def _late_s(host_s: float, device_s: float) -> float:
+    """What the device waits for the host that issues its kernels: some stretches are bound by one, some by the other, so that the
+    time of all is a smooth maximum of both."""
+    if host_s == 0:
+        return 0.0
+    return float((host_s**ROUNDING + device_s**ROUNDING) ** (1 / ROUNDING) - device_s)
+
+
+def _shown_s(comm_s: float, compute_s: float) -> float:
+    """What sticks out of collectives that run under compute, and what they slow it down."""
+    hidden = min(comm_s, OVERLAP * compute_s)
+    return comm_s - hidden + CONTENTION * hidden

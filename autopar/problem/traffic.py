@@ -1,0 +1,101 @@
+"""Bytes that move for each Op, forward and backward, alone and where chains of pointwise operators run as one kernel.
+
+Backward: gradients of results and what was kept are read, gradients of operands are written; a sum passes the gradient on as it
+is. Where several operators read a value, their gradients are added up: read, read, write for each beyond the first.
+
+Fused: a pointwise operator whose only reader is pointwise too, a norm or a softmax runs in the kernel of that reader, and what
+lies between them stays in registers. What the backward needs of it is computed again from what the kernel read (as
+inductor and hand-written kernels do), so its bytes are not written either. A norm or softmax ends a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.rules.language import Tensor
+from passes.tables import BINARY, UNARY
+
+if TYPE_CHECKING:
+    from autopar.problem.graph import Op, Program, Ref
+
+aten = torch.ops.aten
+
+POINTWISE = frozenset((*UNARY, *BINARY, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self))
+ENDS = frozenset((aten.cat.default, aten.softmax.int, aten.log_softmax.int, aten.layer_norm.default, aten.rms_norm.default))
+NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
+SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
+"""Operators through which a gradient passes as it is."""
+
+
+def annotate(program: Program) -> None:
+    """Fill `backward_bytes`, `fused_bytes`, `fused_backward_bytes` and `leads` of every Op of `program`."""
+    readers = program.readers()
+    for op in program.ops.values():
+        if op.role == "op" and _works(op):
+            op.backward_bytes = _backward_bytes(op)
+    for ref, found in readers.items():
+        _add_up(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
+    for op in program.ops.values():
+        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes, _works(op)
+    for producer, reader, tensor in _joined(program, readers):
+        _fuse(producer, reader, tensor)
+
+
+def _works(op: Op) -> bool:
+    """Whether the Op is a kernel at all, not a view."""
+    return op.bytes > 0 or op.flops > 0
+
+
+def tensor_bytes(tensor: Tensor) -> float:
+    """Bytes of a whole tensor."""
+    return float(math.prod(tensor.sizes) * tensor.itemsize)
+
+
+def _backward_bytes(op: Op) -> float:
+    grads = [t for t in op.call.ins if t.grad]
+    if not any(t.grad for t in op.call.outs) or not grads:
+        return 0.0
+    out = sum(tensor_bytes(t) for t in op.call.outs if t.grad)
+    if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result
+        summed = [t for t in grads if t.sizes != op.call.outs[0].sizes]
+        return sum(out + tensor_bytes(t) for t in summed)
+    if op.target is aten.embedding.default:  # rows are added to where they came from
+        return 3 * out
+    kept = sum(tensor_bytes(op.tensors[i]) for i in op.saves) + op.extra_bytes
+    if op.target in NORMS and len(grads) > 1:  # the gradients of weight and bias are a kernel of their own, which reads both again
+        kept += out + tensor_bytes(op.call.ins[0])
+    passes = len(grads) if op.flops > 0 and len(op.saves) > 1 and op.target not in POINTWISE | ENDS else 1
+    return passes * out + kept + sum(tensor_bytes(t) for t in grads)
+
+
+def _add_up(program: Program, ref: Ref, readers: list[Op]) -> None:
+    """The sums of the gradients of a value that several operators read: the first reader, whose backward is last, does them."""
+    if len(readers) > 1 and program.ops[ref[0]].role in ("op", "port"):
+        readers[0].backward_bytes += 3 * (len(readers) - 1) * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
+
+
+def _joined(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op, Tensor]]:
+    """Pairs of operators that run in one kernel, with the tensor between them."""
+    leaving = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
+    for op in program.ops.values():
+        ref = (op.name, 0)
+        if op.role != "op" or op.target not in POINTWISE or ref in leaving or len(readers.get(ref, ())) != 1:
+            continue
+        reader = readers[ref][0][0]
+        if reader.role == "op" and reader.scope == op.scope and reader.target in POINTWISE | ENDS:
+            yield op, reader, op.call.outs[0]
+
+
+def _fuse(producer: Op, reader: Op, between: Tensor) -> None:
+    size = tensor_bytes(between)
+    producer.leads = False
+    producer.fused_bytes = max(0.0, producer.fused_bytes - size)
+    reader.fused_bytes = max(0.0, reader.fused_bytes - size)
+    if between.grad:
+        through = reader.target in SUMS
+        producer.fused_backward_bytes = max(0.0, producer.fused_backward_bytes - (0.0 if through else size))
+        reader.fused_backward_bytes = max(0.0, reader.fused_backward_bytes - (0.0 if through else size))

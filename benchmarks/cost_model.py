@@ -1,0 +1,73 @@
+"""The cost model against published measurements.
+
+    python benchmarks/cost_model.py [--data DIR] [--json OUT] [--only SOURCE] [--explain ROW] [--worst 20] [--half fit|held]
+
+Every file of the known formats in the folder is read, the step of each row's *given* configuration predicted with the prices that
+plans are made with, and error, rank correlation, regret and the worst rows are printed by source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from autopar.errors import AutoparError
+from benchmarks.costmodel.data import load
+from benchmarks.costmodel.halves import in_half
+from benchmarks.costmodel.predictions import Predictor
+from benchmarks.costmodel.results import Result, as_json, explained, summary_text, worst_text
+from benchmarks.costmodel.rows import Loaded
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def predicted(loaded: Loaded) -> list[Result]:
+    """A result for each row that can be priced; the others are added to what was refused."""
+    predictor, found = Predictor(), []
+    for row in loaded.rows:
+        try:
+            found.append(Result(row, predictor.predict(row)))
+        except AutoparError as error:
+            loaded.refused.append(f"{row.name}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
+    return found
+
+
+def main() -> int:
+    """Read, predict, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of measurements (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--only", help="sources whose name contains this")
+    parser.add_argument("--explain", metavar="ROW", help="the parts of one row's prediction")
+    parser.add_argument("--worst", type=int, default=20, help="how many of the worst rows to list")
+    parser.add_argument("--half", choices=("fit", "held"), help="only the half that constants were fitted on, or the other")
+    given = parser.parse_args()
+    start = time.monotonic()
+    try:
+        loaded = load(given.data)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    loaded.rows = [row for row in loaded.rows if (given.only or "") in row.source and (given.half is None or in_half(row) == given.half)
+                   and given.explain in (None, row.name)]
+    results = predicted(loaded)
+    if given.explain:
+        print("\n\n".join(map(explained, results)) or f"no row {given.explain}")
+        return 0 if results else 2
+    print(summary_text(results), worst_text(results, given.worst), sep="\n\n")
+    print(f"\n{len(results)} rows in {time.monotonic() - start:.0f} s; {len(loaded.refused)} lines refused:")
+    for why, count in Counter(line.partition(": ")[2][:110] for line in loaded.refused).most_common():
+        print(f"  {count:4}  {why}")
+    if given.json:
+        given.json.write_text(json.dumps(as_json(results, loaded.refused), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Mist's measured plans on L4: a YAML per plan, and one summary of their times beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.predict import Setup, Software
+from benchmarks.costmodel.rows import Loaded, Row
+from benchmarks.costmodel.transformer import Config
+
+SUMMARY = "expected_summary.json"
+SOFTWARE = Software(fused=False, overlap_gradients=True, gradient_bytes=2, optimizer_bytes=28.0)
+"""Plain PyTorch with its own overlap; weights and gradients of 16 bits, optimizer state of 32."""
+
+
+def load(path: Path) -> Loaded:
+    """The plan of one file with its time from the summary beside it."""
+    try:
+        plan = yaml.safe_load(path.read_text())
+        measured = json.loads((path.parent / SUMMARY).read_text()).get(path.stem)
+        if measured is None:
+            return Loaded(refused=[f"{path.name}: {SUMMARY} has no time for it"])
+        return Loaded([_row(plan, measured, path.stem)])
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError, AutoparError) as error:
+        return Loaded(refused=[f"{path.name}: {type(error).__name__} {' '.join(str(error).split())}"])
+
+
+def _row(plan: dict[str, Any], measured: dict[str, str], name: str) -> Row:
+    model, training, hardware, strategy = (plan[key] for key in ("model", "training", "hardware", "strategy"))
+    stages = strategy["stage_strategies"]
+    micro, dp, tp = (int(value) for value in stages[0][:3])  # samples per device, data and tensor parallel
+    steps, pp = int(strategy["gradient_accumulation_steps"]), len(stages)
+    if any([int(value) for value in stage[:3]] != [micro, dp, tp] for stage in stages):
+        raise ValueError("its stages are laid out differently from each other")
+    if micro * dp * steps != int(training["global_batch_size"]):
+        raise ValueError(f"{micro} samples x {dp} ranks x {steps} microbatches are not {training['global_batch_size']}")
+    hidden, heads, layers = (int(model[key]) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    config = Config(vocab=int(model["vocab_size"]), positions=int(training["max_sequence_length"]), layers=layers, heads=heads, kv_heads=heads,
+                    head_dim=hidden // heads, hidden=hidden, ffn=int(model["intermediate_size"]), bias=bool(model["mlp_fc1_bias"]),
+                    tied=bool(model["tie_word_embeddings"]), dropout=float(model["hidden_dropout"]), fused_attention=bool(model["use_flash_attn"]))
+    again = sum(strategy["gradient_checkpointing"]) / sum(strategy["layer_partitions"])
+    offloaded = any(share > 0 for stage in stages for share in stage[6:])
+    setup = Setup(micro, steps, config.positions, tp=tp, dp=dp, pp=pp, zero=1 if stages[0][5] else 0, recompute="full" if again else "none",
+                  recompute_share=again or 1.0, software=SOFTWARE)
+    memory = max(float(part.split()[0]) for part in measured["exec_stage_peak_allocated_memories"].strip("[]").split(",")) * (1 << 20)
+    remarks = ("states or activations are kept on the host, their copies taken as hidden",) if offloaded else ()
+    return Row(name, "mist", config, setup, _cluster(hardware), str(training["params_dtype"]), float(measured["exec_total_cost"]), memory,
+               "torch max_memory_allocated", remarks=remarks)
+
+
+def _cluster(hardware: dict[str, Any]) -> Cluster:
+    """Nodes of L4; links are those of the preset."""
+    return Cluster.parse(f"l4:{hardware['num_nodes']}x{hardware['num_gpus_per_node']}")

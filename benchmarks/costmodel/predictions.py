@@ -1,0 +1,62 @@
+"""Predictions of rows: each distinct model is captured once, each distinct microbatch on a place priced once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture import capture
+from autopar.predict import Decided, Place, Prediction, Setup, decide, predict
+from benchmarks.costmodel.rows import Row
+from benchmarks.costmodel.transformer import Config, Transformer
+
+CAPTURED = 3
+"""Blocks in the captured graph: they are alike, and a prediction takes as many as the row has."""
+
+
+class Predictor:
+    """Keeps what rows share."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Config, str], Any] = {}
+        self._places: dict[tuple[object, ...], Place] = {}
+
+    def predict(self, row: Row) -> Prediction:
+        """The step of one row."""
+        return predict(self.place(row), row.model.layers, row.setup, row.cluster)
+
+    def place(self, row: Row) -> Place:
+        """The prices of one microbatch of a row."""
+        setup, device = row.setup, row.cluster.device
+        alone = _alone(setup)
+        inner = setup.tp * setup.cp * setup.ep
+        levels = tuple((level.name, level.size, level.bandwidth_bytes_s) for level in row.cluster.levels)
+        key = (row.model.with_layers(CAPTURED), row.precision, alone, device.name, levels if inner > levels[-1][1] else levels[1:])
+        if key not in self._places:
+            self._places[key] = self.decided(row).priced(row.cluster)
+        return self._places[key]
+
+    def decided(self, row: Row) -> Decided:
+        """The decisions for one microbatch of a row."""
+        return decide(self._graph(row), _alone(row.setup), row.cluster, row.precision)
+
+    def _graph(self, row: Row) -> Any:
+        config = row.model.with_layers(CAPTURED)
+        if (config, row.precision) not in self._graphs:
+            self._graphs[config, row.precision] = captured(config, row.precision)
+        return self._graphs[config, row.precision]
+
+
+def _alone(setup: Setup) -> Setup:
+    """What the prices of a microbatch on one place depend on."""
+    return replace(setup, microbatches=1, dp=setup.ep, pp=1, vpp=1, zero=0, replicas=1, recompute="none", recompute_share=1.0)
+
+
+def captured(config: Config, precision: str) -> Any:
+    """The graph of a model, batch and sequence symbolic."""
+    with torch.device("meta"):
+        model = Transformer(config).to(getattr(torch, precision)).train()
+        ids = torch.empty((4, min(config.positions, 1024)), dtype=torch.int64)
+    return capture(model, (ids, ids)).gm

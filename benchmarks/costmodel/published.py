@@ -1,0 +1,202 @@
+"""The table of published runs: one measured configuration per line (its columns are explained in the data's README)."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.predict import Setup
+from benchmarks.costmodel.rows import Loaded, Row
+from benchmarks.costmodel.software import Facts, facts
+from benchmarks.costmodel.transformer import Config
+
+Line = dict[str, str]
+
+DEVICES = {
+    "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "B200": "b200", "B300": "b300", "GB200": "gb200",
+    "GB300": "gb300", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "L4": "l4", "MI300X": "mi300x",
+    "V100-16GB-SXM2": "v100-16", "V100-32GB-SXM2": "v100", "V100-32GB-SXM3": "v100",
+}  # fmt: skip
+POSITIONS = 2048
+"""Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
+
+RACK = 64
+"""Devices of a rack-scale NVLink domain that jobs take, in whole trays, of its 72."""
+
+PRECISIONS = {"bf16": ("bfloat16", ""), "fp16": ("float16", ""), "fp8": ("bfloat16", "float8"), "mxfp8": ("bfloat16", "float8"),
+              "nvfp4": ("bfloat16", "float4")}
+ALLOCATED = ("allocated", "peak (active)")
+UNITS = {"bytes": 1.0, "GB": 1e9, "GiB": float(1 << 30), "MiB": float(1 << 20), "MB": 1e6}
+
+
+class Refused(ValueError):
+    """A line that cannot be priced, and why."""
+
+
+def load(path: Path) -> Loaded:
+    """The rows of the table."""
+    found = Loaded()
+    with path.open(newline="") as file:
+        for number, line in enumerate(csv.DictReader(file), start=2):
+            name = line.get("row_id") or f"{path.name}:{number}"
+            try:
+                found.rows.append(_row(line, name))
+            except (KeyError, TypeError, ValueError, AutoparError) as error:
+                found.refused.append(f"{name}: {error if isinstance(error, Refused) else f'{type(error).__name__} {error}'}")
+    return found
+
+
+def _row(line: Line, name: str) -> Row:
+    if line["status"] not in ("ok", ""):
+        raise Refused(f"status {line['status']}: nothing was measured")
+    gpus, tp, cp, pp = (_int(line, key, default) for key, default in (("n_gpus", None), ("tp", 1), ("cp", 1), ("pp", 1)))
+    if gpus % (tp * cp * pp):
+        raise Refused(f"{gpus} GPUs are no multiple of tp {tp} x cp {cp} x pp {pp}")
+    dp = gpus // (tp * cp * pp)
+    zero, replicas = _zero(line["zero_fsdp"], dp)
+    notes, sequence = f"{line['notes']} {line['checks']}", line["sp"] == "y" or (line["sp"] == "" and tp > 1)
+    known = facts(line["source_id"], notes, zero, sequence and tp > 1)
+    model = _model(line, known, tp)
+    precision, matmul = _precision(line)
+    micro, batch = _int(line, "micro_batch"), _int(line, "global_batch")
+    if batch % (micro * dp):
+        raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
+    recompute, share = _recompute(line)
+    setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=_int(line, "ep", 1), dp=dp, pp=pp,
+                  vpp=_int(line, "vpp", 1) if pp > 1 else 1, sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
+                  recompute=recompute, recompute_share=share, software=replace(known.software, matmul=matmul))
+    step_s, memory = _step_s(line, gpus), _memory(line)
+    if step_s is None and memory is None:
+        raise Refused("neither a step time nor memory was published")
+    remarks = (line["checks"],) if line["checks"] else ()
+    return Row(name, line["source_id"], model, setup, _cluster(line, gpus), precision, step_s, memory, line["peak_mem_kind"],
+               complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
+
+
+def _int(line: Line, key: str, default: int | None = None) -> int:
+    text = line[key].strip()
+    if not text:
+        if default is None:
+            raise Refused(f"{key} was not published")
+        return default
+    number = float(text)
+    if not (number >= 1 and number.is_integer()):
+        raise Refused(f"{key} is {text}; wanted a positive whole number")
+    return int(number)
+
+
+def _model(line: Line, known: Facts, tp: int) -> Config:
+    kind, about = line["model_type"], line["arch_source"]
+    if kind not in ("dense-gpt", "dense-llama", "moe"):
+        raise Refused(f"models of type {kind} are not built")
+    if "MLA" in about or "sliding" in about:
+        raise Refused(f"its attention is not built: {about}")
+    if "LoRA" in line["model"]:
+        raise Refused("adapters are not built")
+    hidden, heads, layers = (_int(line, key) for key in ("hidden", "n_heads", "n_layers"))
+    width = re.search(r"head_dim (\d+)", about)
+    head_dim = int(width[1]) if width else hidden // heads
+    gpt = kind == "dense-gpt"
+    squared = "squared-relu" in about
+    notes = f"{about} {line['notes']}"
+    tied = (gpt and not squared and "untied" not in notes) or ("tied embeddings" in about and "untied" not in about)
+    vocab = -(-_int(line, "vocab") // 1024) * 1024  # as Megatron pads for 8 ranks
+    moe = kind == "moe"
+    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
+                  hidden=hidden, ffn=_int(line, "ffn_hidden", 4 * hidden), rms=not gpt, gated=not gpt, squared_relu=squared,
+                  bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
+                  fused_attention=known.flash, experts=_int(line, "n_experts", 0) if moe else 0, top_k=_int(line, "moe_topk", 0) if moe else 0,
+                  expert_ffn=_int(line, "moe_ffn", 0) if moe else 0)
+
+
+def _precision(line: Line) -> tuple[str, str]:
+    if line["dtype"] not in PRECISIONS:
+        raise Refused(f"dtype {line['dtype']!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[line["dtype"]]
+
+
+def _zero(text: str, dp: int) -> tuple[int, int]:
+    """ZeRO's stage, and over how many groups of ranks the shards are copied."""
+    over = re.search(r"over (\d+)", text)
+    replicas = dp // int(over[1]) if over and int(over[1]) < dp and dp % int(over[1]) == 0 else 1
+    if "SHARD_GRAD_OP" in text or "ZeRO-2" in text:
+        return 2, replicas
+    if "ZeRO-3" in text or "FSDP" in text:
+        return 3, replicas
+    return (1, replicas) if "ZeRO-1" in text or "distributed optimizer" in text.lower() else (0, 1)
+
+
+def _recompute(line: Line) -> tuple[str, float]:
+    """Which part of the forward runs again: of whole blocks, or of attention."""
+    kind, detail = line["recompute"], line["recompute_detail"]
+    if kind != "selective":
+        return kind or "none", 1.0
+    if "every 2nd" in detail or detail == "op":  # every second block, or of every block all but every second matmul
+        return "full", 0.5
+    return ("selective", 1.0) if not detail or "att" in detail else ("none", 1.0)
+
+
+def _step_s(line: Line, gpus: int) -> float | None:
+    if "layer" in line["metric_name"]:
+        return None
+    if line["step_time_s"]:
+        seconds = float(line["step_time_s"])
+    elif line["tokens_s_gpu"]:
+        seconds = _int(line, "global_batch") * _int(line, "seq_len") / (float(line["tokens_s_gpu"]) * gpus)
+    elif line["tflops_gpu"] and line["tflops_kind"].startswith("hardware-style: 96"):
+        seconds = _counted_flops(line) / (float(line["tflops_gpu"]) * 1e12 * gpus)
+    else:
+        return None
+    if not seconds > 0:
+        raise Refused(f"a step of {seconds} s")
+    return seconds
+
+
+def _counted_flops(line: Line) -> float:
+    """96 B s L h^2 (1 + s / 6h + V / 16 L h): the formula of https://arxiv.org/abs/2104.04473, which that column names."""
+    batch, seq, layers, hidden, vocab = (_int(line, key) for key in ("global_batch", "seq_len", "n_layers", "hidden", "vocab"))
+    return 96.0 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+
+
+def _memory(line: Line) -> float | None:
+    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS:
+        return None
+    return float(line["peak_mem_value"]) * UNITS[line["peak_mem_unit"]]
+
+
+def _cluster(line: Line, gpus: int) -> Cluster:
+    gpu = line["gpu"].split(" (")[0]
+    if gpu not in DEVICES:
+        raise Refused(f"there is no preset for {gpu}")
+    inside = RACK if "NVL72" in line["interconnect"] else _int(line, "gpus_per_node", 8)
+    cluster = Cluster.parse(f"{DEVICES[gpu]}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
+    outer, *inner = cluster.levels
+    rate = network_bytes_s(line["interconnect"], inside)
+    return replace(cluster, levels=(replace(outer, bandwidth_bytes_s=rate), *inner)) if rate else cluster
+
+
+OMNIPATH = 0.2
+"""Share of four 100 Gb/s OmniPath links that all-reduces of 4 nodes x 8 A100 reach: 15 to 42 Gb/s of algorithm throughput, twice that
+on the wire, of 400 (bigscience-workshop/bigscience 9e64edec, experiments/bandwidth)."""
+
+NETWORKS = (
+    (r"OmniPath.*?(\d+) ?Gb/s per node", lambda m, gpus: 4 * int(m[1]) / gpus * OMNIPATH),
+    (r"(\d+) ?Gb/s RDMA per GPU", lambda m, gpus: int(m[1])),
+    (r"(\d+) ?Gbps/node", lambda m, gpus: int(m[1]) / gpus),
+    (r"(\d+)x ?(?:OmniPath )?(\d+) ?Gb", lambda m, gpus: int(m[1]) * int(m[2]) / gpus),
+    (r"(?:OmniPath|EFA|NVLink \+) ?(\d+) ?Gb/s", lambda m, gpus: int(m[1]) / gpus),
+)
+"""Ways to state a network, each with its Gb/s for one of the `gpus` of a node."""
+
+
+def network_bytes_s(text: str, gpus: int) -> float | None:
+    """Bytes per second and device of the network that `text` states, None where it states none."""
+    for pattern, rate in NETWORKS:
+        found = re.search(pattern, text)
+        if found:
+            return rate(found, gpus) * 1e9 / 8
+    return None

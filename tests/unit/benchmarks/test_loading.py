@@ -1,0 +1,130 @@
+"""Files of measurements: good lines become rows, bad ones are refused with their place and the reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.costmodel import mist, published, vtrain
+from benchmarks.costmodel.data import load
+from benchmarks.costmodel.halves import in_half
+from benchmarks.costmodel.published import network_bytes_s
+
+GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
+
+RUN = {
+    "row_id": "7", "source_id": "somebody", "config_complete": "full", "model": "m", "model_type": "dense-llama", "n_layers": "32", "hidden": "4096",
+    "ffn_hidden": "14336", "n_heads": "32", "n_kv_heads": "8", "vocab": "128256", "n_experts": "", "moe_topk": "", "moe_ffn": "", "arch_source": "",
+    "seq_len": "8192", "gpu": "H100-80GB-SXM", "n_gpus": "64", "gpus_per_node": "8", "interconnect": "8x400Gb IB", "dtype": "bf16", "tp": "4",
+    "sp": "y", "cp": "1", "pp": "2", "vpp": "4", "ep": "1", "dp": "8", "zero_fsdp": "distributed optimizer (ZeRO-1)", "micro_batch": "1",
+    "global_batch": "64", "recompute": "none", "recompute_detail": "", "schedule": "interleaved 1F1B", "metric_name": "", "metric_value": "",
+    "metric_unit": "", "status": "ok", "tokens_s_gpu": "2000", "tflops_gpu": "", "tflops_kind": "", "step_time_s": "", "peak_mem_value": "50",
+    "peak_mem_unit": "GiB", "peak_mem_kind": "torch max_memory_allocated", "checks": "", "notes": "",
+}  # fmt: skip
+
+
+def write(path: Path, lines: list[dict[str, str]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def test_a_line_of_vtrain(tmp_path: Path) -> None:
+    (row,) = vtrain.load(write(tmp_path / "ground_truth_single.csv", [GOOD])).rows
+    assert (row.setup.tp, row.setup.dp, row.setup.pp, row.setup.microbatches, row.setup.recompute) == (2, 2, 2, 4, "full")
+    assert row.step_s == pytest.approx(0.1235) and row.cluster.devices == 8 and row.source == "vtrain single"
+
+
+@pytest.mark.parametrize("column, value, why", [
+    ("# GPUs", "16", "2 x 2 x 2 is not 16 GPUs"), ("micro batch", "3", "batch 16 in microbatches of 3"), ("iteration time (ms)", "-1", "-0.001 s"),
+    ("hidden size", "many", "invalid literal"), ("hidden size", "1000", "1000 in 16 heads"), ("# layers", "", "invalid literal"),
+    ("micro batch", "0", "a size is not positive"), ("iteration time (ms)", "nan", "nan s"),
+])
+def test_bad_lines_of_vtrain(tmp_path: Path, column: str, value: str, why: str) -> None:
+    found = vtrain.load(write(tmp_path / "ground_truth_single.csv", [GOOD, GOOD | {column: value}]))
+    assert len(found.rows) == 1
+    assert found.refused[0].startswith("ground_truth_single.csv:3: ") and why in found.refused[0]
+
+
+def test_a_published_run(tmp_path: Path) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN])).rows
+    setup = row.setup
+    assert (setup.tp, setup.pp, setup.vpp, setup.dp, setup.zero, setup.microbatches, setup.sequence_parallel) == (4, 2, 4, 8, 1, 8, True)
+    assert row.step_s == pytest.approx(64 * 8192 / (2000 * 64)) and row.memory_bytes == 50 * 2**30
+    assert row.cluster.levels[0].bandwidth_bytes_s == 50e9 and row.cluster.devices == 64
+    assert row.model.gated and row.model.rotary and row.model.kv_heads == 8
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"status": "oom"}, "nothing was measured"), ({"n_heads": ""}, "n_heads was not published"), ({"gpu": "TPUv9"}, "no preset for TPUv9"),
+    ({"dtype": "int3"}, "dtype 'int3' is not one of"), ({"global_batch": "63"}, "no multiple of micro batch"), ({"tp": "5"}, "no multiple of tp 5"),
+    ({"tokens_s_gpu": "", "peak_mem_value": ""}, "neither a step time nor memory"), ({"model_type": "hybrid-mamba"}, "are not built"),
+    ({"step_time_s": "0"}, "a step of 0.0 s"), ({"seq_len": "long"}, "could not convert"), ({"step_time_s": "nan"}, "a step of nan s"),
+])
+def test_bad_published_runs(tmp_path: Path, change: dict[str, str], why: str) -> None:
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | change]))
+    assert not found.rows and found.refused[0].startswith("7: ") and why in found.refused[0]
+
+
+@pytest.mark.parametrize("text, gpus, rate", [
+    ("4x OmniPath 100 Gb/s per node", 8, 1.25e9), ("1600 Gbps/node RoCE", 8, 25e9), ("NVLink + 400 Gb/s RDMA per GPU (Grand Teton)", 8, 50e9),
+    ("NVLink3/NVSwitch + 8x200 Gb/s HDR IB (Selene)", 8, 25e9), ("NVLink + 25 Gb/s (AWS p3.16xlarge)", 8, 25e9 / 64),
+    ("NVLink4 900GB/s bidir + 8x400Gb IB (DGX H100 EOS)", 8, 50e9), ("EFA 340 Gb/s (AWS p4de)", 8, 340e9 / 64), ("NVLink (single node)", 8, None),
+])
+def test_networks_are_read(text: str, gpus: int, rate: float | None) -> None:
+    assert network_bytes_s(text, gpus) == (pytest.approx(rate) if rate else None)
+
+
+def plan(**strategy: object) -> dict[str, object]:
+    given = {"layer_partitions": [2, 2], "gradient_checkpointing": [1, 0], "gradient_accumulation_steps": 8,
+             "stage_strategies": [[1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.0, 0.0]] * 2} | strategy
+    model = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 512, "intermediate_size": 1024, "mlp_fc1_bias": False,
+             "tie_word_embeddings": False, "hidden_dropout": 0.0, "use_flash_attn": True}
+    return {"model": model, "strategy": given, "hardware": {"num_nodes": 1, "num_gpus_per_node": 4},
+            "training": {"global_batch_size": 16, "max_sequence_length": 128, "params_dtype": "float16"}}
+
+
+def mist_folder(tmp_path: Path, described: dict[str, object]) -> Path:
+    path = tmp_path / "mist" / "gpt" / "one.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump(described))
+    times = {"exec_total_cost": "1.5", "exec_stage_peak_allocated_memories": "[100 MB, 80 MB]"}
+    (path.parent / mist.SUMMARY).write_text(json.dumps({"one": times}))
+    return path
+
+
+def test_a_plan_of_mist(tmp_path: Path) -> None:
+    (row,) = mist.load(mist_folder(tmp_path, plan())).rows
+    assert (row.setup.dp, row.setup.pp, row.setup.recompute, row.setup.recompute_share, row.step_s) == (2, 2, "full", 0.25, 1.5)
+    assert row.memory_bytes == 100 * 2**20
+
+
+@pytest.mark.parametrize("described, why", [
+    (plan(gradient_accumulation_steps=7), "are not 16"), ({"model": {}}, "KeyError 'training'"),
+    (plan(stage_strategies=[[1, 2, 1, 0, 0, 1, 0.0], [2, 1, 1, 0, 0, 1, 0.0]]), "laid out differently"),
+])
+def test_bad_plans_of_mist(tmp_path: Path, described: dict[str, object], why: str) -> None:
+    found = mist.load(mist_folder(tmp_path, described))
+    assert not found.rows and why in found.refused[0]
+
+
+def test_a_folder_of_all_formats(tmp_path: Path) -> None:
+    write(tmp_path / "vtrain" / "ground_truth_multi.csv", [GOOD])
+    write(tmp_path / "published_runs.csv", [RUN])
+    mist_folder(tmp_path, plan())
+    assert {row.source for row in load(tmp_path).rows} == {"vtrain multi", "somebody", "mist"}
+    with pytest.raises(FileNotFoundError, match="has no file of the formats"):
+        load(tmp_path / "nowhere")
+
+
+def test_the_halves_depend_on_sizes_alone(tmp_path: Path) -> None:
+    lines = [GOOD | {"micro batch": micro, "iteration time (ms)": time} for micro in ("1", "2", "4") for time in ("1", "2")]
+    rows = vtrain.load(write(tmp_path / "ground_truth_single.csv", lines)).rows
+    assert len({in_half(row) for row in rows}) == 1

@@ -1,0 +1,83 @@
+"""A given configuration: parts add up, more work takes longer, devices are found where they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.pipeline.units import Unit
+from autopar.predict import Place, Prediction, Setup, Software, UnitTime, predict
+from autopar.predict.step import largest_of, line
+
+CLUSTER = Cluster.parse("a100-80:4x8")
+PLACE = Place((Unit("embedding"), Unit("blocks", 0), Unit("blocks", 1), Unit("head")),
+              {"embedding": UnitTime(1e-4, 2e-4, parameters=1e6), "head": UnitTime(3e-4, 6e-4, parameters=1e6),
+               "blocks": UnitTime(1e-3, 2e-3, 1e-4, 1e-4, attention_s=2e-4, operators=30, collectives=4, parameters=1e7)},
+              1e6, CLUSTER.mesh((4, 8)))
+SETUP = Setup(1, 8, 1024, tp=2, dp=2, pp=4)
+
+
+def step(**change: object) -> Prediction:
+    return predict(PLACE, 8, replace(SETUP, **change), CLUSTER)  # type: ignore[arg-type]
+
+
+def test_parts_add_up() -> None:
+    found = step()
+    assert found.step_s == pytest.approx(sum(vars(found).values())) and min(vars(found).values()) >= 0
+
+
+@pytest.mark.parametrize("change", [
+    {"microbatches": 9}, {"recompute": "full"}, {"recompute": "selective"}, {"software": Software(overlap_gradients=False)},
+    {"software": Software(optimizer_bytes=60.0)},
+])
+def test_more_work_takes_longer(change: dict[str, object]) -> None:
+    assert step(**change).step_s > step().step_s
+
+
+def test_what_hides_or_is_spread_takes_less() -> None:
+    assert step(vpp=2).step_s < step().step_s
+    assert step(zero=1).optimizer_s < step().optimizer_s
+    assert step(software=Software(captured=True)).host_s == 0 < step().host_s
+    assert step(software=Software(hidden_tensor=0.5)).tensor_s < step().tensor_s
+
+
+def test_one_place_runs_its_microbatches_one_after_the_other() -> None:
+    one, two = (predict(PLACE, 8, replace(SETUP, pp=1, dp=8, microbatches=n), CLUSTER) for n in (8, 16))
+    assert one.pipeline_s == 0
+    assert two.compute_s == pytest.approx(2 * one.compute_s)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 16, 37])
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_pipeline_is_never_shorter_than_its_busiest_place_nor_than_one_microbatch(microbatches: int, vpp: int) -> None:
+    found = step(microbatches=microbatches, vpp=vpp)
+    assert found.pipeline_s >= -1e-12
+    assert found.step_s > 8 * (3e-3 + 2e-4)
+
+
+def test_long_runs_go_on_as_they_began() -> None:
+    few, more, most = (step(microbatches=n).step_s for n in (16, 20, 24))
+    assert most - more == pytest.approx(more - few, rel=1e-6)
+
+
+def test_axes_lie_where_their_neighbours_are() -> None:
+    assert [(span.level.name, span.size) for span in line(CLUSTER, 1, 8).spans] == [("gpu", 8)]
+    assert [(span.level.name, span.size) for span in line(CLUSTER, 2, 8).spans] == [("node", 2), ("gpu", 4)]
+    assert [(span.level.name, span.size) for span in line(CLUSTER, 8, 4).spans] == [("node", 4)]
+    assert line(CLUSTER, 1, 1).spans == ()
+
+
+def test_the_slowest_of_more_is_slower() -> None:
+    assert largest_of(1) == 0
+    assert [round(largest_of(n), 1) for n in (2, 8, 64, 512)] == pytest.approx([0.56, 1.4, 2.4, 3.0], abs=0.25)
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"tp": 0}, "tp is 0"), ({"recompute": "some"}, "recompute is 'some'"), ({"zero": 4}, "zero is 4"), ({"ep": 3}, "a multiple of ep 3"),
+])
+def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        replace(SETUP, **change)  # type: ignore[arg-type]

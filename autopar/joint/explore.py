@@ -22,8 +22,9 @@ from autopar.joint.laid import Found, lay
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Timetable, timetable
-from autopar.pipeline.costs import costs
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.planner import FULL
+from autopar.problem.remat import LEVELS
 
 CLOSE = 0.01  # relative: prices are less exact than this
 POLISHED = 2  # shapes that are solved to the end
@@ -104,22 +105,40 @@ class Explorer:
         self.found[shape] = None
         try:
             models = self.inner.models(shape, self._used(shape))
-            self.found[shape] = self._price(shape, models, self._tables(shape), exact=False)
+            self.found[shape] = self._at_levels(shape, models, self._tables(shape))
         except InfeasibleError as error:
             self.why.append(f"{shape}: {error}")
 
-    def _price(self, shape: Shape, models: Models, tables: list[Timetable], *, exact: bool) -> Found:
+    def _at_levels(self, shape: Shape, models: Models, tables: list[Timetable]) -> Found:
+        """The best with nothing run again, or with as many blocks run again as memory wants. Raises InfeasibleError where none fits."""
+        asked = self.inner.request.remat
+        if asked != "auto" or not self.inner.whole.program.runs:
+            return self._price(shape, models, tables, self.inner.request.remat_level, exact=False)
+        best: Found | None = None
+        failed = InfeasibleError("")
+        for level in LEVELS:
+            if best is not None and best.memory_bytes < FULL * self.inner.limit_bytes:
+                break  # not short of memory
+            try:
+                found = self._price(shape, models, tables, level, exact=False)
+            except InfeasibleError as error:
+                failed = error
+                continue
+            best = found if best is None or found.step_s < best.step_s else best
+        if best is None:
+            raise failed
+        return best
+
+    def _price(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool) -> Found:
         """The best of all timetables, with choices made for the one that keeps least. Raises InfeasibleError where none fits."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
-        model, solution = self.inner.solve(models, min(tables, key=lambda t: (t.kept, t.length)), exact=exact)
-        pieces = costs(self.inner.planner(shape.microbatches).program, models.micro, models.once, solution.choice, models.forward,
-                       apart=shape.places > 1)
+        chosen = self.inner.solve(models, min(tables, key=lambda t: (t.kept, t.length)), level, exact=exact, apart=shape.places > 1)
         best: Found | None = None
         failed = InfeasibleError("")
         for table in sorted(tables, key=lambda t: t.length):
             try:
-                found = lay(self.inner, self.space.name, shape, table, model, solution, pieces, whole=exact)
+                found = lay(self.inner, self.space.name, shape, table, chosen, whole=exact)
             except InfeasibleError as error:
                 failed = error
                 continue
@@ -133,7 +152,7 @@ class Explorer:
             return
         models = self.inner.models(found.shape, self._used(found.shape))
         with suppress(InfeasibleError):
-            better = self._price(found.shape, models, [found.table], exact=True)
+            better = self._price(found.shape, models, [found.table], found.level, exact=True)
             if better.step_s < found.step_s:
                 self.found[found.shape] = better
 

@@ -4,9 +4,8 @@ costs once, solved for the share of a timetable."""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -16,30 +15,53 @@ from autopar.errors import PlanError
 from autopar.joint.floor import Work
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
+from autopar.pipeline.balance import Cost
+from autopar.pipeline.costs import costs
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.sharing import sharing
-from autopar.pipeline.units import units
+from autopar.pipeline.units import Unit, units
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model, build
 from autopar.problem.prices import Prices
-from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.remat import levels, rematerialised
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
 from autopar.recipes.roles import Role
 from autopar.search import ilp
 
 SOLVE_S = 2.0  # seconds for one Problem
+SOLVED = 0.005  # relative: so near the optimum is solved
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Models:
-    """The Problems of one microbatch and of what a step costs once, with the same choices; the prices of the forward; the blocks that
-    are run again in the backward, as `Plan.remat` says it."""
+    """The Problems of one microbatch and of what a step costs once, with the same choices, and the prices of the forward."""
 
     micro: Model
     once: Model
     forward: ForwardPrices
-    remat: Levels
+    _again: dict[str, Model] = field(default_factory=dict)
+
+    def at(self, level: str) -> Model:
+        """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
+        if level not in self._again:
+            self._again[level] = rematerialised(self.micro, self.forward, levels(self.micro.links[0].program, level))
+        return self._again[level]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What a place does: `solution` of `model`, and what that costs piece by piece, as it is and with blocks run again at `level`.
+
+    `all_again`: the level was asked for, so that every block is run again, not only those that memory wants.
+    """
+
+    model: Model
+    solution: Solution
+    level: str
+    pieces: Sequence[Cost]
+    again: Sequence[Cost]
+    all_again: bool
 
 
 class Inner:
@@ -66,9 +88,14 @@ class Inner:
         return self.hints.get("b", 1)
 
     @cached_property
+    def units(self) -> list[Unit]:
+        """The pieces that the model can be cut into."""
+        return units(self.whole.program)
+
+    @property
     def pieces(self) -> int:
-        """Into how many pieces the model can be cut."""
-        return len(units(self.whole.program))
+        """How many pieces there are."""
+        return len(self.units)
 
     @cached_property
     def work(self) -> Work:
@@ -101,20 +128,19 @@ class Inner:
             joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
             micro, once = (build(here.program, here.clusters, joints, kind(mesh, request.cluster.device, request.settings),
                                  self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
-            forward = ForwardPrices(mesh, request.cluster.device, request.settings)
-            remat = levels(here.program, request.remat_level)
-            self._models[key] = Models(rematerialised(micro, forward, remat), once, forward, remat)
+            self._models[key] = Models(micro, once, ForwardPrices(mesh, request.cluster.device, request.settings))
         return self._models[key]
 
-    def solve(self, models: Models, table: Timetable, *, exact: bool, cutoff_s: float = math.inf,
-              start: Sequence[int] | None = None) -> tuple[Model, Solution]:
-        """A place's choices under `table`, at a glance or `exact`. Raises InfeasibleError where memory is short."""
-        share = Share(table.length, 1 / table.places, table.kept, 1 / table.places)
-        model = combined(models.micro, models.once, share, self.limit_bytes)
-        if exact:
-            return model, ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, cutoff_s=cutoff_s, gap=0.005,
-                                     start=None if start is None else tuple(start))
-        return model, ilp.glance(model.problem, time_limit_s=SOLVE_S)
+    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, apart: bool) -> Chosen:
+        """A place's choices under `table`, with all blocks run again at `level`, at a glance or `exact`; `apart` as
+        pipeline.costs has it. Raises InfeasibleError where memory is short."""
+        share, micro = Share(table.length, 1 / table.places, table.kept, 1 / table.places), models.at(level)
+        model = combined(micro, models.once, share, self.limit_bytes)
+        solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S))
+        program = micro.links[0].program
+        pieces, again = (costs(program, made, models.once, solution.choice, models.forward, apart=apart) for made in (models.micro, micro))
+        return Chosen(model, solution, level, pieces, again, self.request.remat != "auto")
 
     @cached_property
     def rest_bytes(self) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import planner
@@ -12,51 +11,53 @@ from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
 from autopar.errors import InfeasibleError
-from autopar.joint.inner import Inner
+from autopar.joint.inner import Chosen, Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.memory import predict
 from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
-from autopar.pipeline.balance import Cost, balance, memory_bytes
+from autopar.pipeline.balance import Cost, Cuts, balance, memory_bytes
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.shared import shared_weights
+from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
-from autopar.plan import Plan
-from autopar.problem.build import Model
+from autopar.plan import Plan, Stage
 from autopar.problem.remat import levels
-from autopar.problem.types import Solution
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """One priced answer: its plan without a prediction, seconds of a step, bytes of the fullest place, seconds of the busiest
-    place's own work."""
+    """One priced answer: its plan without a prediction, at which level blocks are run again where they are, seconds of a step, bytes of
+    the fullest place, seconds of the busiest place's own work."""
 
     plan: Plan
     shape: Shape
     table: Timetable
+    level: str
     step_s: float
     memory_bytes: float
     busy_s: float
 
 
-def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, pieces: Sequence[Cost],
-        *, whole: bool = False) -> Found:
-    """`solution` of `model` under `table`; `pieces` is what it costs piece by piece. `whole`: the order of
-    the whole step is timed, not that of a shorter one.
+def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen, *, whole: bool = False) -> Found:
+    """What a place has `chosen` under `table`, with no more blocks run again than memory wants. `whole`: the order of the whole
+    step is timed, not that of a shorter one, and its memory walked as it runs, not added up.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
-    def cut(limit_bytes: float) -> tuple[Plan, list[Sequence[Cost]], float]:
-        bounds = balance(pieces, table.flying, limit_bytes / table.kind.virtual)
-        parts = [pieces[a:b] for a, b in itertools.pairwise([0, *bounds, len(pieces)])]
-        for place, nbytes in enumerate(_held(parts, table)):
+    pieces = chosen.again if chosen.all_again else chosen.pieces
+
+    def cut(limit_bytes: float) -> tuple[Plan, list[list[Cost]], float]:
+        cuts = balance(pieces, table.flying, limit_bytes / table.kind.virtual, chosen.again)
+        parts = cuts.parts(pieces, chosen.again)
+        held = _held(parts, table)
+        for place, nbytes in enumerate(held):
             if nbytes > limit_bytes:
                 raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there",
                                       missing_bytes=nbytes - limit_bytes)
-        plan = assembled(inner, name, shape, table, model, solution, bounds)
-        return plan, parts, predict(inner.whole.program, plan).peak_bytes
+        plan = _assembled(inner, name, shape, table, chosen, cuts)
+        return plan, parts, predict(inner.whole.program, plan).peak_bytes if whole else max(held)
 
     plan, parts, peak_bytes = within(inner.limit_bytes, cut, lambda made: made[2])
     seen = views(inner.whole.program, plan) if table.stages > 1 else ()
@@ -68,14 +69,25 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, s
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
-    return Found(plan, shape, table, step_s, peak_bytes, max(busy))
+    return Found(plan, shape, table, chosen.level, step_s, peak_bytes, max(busy))
 
 
-def assembled(inner: Inner, name: str, shape: Shape, table: Timetable, model: Model, solution: Solution, bounds: Sequence[int]) -> Plan:
+def _assembled(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen, cuts: Cuts) -> Plan:
     """The plan, without a prediction."""
-    remat = levels(inner.whole.program, inner.request.remat_level)
-    flat = planner.bare_plan(inner.whole, inner.mesh(shape), model.decode(solution.choice), name, remat)
-    return pipelined(flat, inner.whole.program, bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
+    rerun = chosen.all_again or any(cuts.again)
+    remat = levels(inner.whole.program, chosen.level) if rerun else {}
+    flat = planner.bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, remat)
+    made = pipelined(flat, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
+    if chosen.all_again or not rerun:
+        return made
+    stages = [replace(stage, again=_counts(inner.units[first:first + count], stage))
+              for stage, first, count in zip(made.stages, [0, *cuts.bounds], cuts.again, strict=True)]
+    return replace(made, stages=tuple(stages))
+
+
+def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
+    """How many instances of each run of a stage are among its first `pieces`."""
+    return {scope: sum(unit.name == scope for unit in pieces) for scope in stage.blocks}
 
 
 def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from autopar.errors import InfeasibleError
 
@@ -28,21 +31,36 @@ def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:
     return sum(c.rest_bytes + in_flight * c.kept_bytes for c in costs) + max((c.live_bytes for c in costs), default=0.0)
 
 
-def balance(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float) -> list[int]:
-    """The positions at which stages 1, 2, ... begin; `in_flight` has one entry per stage.
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first pieces are run
+    again in the backward."""
 
-    The least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may. Raises
-    InfeasibleError with the bytes that are missing where memory allows no cut.
+    bounds: list[int]
+    again: list[int]
+
+    def parts(self, costs: Sequence[Cost], again: Sequence[Cost]) -> list[list[Cost]]:
+        """What each stage is made of: `again` are the pieces as they cost where they are run again."""
+        edges = [0, *self.bounds, len(costs)]
+        return [[*again[a:a + n], *costs[a + n:b]] for (a, b), n in zip(itertools.pairwise(edges), self.again, strict=True)]
+
+
+def balance(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float, again: Sequence[Cost] | None = None) -> Cuts:
+    """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may.
+
+    `in_flight` has one entry per stage. `again` are the pieces as they cost where they are run again in the backward: no more of
+    them than memory wants. Raises InfeasibleError with the bytes that are missing where memory allows no cut.
     """
-    slowest, fastest = sum(c.micro_s for c in costs), max(c.micro_s for c in costs)
-    best = _fill(costs, in_flight, limit_bytes, slowest)
+    table = _Table(costs, again or costs)
+    slowest, fastest = float(table.seconds[-1] + table.more[-1]), max(c.micro_s for c in costs)
+    best = _fill(table, in_flight, limit_bytes, slowest)
     if best is None:
-        whole = memory_bytes(costs, max(in_flight)) / len(in_flight)
+        whole = memory_bytes(again or costs, max(in_flight)) / len(in_flight)
         raise InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {whole / 2**30:.2f} GiB each, "
                               f"{limit_bytes / 2**30:.2f} GiB are there", missing_bytes=max(0.0, whole - limit_bytes))
     for _ in range(STEPS):
         middle = (slowest + fastest) / 2
-        found = _fill(costs, in_flight, limit_bytes, middle)
+        found = _fill(table, in_flight, limit_bytes, middle)
         if found is None:
             fastest = middle
         else:
@@ -50,19 +68,67 @@ def balance(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float)
     return best
 
 
-def _fill(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float, limit_s: float) -> list[int] | None:
+class _Table:
+    """Running sums over the pieces: of any stretch of them, time and memory at once."""
+
+    def __init__(self, costs: Sequence[Cost], again: Sequence[Cost]) -> None:
+        self.count = len(costs)
+        self.seconds = _sums([c.micro_s for c in costs])
+        self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
+        self.rest = _sums([c.rest_bytes for c in costs])
+        self.kept = _sums([c.kept_bytes for c in costs])
+        self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
+        self.live = np.array([c.live_bytes for c in costs])
+        self.live_again = np.array([c.live_bytes for c in again])
+
+    def again(self, first: int, stop: int, flying: int, limit_bytes: float) -> int | None:
+        """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough."""
+        held = self.rest[stop] - self.rest[first] + flying * (self.kept[stop] - self.kept[first])
+        live = self.live[first:stop].max()
+        if held + live <= limit_bytes:
+            return 0
+        most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
+        left = held + most - flying * (self.freed[first + 1:stop + 1] - self.freed[first])
+        fits = np.flatnonzero(left <= limit_bytes)
+        return int(fits[0]) + 1 if len(fits) else None
+
+    def time_s(self, first: int, stop: int, again: int) -> float:
+        """Seconds of a stage."""
+        return float(self.seconds[stop] - self.seconds[first] + self.more[first + again] - self.more[first])
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _fill(table: _Table, in_flight: Sequence[int], limit_bytes: float, limit_s: float) -> Cuts | None:
     """The cuts when each stage takes as many pieces as time and memory allow; None where pieces are left."""
-    bounds, at = [], 0
+    bounds, counts, at = [], [], 0
     for stage, flying in enumerate(in_flight):
-        behind = len(in_flight) - 1 - stage
-        seconds, held, live, first = 0.0, 0.0, 0.0, at
-        while at < len(costs) - behind:
-            cost = costs[at]
-            seconds, held, live = seconds + cost.micro_s, held + cost.rest_bytes + flying * cost.kept_bytes, max(live, cost.live_bytes)
-            if held + live > limit_bytes or (seconds > limit_s * (1 + 1e-12) and at > first):
-                break
-            at += 1
-        if at == first:
+        last = table.count - (len(in_flight) - 1 - stage)  # each stage behind needs a piece
+        taken = _most(table, at, last, flying, limit_bytes, limit_s)
+        if taken is None:
             return None
+        at, again = taken
         bounds.append(at)
-    return bounds[:-1] if at == len(costs) else None
+        counts.append(again)
+    return Cuts(bounds[:-1], counts) if at == table.count else None
+
+
+def _most(table: _Table, first: int, last: int, flying: int, limit_bytes: float, limit_s: float) -> tuple[int, int] | None:
+    """The end of the longest stage from `first`, at most to `last`, and how many of its pieces are run again; None where not even one
+    piece fits. One piece may take longer than `limit_s`: then the time is not to be had, and pieces are left."""
+    def at(stop: int) -> int | None:
+        again = table.again(first, stop, flying, limit_bytes)
+        slow = again is not None and stop > first + 1 and table.time_s(first, stop, again) > limit_s * (1 + 1e-12)
+        return None if slow else again
+
+    if first >= last or at(first + 1) is None:
+        return None
+    low, high = first + 1, last
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if at(middle) is not None else (low, middle - 1)
+    found = at(low)
+    assert found is not None, "the longest stage that fits was looked for among those that do"
+    return low, found

@@ -17,6 +17,7 @@ from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH
 from autopar.planner import Request
 from autopar.problem.prices import Settings
+from autopar.problem.remat import LEVELS
 from tests.helpers.verify import subject
 
 
@@ -28,12 +29,13 @@ class _All(Explorer):
         for shape in self.space.shapes(self.inner):
             models = self.inner.models(shape, self._used(shape))
             for table in self._all_tables(shape):
-                try:
-                    here = self._price(shape, models, [table], exact=True)
-                except InfeasibleError:
-                    continue
-                before = self.found.get(shape)
-                self.found[shape] = here if before is None or here.step_s < before.step_s else before
+                for level in LEVELS:
+                    try:
+                        here = self._price(shape, models, [table], level, exact=True)
+                    except InfeasibleError:
+                        continue
+                    before = self.found.get(shape)
+                    self.found[shape] = here if before is None or here.step_s < before.step_s else before
         return min((f for f in self.found.values() if f is not None), key=lambda f: f.step_s, default=None)
 
 

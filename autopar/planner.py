@@ -30,12 +30,14 @@ from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Program, read
 from autopar.problem.keeping import best_kept
 from autopar.problem.largest import largest
+from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices, Settings
 from autopar.problem.remat import LEVELS, Levels, levels, price, rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES, Recipe, roles
+from autopar.recipes.free import space, spaces
 from autopar.recipes.pipelines import PIPELINES
 from autopar.rules.rule import Rule
 from autopar.search import SEARCHES, Search, ilp
@@ -157,6 +159,10 @@ class Planner:
         made = build(self.program, self.clusters, joints, prices, limit, name, self.branches)
         return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings), self.remat)
 
+    def least_bytes(self) -> float:
+        """Bytes per device without which no plan of one stage and one microbatch can be."""
+        return least_bytes(self.program, self.clusters, self.joints(roles.nothing, 1), self.request.cluster, self.request.settings, self.remat)
+
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution]) -> Candidate:
         """Solve one mesh. Raises InfeasibleError when nothing fits, what lives for a moment counted too."""
@@ -200,6 +206,11 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
             break
         planner.remat = levels(planner.program, level)
+        if open_ and (over := planner.least_bytes() - request.limit_bytes) > 0:
+            planner.missing_bytes.append(over)
+            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
+                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
+            continue
         found, said, more, bound = _at_one_level(planner, deadline, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
@@ -223,8 +234,11 @@ def _at_one_level(planner: Planner, deadline: float, about: dict[str, Any]) -> t
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory could make a faster plan: something did not fit, or the best one hardly does."""
-    return bool(planner.missing_bytes) or best.cost.memory_bytes > FULL * planner.request.limit_bytes
+    """Whether more memory would make the best plan's mesh faster than prices tell apart."""
+    if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
+        return False
+    roomy = replace(best.model.problem, memory_limit_bytes=math.inf)
+    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < best.cost.time_s * (1 - 2 * CLOSE)
 
 
 def _check_mesh(request: Request) -> None:
@@ -344,18 +358,6 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
     return found, min(bounds, default=0.0)
 
 
-def spaces(cluster: Cluster, cuts_samples: Callable[[int], bool]) -> list[tuple[int, ...]]:
-    """The meshes that are searched: all of one and two axes; of three those whose outermost axis, which splits samples, is the
-    cluster's own, or as many of its parts as there are samples for."""
-    level = cluster.levels[0].size
-    outermost = next((n for n in range(level, 1, -1) if level % n == 0 and cuts_samples(n)), 0)
-    return [m for m in cluster.meshes(max_axes=3) if len(m) < 3 or m[0] == outermost]
-
-
-def space(sizes: tuple[int, ...]) -> tuple[roles.Role, ...]:
-    """What each axis may do: anything, but the outermost of three, the one with the slowest links, splits samples."""
-    inner = (roles.anything,) * min(2, len(sizes))
-    return (roles.samples, *inner) if len(sizes) > 2 else inner
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

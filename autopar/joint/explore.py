@@ -119,6 +119,10 @@ class Explorer:
         for level in LEVELS:
             if best is not None and best.memory_bytes < FULL * self.inner.limit_bytes:
                 break  # not short of memory
+            if self.inner.held_bytes(shape, level) > self.inner.limit_bytes:
+                failed = InfeasibleError(f"cut evenly it holds {self.inner.held_bytes(shape, level) / 2**30:.2f} GiB per device, "
+                                         f"{self.inner.limit_bytes / 2**30:.2f} GiB are there")
+                continue
             try:
                 found = self._price(shape, models, tables, level, exact=False)
             except InfeasibleError as error:
@@ -185,7 +189,7 @@ class Explorer:
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 
-NEAR = 1.2  # neighbours of what is this close to the best are visited
+NEAR = 1.05  # neighbours of what is this close to the best are visited
 FEW = 32  # so many shapes are all visited
 
 

@@ -22,10 +22,12 @@ from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
 from autopar.planner import Planner, Request
 from autopar.problem.build import Model, build
+from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
 from autopar.problem.remat import levels, rematerialised
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
+from autopar.recipes import roles
 from autopar.recipes.roles import Role
 from autopar.search import ilp
 
@@ -74,6 +76,7 @@ class Inner:
         self._planners: dict[int, Planner] = {1: self.whole}
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
         self._shared: dict[int, Microbatching] = {}
+        self._held: dict[str, float] = {}
         self.limit_bytes = request.limit_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
@@ -141,6 +144,14 @@ class Inner:
         program = micro.links[0].program
         pieces, again = (costs(program, made, models.once, solution.choice, models.forward, apart=apart) for made in (models.micro, micro))
         return Chosen(model, solution, level, pieces, again, self.request.remat != "auto")
+
+    def held_bytes(self, shape: Shape, level: str) -> float:
+        """Bytes of each device if all that is held were cut evenly over all of them, each place with one microbatch at least."""
+        if level not in self._held:
+            self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
+                                            self.request.settings, levels(self.whole.program, level))
+        rest = self.rest_bytes / self.request.cluster.devices
+        return rest + (self._held[level] - rest) / shape.microbatches
 
     @cached_property
     def rest_bytes(self) -> float:

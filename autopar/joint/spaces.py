@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autopar import planner
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape, counts, layouts
 from autopar.joint.timetables import SEARCHED, Kind
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.recipes import roles
+from autopar.recipes.free import space, spaces
 from autopar.recipes.pipelines import PipelineRecipe
 from autopar.recipes.roles import Role
 
@@ -32,7 +32,7 @@ class Space:
     def shapes(self, inner: Inner) -> list[Shape]:
         """All shapes of the space on the cluster that `inner` is for, in order."""
         cluster, fixed = inner.request.cluster, inner.request.mesh
-        found = [(1, mesh) for mesh in planner.spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
+        found = [(1, mesh) for mesh in spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
         found += layouts(cluster, self.axes, inner.pieces)
         return sorted(Shape(places, mesh, m) for places, mesh in dict.fromkeys(found) if fixed in (None, mesh)
                       for m in self._counts(inner, places, mesh))
@@ -56,7 +56,7 @@ def _may_rest(inner: Inner, places: int, mesh: tuple[int, ...], used: Used) -> b
     return inner.rest_bytes / cut <= inner.limit_bytes
 
 
-SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else planner.space(mesh), SEARCHED, axes=2, alone=True)
+SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)
 
 
 def of_recipe(recipe: PipelineRecipe) -> Space:

@@ -228,17 +228,24 @@ class Forward:
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]
         blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])
-        some = any(run.scope in stage.again for stage in self.shares.plan.stages)  # not all of them: counted as if none were, an upper bound
-        if run.scope in self.edges.reruns and not some:
+        again = self.shares.plan.again(self.shares.plan.stages[self.part.index], run.scope, count)
+        if again == count:
             self._run_again(blocks)
-        self._other_blocks(blocks, began)
+        self._other_blocks(blocks, began, 0 if blocks.again else again)
         self.steps.append(blocks)
 
-    def _other_blocks(self, blocks: Blocks, began: int) -> None:
+    def _other_blocks(self, blocks: Blocks, began: int, again: int) -> None:
         """Stand-ins for what all blocks but the walked one keep. What goes round is one tensor for two blocks: kept by the one that
-        makes it, it is not counted again by the one that gets it."""
+        makes it, it is not counted again by the one that gets it.
+
+        `again` of the others, the first ones, are run again while the walked one is not: the fullest moment is before the backward
+        comes to them. The block before the walked one counts as one that is not.
+        """
         if blocks.count < 2:
             return
+        if again:
+            stored = self._stored(blocks)[0]
+            blocks.others += [self.book.like(storage, began, min(again, blocks.count - 2)) for storage in stored]
         kept = blocks.stored if blocks.again else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
         makers = {port.storage: (feed.storage, out.storage)
                   for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)}
@@ -253,23 +260,29 @@ class Forward:
                 continue  # the same for all blocks
             else:
                 blocks.twins[storage] = self.book.like(storage, began)
-            if blocks.count > 2:
-                blocks.others.append(self.book.like(storage, began, blocks.count - 2))
+            if blocks.count - 2 > again:
+                blocks.others.append(self.book.like(storage, began, blocks.count - 2 - again))
 
     def _run_again(self, blocks: Blocks) -> None:
-        """What blocks that are run again keep: what they are given, and the results that the plan says."""
-        about = self.edges.reruns[blocks.run.scope]
+        """What blocks that are run again keep, and what they make again."""
         blocks.again = True
-        blocks.stored = {port.storage: None for port in blocks.ports if port.storage is not None}
+        blocks.stored, blocks.made = self._stored(blocks)
+
+    def _stored(self, blocks: Blocks) -> tuple[dict[Storage, None], list[Storage]]:
+        """What a block that is run again keeps (what it is given, and the results that the plan says), and what it makes again."""
+        about = self.edges.reruns[blocks.run.scope]
+        stored = {port.storage: None for port in blocks.ports if port.storage is not None}
+        made: list[Storage] = []
         for step in blocks.steps:
             replay = step.reshard.replay if step.reshard is not None else ""
             kept = replay == "kept" or (step.op is not None and self.edges.mark(step.op) == "keep")
             reached = replay in ("again", "skipped") or (step.op is not None and about.reached(step.op.name))
             given = [value.storage for value in step.ins]
             for storage in dict.fromkeys((*(value.storage for value in step.outs), *step.kept)):
-                if storage is None or storage in blocks.stored or storage in given:
+                if storage is None or storage in stored or storage in given:
                     continue
                 if kept:
-                    blocks.stored[storage] = None
-                elif reached and storage not in blocks.made:
-                    blocks.made.append(storage)
+                    stored[storage] = None
+                elif reached and storage not in made:
+                    made.append(storage)
+        return stored, made

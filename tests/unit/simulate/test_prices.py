@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.planner import Planner, Request, space
+from autopar.planner import Planner, Request
 from autopar.problem.prices import Settings
+from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
 from autopar.simulate.stages import Stages
 from autopar.simulate.sync import Sync

@@ -134,7 +134,7 @@ class Backward:
         grad = self._own("reshards", source)
         node = self.forward.program.ops[source.ref[0]]
         self.book.new("temporaries", node.name, node.where, workspace(back, lambda layout: self.shares.value(source.ref, layout)))
-        if source.leaf is not None and reshard.regathers(self.shares.plan.mesh) and "P" not in source.pair.grad and self.scattering:
+        if source.leaf is not None and reshard.gathers(self.shares.plan.mesh) and "P" not in source.pair.grad and self.scattering:
             self._scatter_later(moved.slot)
         self._arrived(source, grad)
 

@@ -68,7 +68,8 @@ class Blocks:
 @dataclass(frozen=True)
 class Part:
     """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
-    earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once."""
+    earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once; `again`: of how many
+    instances of a run, the first ones, the forward is run again in the backward (absent: of all, where the plan runs them again)."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]
@@ -76,6 +77,7 @@ class Part:
     receives: tuple[Ref, ...] = ()
     sends: tuple[Ref, ...] = ()
     results: frozenset[str] = frozenset()
+    again: dict[str, int] = field(default_factory=dict)
 
 
 class Forward:
@@ -88,6 +90,7 @@ class Forward:
         self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
         self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
+        self.plain: dict[str, None] = {}  # the run whose blocks are walked as they are, where others of it are run again
         self.moved: dict[tuple[Ref, str, Pair, str], Value] = {}
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
@@ -159,7 +162,7 @@ class Forward:
             kind = "gathered weights" if reshard.weight else "reshards"
             op = self.program.ops[ref[0]]
             storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
-            storage.regathered = reshard.regathers(self.sizes)
+            storage.regathered = reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
             self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
@@ -218,6 +221,8 @@ class Forward:
                 storage = self.book.new("activations", port, made.where, self.shares.value((port, 0), self.shares.lies((port, 0)).value))
             ports.append(self._value((port, 0), storage))
             self.values[port, 0] = ports[-1]
+        again = self.part.again.get(run.scope, count) if run.scope in self.edges.reruns else 0
+        self.plain = {run.scope: None} if again < count else {}
         steps: list[Step] = []
         outer, self.frame = self.frame, [v.storage for v in ports]
         for op in self.program.ops.values():
@@ -228,8 +233,7 @@ class Forward:
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]
         blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])
-        again = self.shares.plan.again(self.shares.plan.stages[self.part.index], run.scope, count)
-        if again == count:
+        if again and again == count:
             self._run_again(blocks)
         self._other_blocks(blocks, began, 0 if blocks.again else again)
         self.steps.append(blocks)

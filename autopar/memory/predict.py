@@ -72,9 +72,9 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, 
     splits = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
     profiles = {}
     for view in here:
-        part, scattering = _part(view), not (splits and view.separable)
+        part, scattering = _part(view, plan), not (splits and view.separable)
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
-        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, scattering)
+        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), scattering)
         if key not in known:
             known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1, scattering=scattering)
         profiles[view.index] = known[key]
@@ -82,8 +82,9 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, 
     return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced)
 
 
-def _part(view: View) -> Part:
-    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results))
+def _part(view: View, plan: Plan) -> Part:
+    again = {scope: plan.again(plan.stages[view.index], scope, stop - first) for scope, (first, stop) in view.blocks.items()}
+    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again)
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:

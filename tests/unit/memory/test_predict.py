@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -104,3 +105,17 @@ def test_running_blocks_again_keeps_less() -> None:
     assert full.kept_bytes[0] < selective.kept_bytes[0] < none.kept_bytes[0]
     assert full.rest == none.rest
 
+
+
+@pytest.mark.parametrize(("recipe", "level"), [("ddp", "full"), ("zero3", "selective")])
+def test_the_more_blocks_are_run_again_the_less_is_held(recipe: str, level: str) -> None:
+    """From none of them to all; the last one frees little, because one block is whole while it is run again."""
+    who = subject("hf-llama")
+    plain = by_recipe(who, (2,), recipe)
+    again = rematerialised(who, plain, level)
+    graph = program("hf-llama", 64, 64)
+    count = next(iter(graph.runs.values())).count
+    parts = [replace(again, stages=(replace(again.stages[0], again=dict.fromkeys(again.remat, n)),)) for n in range(count + 1)]
+    peaks = [predict(graph, part).peak_bytes for part in parts]
+    assert peaks[0] == predict(graph, plain).peak_bytes and peaks[-1] == predict(graph, again).peak_bytes
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]

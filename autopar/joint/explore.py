@@ -3,7 +3,7 @@
     visit(shape)   solve what a place does, cut the model, time it under every timetable of the space
     walk           visit the starts and the same with fewer microbatches (all shapes, where they are few), then always the neighbours of
                    the best shape whose neighbours were not visited
-    polish         solve the few best shapes to the end
+    polish         solve the best shape to the end, and walk its memory; the next best where that makes another one the best
 
 Nothing is visited whose floor (no work sent, no time waited but what the timetable makes everyone wait) is above what is known.
 """
@@ -27,7 +27,6 @@ from autopar.planner import FULL
 from autopar.problem.remat import LEVELS
 
 CLOSE = 0.01  # relative: prices are less exact than this
-POLISHED = 2  # shapes that are solved to the end
 
 
 @dataclass(eq=False)
@@ -42,6 +41,7 @@ class Explorer:
     floors: dict[Shape, float] = field(default_factory=dict)
     why: list[str] = field(default_factory=list)
     expanded: set[Shape] = field(default_factory=set)
+    polished: dict[Shape, None] = field(default_factory=dict)
 
     @property
     def best(self) -> Found | None:
@@ -63,9 +63,9 @@ class Explorer:
             self.expanded.add(at)
             for shape in neighbours(at, shapes):
                 self.visit(shape)
-        for found in sorted((f for f in self.found.values() if f is not None), key=lambda f: f.step_s)[:POLISHED]:
-            self._polish(found)
-        return self.best
+        while (best := self.best) is not None and best.shape not in self.polished:
+            self._polish(best)
+        return best
 
     def _promising(self) -> Shape | None:
         """The best shape whose neighbours were not visited, while it is near the best of all and there is time. Where nothing fits
@@ -74,7 +74,7 @@ class Explorer:
             return None
         fit = {shape: f.step_s for shape, f in self.found.items() if f is not None}
         known = min(self.known_s, *fit.values(), math.inf) if fit else math.inf
-        open_ = {shape: s for shape, s in fit.items() if shape not in self.expanded and s <= known * NEAR}
+        open_ = {shape: s for shape, s in fit.items() if shape not in self.expanded and s <= known * (NEAR if len(self.floors) <= MANY else NEARER)}
         if open_:
             return min(open_, key=lambda shape: (open_[shape], shape))
         if fit:
@@ -152,13 +152,12 @@ class Explorer:
         return best
 
     def _polish(self, found: Found) -> None:
-        if self._late():
-            return
+        """Solve a shape to the end, and lay it out as it runs; one that does not fit then is none."""
+        self.polished[found.shape] = None
+        self.found[found.shape] = None
         models = self.inner.models(found.shape, self._used(found.shape))
         with suppress(InfeasibleError):
-            better = self._price(found.shape, models, [found.table], found.level, exact=True)
-            if better.step_s < found.step_s:
-                self.found[found.shape] = better
+            self.found[found.shape] = self._price(found.shape, models, [found.table], found.level, exact=True)
 
     def _used(self, shape: Shape) -> Used:
         used = self.space.roles_on(shape.mesh)
@@ -189,7 +188,8 @@ class Explorer:
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 
-NEAR = 1.05  # neighbours of what is this close to the best are visited
+NEAR, NEARER = 1.2, 1.05  # neighbours of what is this close to the best are visited; of many shapes, only of the nearer
+MANY = 100
 FEW = 32  # so many shapes are all visited
 
 

@@ -111,12 +111,9 @@ class Explorer:
 
     def _at_levels(self, shape: Shape, models: Models, tables: list[Timetable]) -> Found:
         """The best with nothing run again, or with as many blocks run again as memory wants. Raises InfeasibleError where none fits."""
-        asked = self.inner.request.remat
-        if asked != "auto" or not self.inner.whole.program.runs:
-            return self._price(shape, models, tables, self.inner.request.remat_level, exact=False)
         best: Found | None = None
         failed = InfeasibleError("")
-        for level in LEVELS:
+        for level in self._levels():
             if best is not None and best.memory_bytes < FULL * self.inner.limit_bytes:
                 break  # not short of memory
             if self.inner.held_bytes(shape, level) > self.inner.limit_bytes:
@@ -132,6 +129,11 @@ class Explorer:
         if best is None:
             raise failed
         return best
+
+    def _levels(self) -> tuple[str, ...]:
+        """The levels at which blocks may be run again."""
+        request = self.inner.request
+        return LEVELS if request.remat == "auto" and self.inner.whole.program.runs else (request.remat_level,)
 
     def _price(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool) -> Found:
         """The best of all timetables, with choices made for the one that keeps least. Raises InfeasibleError where none fits."""
@@ -153,11 +155,14 @@ class Explorer:
 
     def _polish(self, found: Found) -> None:
         """Solve a shape to the end, and lay it out as it runs; one that does not fit then is none."""
-        self.polished[found.shape] = None
-        self.found[found.shape] = None
-        models = self.inner.models(found.shape, self._used(found.shape))
-        with suppress(InfeasibleError):
-            self.found[found.shape] = self._price(found.shape, models, [found.table], found.level, exact=True)
+        shape = found.shape
+        self.polished[shape], self.found[shape] = None, None
+        models = self.inner.models(shape, self._used(shape))
+        others = [table for table in self._tables(shape) if table != found.table]
+        for tables, level in [([found.table], found.level), *((others, level) for level in dict.fromkeys((found.level, *self._levels())))]:
+            with suppress(InfeasibleError):
+                self.found[shape] = self._price(shape, models, tables, level, exact=True)
+                return
 
     def _used(self, shape: Shape) -> Used:
         used = self.space.roles_on(shape.mesh)

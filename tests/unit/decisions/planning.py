@@ -86,10 +86,10 @@ def captured(work: Work) -> Captured:
 
 @cache
 def planned(work: Work, cluster: str, recipe: str | None = None, mesh: tuple[int, ...] | None = None,
-            optimizer: str = "adamw") -> Planned:
+            optimizer: str = "adamw", remat: str = "auto") -> Planned:
     """The plan of `work`, searched or by a recipe."""
     graph = captured(work)
-    request = Request(Cluster.parse(cluster), Settings(optimizer=optimizer), recipe=recipe, mesh=mesh, time_limit_s=20.0)
+    request = Request(Cluster.parse(cluster), Settings(optimizer=optimizer), recipe=recipe, mesh=mesh, time_limit_s=20.0, remat=remat)
     made = plan(graph.gm, graph.hints, request, model=work.model, graph_hash=graph.graph_hash)
     program = read(graph.gm, graph.hints, training=True)
     names = {op.fqn: _first(op.node.meta.get("fqns"), op.fqn) for op in program.ops.values() if op.role == "param"}

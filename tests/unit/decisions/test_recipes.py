@@ -41,7 +41,7 @@ def test_single_and_data_parallel(work: Work, cluster: str) -> None:
     if work is LLAMA:  # 60 GiB of parameters, gradients and optimizer state leave no room for a sample
         for recipe in ("single", "ddp"):
             with pytest.raises(InfeasibleError, match="are missing"):
-                planned(work, cluster, recipe)
+                planned(work, cluster, recipe, remat="none")
         return
     assert kinds(planned(work, cluster, "single")) <= {REPLICATE, PARTIAL}
     ddp = planned(work, cluster, "ddp")

@@ -39,11 +39,11 @@ def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
 
 
 def test_stages_where_nothing_else_fits() -> None:
-    """With a little more memory than the thriftiest pipeline needs the plan is a pipeline, and right; with less there is none."""
+    """With half as much memory again as the thriftiest pipeline keeps the plan is a pipeline, and right; with far less there is none."""
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     needed = min(other.memory_bytes or 1e18 for name in ("1f1b", "3d", "pp_zero3") for other in _planned(who, base, name, 64).alternatives)
-    made = _planned(who, _with_memory(base, 1.1 * needed), None, 64)
-    assert made.pipelined and made.predicted.memory_bytes <= 1.1 * needed
+    made = _planned(who, _with_memory(base, 1.5 * needed), None, 64)
+    assert made.pipelined and made.predicted.memory_bytes <= 1.5 * needed
     report = who.verified(made, 64)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
     with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*in pipeline stages: none of"):

@@ -39,7 +39,7 @@ def test_explain(plan: Path) -> None:
     shown = done("explain", str(plan))
     assert "nodes that cost most" in shown.stdout and "reshards that cost most" in shown.stdout
     found = json.loads(done("explain", str(plan), "--node", "head.weight", "--json", "-").stdout)
-    assert sum(row["chosen"] for row in found["alternatives"]) == 1 and len(found["alternatives"]) == 3
+    assert sum(row["chosen"] for row in found["alternatives"]) == 1 and {row["result"] for row in found["alternatives"]} >= {"R, gradient R", "S0, gradient S0", "R, gradient S0"}
     refused = autopar("explain", str(plan), "--node", "tail.weight")
     assert refused.returncode == 1 and "no node 'tail.weight'; nodes are" in refused.stderr
 

@@ -69,7 +69,7 @@ _PARENT = """
 import os, sys, time
 from autopar.runtime.launch import Ranks, launch
 def body():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # at once: two ranks write to one pipe
     time.sleep(600)
 launch(body, 2)
 """

@@ -125,7 +125,7 @@ def _buckets(limit):
     model = Two().load_full(state)
     model._sync = GradSync(list(model._held.values()), model.MESH, bucket_bytes=limit)
     for held in model._held.values():
-        held.renew()
+        held.renew(model.MESH)
         model._sync.attach(held)
     whole = {k: v.clone().requires_grad_() for k, v in state.items()}
     for _ in range(2):

@@ -18,7 +18,7 @@ FAST: list[tuple[str, Sizes, str]] = [
     ("hf-mixtral", (2,), "zero3"), ("hf-phi3", (2,), "tp"), ("hf-neox", (2,), "tp_sp"), ("hf-bloom", (4,), "megatron"),
     ("mlp", (2,), "single"), ("cnn", (4,), "one_weird_trick"), ("recommender", (4,), "tp"), ("moe", (2, 2), "hsdp"), ("hf-mixtral", (4,), "ep"), ("moe", (2, 2), "ep"),
     ("hf-gpt2", (4,), "cp"), ("hf-llama-2kv", (4,), "cp"), ("hf-bert", (2,), "cp"), ("hf-t5", (2,), "cp"), ("hf-gpt2", (4,), "ulysses"),
-    ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
+    ("gpt", (2,), "zero1"), ("hf-phi3", (4,), "zero2"), ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
     ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
     ("moe", (4,), "random 4"), ("cnn", (2, 2), "spatial"), ("hf-resnet", (4,), "spatial"),
 ]

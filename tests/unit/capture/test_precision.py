@@ -28,5 +28,5 @@ def test_precision_plans_the_cast_model_and_leaves_the_model_alone(name: str) ->
 
 def test_an_unknown_precision_is_refused() -> None:
     loaded = autopar.frontend.load(TINY["mlp"], batch=4, seq=8, device="cpu")
-    with pytest.raises(PlanError, match="precision 'int64' is no floating dtype"):
+    with pytest.raises(PlanError, match="precision 'int64' is neither mixed precision"):
         autopar.compile(loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), precision="int64")

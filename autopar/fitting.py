@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar import joint
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import cutters, parse
 from autopar.memory import Prediction, predict
@@ -80,8 +79,7 @@ class Survey:
                 yield self._row(name, self._pipeline(name))
 
     def _one_device(self) -> Plan | str:
-        level = replace(self.request.cluster.levels[-1], size=1)
-        alone = replace(self.request, cluster=Cluster(self.request.cluster.name, (level,), self.request.cluster.device))
+        alone = replace(self.request, cluster=self.request.cluster.line(1))
         planner = Planner.of(self.gm, self.hints, alone)
         model = planner.model((1,), (roles.nothing,), "one device")
         solution = ilp.search(replace(model.problem, memory_limit_bytes=math.inf), time_limit_s=SOLVE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +220,10 @@ class Cluster:
         from autopar.cluster.mesh import Mesh
 
         return self.mesh(sizes) if places == 1 else Mesh(self.mesh((places, *sizes)).axes[1:])
+
+    def line(self, count: int) -> Cluster:
+        """`count` devices side by side on the innermost level, whether it has as many or not."""
+        return replace(self, levels=(replace(self.levels[-1], size=count),))
 
     def meshes(self, max_axes: int = 3) -> list[tuple[int, ...]]:
         """The axis sizes worth trying: at most `max_axes` axes, none of size 1, none that straddles a level.

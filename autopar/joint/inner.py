@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.joint.floor import Work
 from autopar.joint.shapes import Shape
@@ -157,8 +157,7 @@ class Inner:
     def rest_bytes(self) -> float:
         """Bytes of all that rests, on one device."""
         cluster = self.request.cluster
-        one = Cluster("one", cluster.levels[-1:], cluster.device)
-        prices = Prices(Mesh(tuple(a for a in one.mesh((one.devices,)).axes)), cluster.device, self.request.settings)
+        prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
         return sum(prices.rest_bytes(op, self.whole.table(1, placed=False)[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
 
     def shared(self, microbatches: int) -> Microbatching | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -37,9 +36,8 @@ def sharing(program: Program, clusters: list[OpCluster], table: Table, count: in
     Raises PlanError, naming the operator, where microbatches would not compute what the batch computes, InfeasibleError where
     the batch cannot be cut by `count`.
     """
-    line = Cluster(cluster.name, (replace(cluster.levels[-1], size=count),), cluster.device)
     joints = [join(cluster, table, roles.data(count)) for cluster in clusters]
-    model = build(program, clusters, [joints], _Matching(line.mesh((count,)), cluster.device, settings), float("inf"),
+    model = build(program, clusters, [joints], _Matching(cluster.line(count).mesh((count,)), cluster.device, settings), float("inf"),
                   "microbatches")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=LIMIT_S).choice)
     return microbatching(program, {name: options[0] for name, options in decisions.items()}, count)

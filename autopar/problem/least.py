@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.problem.build import build
@@ -20,7 +19,7 @@ def least_bytes(program: Program, clusters: list[OpCluster], joints: Sequence[Se
                 remat: Levels) -> float:
     """Bytes of each device if everything that a step of one microbatch holds were cut evenly over all of `cluster`, with the blocks of
     `remat` run again. `joints` are the options of each of `clusters` on an axis of one rank."""
-    one = Cluster("one device", (replace(cluster.levels[-1], size=1),), cluster.device).mesh((1,))
+    one = cluster.line(1).mesh((1,))
     made = build(program, clusters, [joints], Prices(one, cluster.device, settings), math.inf)
     model = rematerialised(made, ForwardPrices(one, cluster.device, settings), remat)
     choice = tuple(int(node.memory_bytes.argmin()) for node in model.problem.nodes)

@@ -276,3 +276,11 @@ def test_a_mesh_topology_gives_a_part_of_the_links() -> None:
     rows = (Protocol("r", "ring", 0.0, 0.0, 1.0), Protocol("d", "direct", 0.0, 0.0, 1.0))
     level = Level("gpu", 8, 448e9, rows, topology="mesh")
     assert [level.pair_bandwidth_bytes_s(n) for n in (2, 8)] == [64e9, 448e9]
+
+
+@pytest.mark.parametrize("count", [1, 8, 12])
+def test_a_line_is_devices_of_the_innermost_level(count: int) -> None:
+    cluster = Cluster.parse("h100:2x8")
+    line = cluster.line(count)
+    assert (line.devices, line.device) == (count, cluster.device)
+    assert line.levels == (dataclasses.replace(cluster.levels[-1], size=count),)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.pipeline.balance import Cost
-from autopar.pipeline.units import Unit, units
+from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
 from autopar.problem.shares import ForwardPrices
@@ -35,7 +35,7 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     Problem.evaluate shows them.
     """
     pieces = units(program)
-    home = _homes(program, pieces)
+    home = homes(program, pieces)
     sums: dict[str, _Sum] = {name: _Sum() for name in dict.fromkeys(u.name for u in pieces)}
     exposed = _exposed(micro.problem, choice)
     for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
@@ -70,22 +70,6 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
 def _per_instance(total: _Sum, count: int) -> Cost:
     return Cost(total.micro_s / count, total.once_s / count, total.kept_bytes / count, total.rest_bytes / count, total.live_bytes,
                 total.forward_s / count)
-
-
-def _homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
-    """Op name -> the piece that it belongs to: itself, its scope, or for what is no piece the first piece that reads it."""
-    own = {unit.name for unit in pieces if unit.instance < 0}
-    home = {op.name: op.scope or op.name for op in program.ops.values() if op.scope or op.name in own}
-    readers = program.readers()
-    feeds = {feed: run.scope for run in program.runs.values() for feed in run.feeds}
-    first, last = pieces[0].name, pieces[-1].name
-    for op in reversed(program.ops.values()):
-        if op.name in home:
-            continue
-        names = [home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())]
-        names += [feeds[op.name, i] for i in range(len(op.call.outs)) if (op.name, i) in feeds]
-        home[op.name] = names[0] if names else (last if op.operands else first)
-    return home
 
 
 def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:

@@ -40,6 +40,23 @@ def units(program: Program) -> list[Unit]:
     return found
 
 
+def homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
+    """Op name -> the piece that it belongs to: itself, its scope, or for what is no piece the first piece that
+    reads it. What nobody reads goes to the last piece where it is computed, to the first where it only rests."""
+    own = {unit.name for unit in pieces if unit.instance < 0}
+    home = {op.name: op.scope or op.name for op in program.ops.values() if op.scope or op.name in own}
+    readers = program.readers()
+    feeds = {feed: run.scope for run in program.runs.values() for feed in run.feeds}
+    first, last = pieces[0].name, pieces[-1].name
+    for op in reversed(program.ops.values()):
+        if op.name in home:
+            continue
+        names = [home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())]
+        names += [feeds[op.name, i] for i in range(len(op.call.outs)) if (op.name, i) in feeds]
+        home[op.name] = names[0] if names else (last if op.operands else first)
+    return home
+
+
 def free_ops(program: Program) -> dict[str, None]:
     """Names of the top-level operators that run wherever they are read."""
     from_params: dict[Ref, bool] = {}

@@ -7,7 +7,7 @@ decisions come the operators' seconds (`Prices`) and the reshards (`codegen.edge
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -15,12 +15,13 @@ from autopar.cluster import Cluster, Mesh
 from autopar.codegen.edges import Reshard, edges
 from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
-from autopar.pipeline.units import Unit, units
+from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, Request, bare_plan
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import ATTENTION, Prices, Settings
+from autopar.problem.shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.recipes import roles, sequence
 from autopar.search import ilp
@@ -33,7 +34,8 @@ NO_LIMIT_BYTES = float(1 << 60)
 @dataclass
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `attention_s` is the part of `forward_s` that attention takes from scores on. `operators` counts what the host calls in the forward, views too, `kernels` what it launches."""
+    activations. `attention_s` is the part of `forward_s` that attention takes from scores on.
+    `operators` counts what the host calls in the forward, views too."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -41,7 +43,6 @@ class UnitTime:
     backward_comm_s: float = 0.0
     attention_s: float = 0.0
     operators: float = 0.0
-    kernels: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
@@ -59,10 +60,6 @@ class Place:
     times: dict[str, UnitTime]
     sent_bytes: float
     mesh: Mesh
-
-    def of(self, unit: Unit) -> UnitTime:
-        """The times of a unit."""
-        return self.times[unit.name]
 
 
 @dataclass(frozen=True)
@@ -119,10 +116,10 @@ class _Reader:
 
     def __init__(self, planner: Planner, mesh: Mesh, prices: Prices, decisions: Decisions) -> None:
         self.program, self.mesh, self.prices, self.decisions = planner.program, mesh, prices, decisions
-        self.forward = Prices(mesh, prices.device, replace(prices.settings, mode="inference"))
+        self.forward = ForwardPrices(mesh, prices.device, prices.settings)
         self.plan = bare_plan(planner, mesh, decisions, "given")
         self.order = units(self.program)
-        self.home = self._homes()
+        self.home = homes(self.program, self.order)
         self.count = {run.scope: run.count for run in self.program.runs.values()}
         self.times = {unit.name: UnitTime() for unit in self.order}
 
@@ -135,19 +132,6 @@ class _Reader:
         times = {name: time.scaled(1 / self.count.get(name, 1)) for name, time in self.times.items()}
         return Place(tuple(self.order), times, self._sent_bytes(), self.mesh)
 
-    def _homes(self) -> dict[str, str]:
-        """Op -> the unit whose time it is: its own, its block, or the first unit that reads it."""
-        names = {unit.name for unit in self.order}
-        home = {op.name: op.scope or op.name for op in self.program.ops.values() if op.scope in names or op.name in names}
-        readers = self.program.readers()
-        feeds = {feed: run.scope for run in self.program.runs.values() for feed in run.feeds}
-        for op in reversed(self.program.ops.values()):
-            if op.name not in home:
-                refs = [(op.name, i) for i in range(max(1, len(op.call.outs)))]
-                found = [home[r.name] for ref in refs for r, _ in readers.get(ref, ())] + [feeds[ref] for ref in refs if ref in feeds]
-                home[op.name] = found[0] if found else self.order[-1].name
-        return home
-
     def _op(self, op: Op) -> None:
         here, options = self.times[self.home[op.name]], self.decisions[op.name]
         if op.role == "param":
@@ -158,10 +142,7 @@ class _Reader:
         both, forward = self.prices.op_s(op, options), self.forward.op_s(op, options)
         here.forward_s += forward
         here.backward_s += both - forward
-        fused = self.prices.settings.fused
         here.operators += op.count
-        if forward > 0 and (op.leads or not fused):
-            here.kernels += op.count
         if op.target is ATTENTION or _scores(op):
             here.attention_s += forward
 

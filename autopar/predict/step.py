@@ -18,12 +18,7 @@ from autopar.cost.comm import collective_s
 from autopar.pipeline.orders import Action, StageTime, orders, step_s
 from autopar.predict.place import Place, UnitTime
 from autopar.predict.setup import Setup
-
-OVERLAP = 0.8
-"""Share of compute under which collectives can hide, as problem.prices.Prices.overlap."""
-
-CONTENTION = 20 / 132
-"""Seconds that a hidden collective adds to the compute over it, as problem.prices.Prices.contention."""
+from autopar.problem.prices import CONTENTION, OVERLAP
 
 ROUNDING = 3.0
 """Exponent of the smooth maximum of host and device."""
@@ -111,7 +106,7 @@ class _Step:
         update = max(self._update_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp))
         return Prediction(m * sum(t.forward_s + t.backward_s for t in mine), m * sum(t.again_s for t in mine),
                           m * sum(t.host_s for t in mine), m * sum(t.tensor_s for t in mine), m * sum(t.shards_s for t in mine),
-                          whole - m * busy[worst], sync + self._tied_s(), update)
+                          whole - m * busy[worst], sync, update)
 
     def _stages(self) -> list[_Times]:
         """The stages in order: blocks dealt evenly, what is before them to the first, what is behind to the last."""
@@ -205,9 +200,6 @@ class _Step:
     def _sum_s(self, elements: float, axis: MeshAxis) -> float:
         kind = "reduce_scatter" if self.setup.zero in (1, 2) else "all_reduce"
         return collective_s(kind, self.software.gradient_bytes * elements, axis)
-
-    def _tied_s(self) -> float:
-        return 0.0
 
     def _update_s(self, stages: Sequence[_Times]) -> float:
         """The optimizer's pass over what a rank owns, the norm of the gradients and their reset."""

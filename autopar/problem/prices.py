@@ -34,6 +34,13 @@ from autopar.rules.site import Inner, Site
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
+OVERLAP = 0.8
+"""The share of compute under which collectives can hide on an accelerator."""
+
+CONTENTION = 20 / 132
+"""Seconds that a hidden collective adds to the compute over it, per second: its kernels take multiprocessors, 20 of an H800's 132 in
+DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2)."""
+
 
 class Pair(NamedTuple):
     """Layouts of a value and of its gradient; of a weight also whether its gradient is scattered after every microbatch."""
@@ -97,15 +104,12 @@ class Prices:
     @cached_property
     def overlap(self) -> float:
         """The share of compute under which collectives can hide: none on a CPU, whose cores do both."""
-        return 0.0 if self.device.kind == "cpu" else 0.8
+        return 0.0 if self.device.kind == "cpu" else OVERLAP
 
     @cached_property
     def contention(self) -> float:
-        """Seconds that a hidden collective adds to the compute over it, per second: its kernels take multiprocessors.
-
-        20 of an H800's 132 in DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2).
-        """
-        return 20 / 132
+        """Seconds that a hidden collective adds to the compute over it, per second."""
+        return CONTENTION
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""

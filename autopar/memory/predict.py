@@ -13,13 +13,12 @@ from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
-from autopar.pipeline.orders import Action, orders
+from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.pipeline.views import View, views
+from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices, Settings
-from autopar.problem.saved import HOLDERS
 
 
 def predict(program: Program, plan: Plan) -> Prediction:
@@ -29,38 +28,15 @@ def predict(program: Program, plan: Plan) -> Prediction:
 
 def fullest(program: Program, plan: Plan) -> list[Holding]:
     """The fullest rank of each place; sizes as in `predict`."""
-    found, stages = edges(program, plan), parts_of(program, plan)
+    found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
-    lines = actions_of(plan)
+    lines = lines_of(plan)
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):
         ranks = [_holding(Shares(program, plan, coord), found, stages, number, lines[number], known) for coord, known in zip(coords, profiles, strict=True)]
         places.append(max(ranks, key=lambda rank: rank.place().peak_bytes) if len(ranks) > 1 else ranks[0])
-    return places
-
-
-def parts_of(program: Program, plan: Plan) -> tuple[View, ...]:
-    """The stages of a plan; all of the program where it is not cut."""
-    if len(plan.stages) > 1:
-        return views(program, plan)
-    top = [op for op in program.ops.values() if not op.scope]
-    return (View(0, {op.name: None for op in top if op.role == "op"}, {run.scope: (0, run.count) for run in program.runs.values()},
-                 {op.name: None for op in top if op.role in HOLDERS and op.role != "input"},
-                 {op.name: None for op in top if op.role == "input"}, (), (), (), tuple(enumerate(program.results))),)
-
-
-def actions_of(plan: Plan) -> Sequence[Sequence[Action]]:
-    """What each place runs in order."""
-    if plan.places > 1 and plan.mode == "train":
-        return orders(plan.schedule, plan.places, len(plan.stages), plan.microbatches)
-    kinds = ("F", "B") if plan.mode == "train" else ("F",)
-    places: list[list[Action]] = [[] for _ in range(plan.places)]
-    for micro, kind in itertools.product(range(plan.microbatches), kinds):
-        order = enumerate(plan.stages) if kind == "F" else reversed(list(enumerate(plan.stages)))
-        for index, stage in order:
-            places[stage.place].append(Action(kind, index, micro))
     return places
 
 

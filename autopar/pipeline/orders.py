@@ -17,6 +17,7 @@ from torch.distributed import pipelining
 
 from autopar.errors import PlanError
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.plan import Plan
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -55,6 +56,17 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
                         f"{' '.join(str(error).split())}") from error
     lines = made.pipeline_order
     return tuple(tuple(_actions(lines[place])) for place in range(places))
+
+
+def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
+    """What each place runs in a step of `plan`, in order: the schedule's actions, or on one place one microbatch after the other. A plan
+    for inference runs all microbatches through a stage before the next one (runtime.stepping.run_forward)."""
+    stages, micro = range(len(plan.stages)), range(plan.microbatches)
+    if plan.mode != "train":
+        return [[Action("F", i, m) for i in stages if plan.stages[i].place == place for m in micro] for place in range(plan.places)]
+    if plan.places == 1:
+        return [[Action(kind, i, m) for m in micro for kind in "FB" for i in (stages if kind == "F" else reversed(stages))]]
+    return orders(plan.schedule, plan.places, len(stages), plan.microbatches)
 
 
 def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:

@@ -74,6 +74,14 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
     return tuple(found)
 
 
+def whole(program: Program) -> View:
+    """The view of a plan that is not cut: all operators, all blocks, all results."""
+    top = [op for op in program.ops.values() if not op.scope]
+    return View(0, {op.name: None for op in top if op.role == "op"}, {run.scope: (0, run.count) for run in program.runs.values()},
+                {op.name: None for op in top if op.role in HOLDERS and op.role != "input"},
+                {op.name: None for op in top if op.role == "input"}, (), (), (), tuple(enumerate(program.results)))
+
+
 def total_ref(text: str) -> Ref:
     """The value that an entry of `Plan.totals` names."""
     name, _, index = text.partition(":")

@@ -13,14 +13,14 @@ from autopar.cost.comm import collective_s
 from autopar.decided import local_share
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared import Shared, shared_weights
-from autopar.pipeline.views import View, views
+from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Program, Ref, read
 from autopar.problem.prices import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces
 from autopar.simulate.rank import Ran, Rank
 from autopar.simulate.sync import Sync
-from autopar.simulate.work import Turn, Walk, everything
+from autopar.simulate.work import Turn, Walk
 
 
 @dataclass(eq=False)
@@ -42,12 +42,11 @@ class Stages:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        whole = self.cluster.mesh((plan.places, *plan.mesh)) if plan.places > 1 else self.cluster.mesh(plan.mesh)
-        self.line: MeshAxis | None = whole.axes[0] if plan.places > 1 else None
+        self.line: MeshAxis | None = self.cluster.mesh((plan.places, *plan.mesh)).axes[0] if plan.places > 1 else None
         self.mesh: Mesh = self.cluster.place_mesh(plan.places, plan.mesh)
         self.pieces = Pieces(self.mesh, self.cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
         self.edges: Edges = edges(self.program, plan)
-        self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (everything(self.gm, self.program),)
+        self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (whole(self.program),)
         schedule = SCHEDULES.get(plan.schedule)
         self.splitting = plan.places > 1 and schedule is not None and schedule.splits_backward
         self.walk = Walk(self.gm, self.program, plan, self.edges, self.pieces, self.splitting)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import fx
 
 from autopar.cost.memory import computes_in
 from autopar.memory.place import Holding
 from autopar.memory.predict import fullest
-from autopar.pipeline.orders import Action, orders
+from autopar.pipeline.orders import Action, lines_of
 from autopar.plan import Plan
 from autopar.problem.graph import read
 from autopar.simulate import schedule
@@ -39,7 +38,7 @@ def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | N
     say("following memory")
     program = stages.program if plan.microbatches == 1 else read(gm, plan.hints, training=stages.training, device=stages.cluster.device.kind)
     held = fullest(program, plan)
-    places = _Pipeline(stages, held).places() if plan.pipelined else [_alone(stages, held[0])]
+    places = _Pipeline(stages, held, lines_of(plan)).places() if plan.pipelined else [_alone(stages, held[0])]
     return _summed(stages, places)
 
 
@@ -70,23 +69,13 @@ def _named(name: str, instance: int) -> str:
 
 @dataclass(eq=False)
 class _Pipeline:
-    """The actions of all places."""
+    """The actions of all places; `lines` are those of each, in order."""
 
     stages: Stages
     held: Sequence[Holding]
+    lines: Sequence[Sequence[Action]]
     tasks: list[Task] = field(default_factory=list)
     actions: list[Action | None] = field(default_factory=list)
-
-    @cached_property
-    def lines(self) -> Sequence[Sequence[Action]]:
-        """What each place runs, in order: torch's schedule, or one microbatch after the other where there is one place."""
-        plan = self.stages.plan
-        count, micro = len(plan.stages), range(plan.microbatches)
-        if not self.stages.training:
-            return [[Action("F", i, m) for i, stage in enumerate(plan.stages) if stage.place == place for m in micro] for place in range(plan.places)]
-        if plan.places == 1:
-            return [[Action(kind, i, m) for m in micro for kind in "FB" for i in (range(count) if kind == "F" else reversed(range(count)))]]
-        return orders(plan.schedule, plan.places, count, plan.microbatches)
 
     def ran(self, action: Action) -> Ran | None:
         """What a rank does in an action; None where the whole backward was done with the inputs' part."""

@@ -217,13 +217,3 @@ def _weights(op: Op) -> float:
     """The share of an operator's backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
     graded = [weight for weight, tensor in zip(op.weight, op.call.ins, strict=True) if tensor.grad]
     return sum(graded) / len(graded) if graded else 0.0
-
-
-def everything(gm: fx.GraphModule, program: Program) -> View:
-    """The view of a plan that is not cut: all operators, all blocks, all results."""
-    tops = {name: None for name, op in program.ops.items() if not op.scope and op.role == "op"}
-    held = {name: None for name, op in program.ops.items() if not op.scope and op.role in ("param", "buffer", "constant")}
-    inputs = {name: None for name, op in program.ops.items() if op.role == "input"}
-    top = {str(node.target): (0, program.runs[str(node.target)].count) for node in gm.graph.nodes if node.op == "call_module"}
-    results = tuple(enumerate(program.results))
-    return View(0, tops, top, held, inputs, (), (), (), results)

@@ -47,6 +47,11 @@ class Step:
     after: Layout
 
 
+BUCKET_BYTES = 25_000_000
+"""Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel in flat buckets of
+about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
+
+
 def parse(text: str) -> Layout:
     """`"S0,R"` -> `("S0", "R")`. Raises LayoutError on anything that is not a layout."""
     layout = tuple(part.strip() for part in text.split(",")) if text else ()

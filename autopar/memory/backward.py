@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from autopar.cost.memory import itemsize, rests_in
+from autopar.layout import BUCKET_BYTES
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, workspace
@@ -13,7 +14,7 @@ from autopar.memory.operators import backward_bytes, hands_on
 from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
-LATE_BYTES = 50_000_000
+LATE_BYTES = 2 * BUCKET_BYTES
 """Whole gradients that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
 
 

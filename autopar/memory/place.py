@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.memory import OPTIMIZERS
+from autopar.layout import BUCKET_BYTES
 from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
 from autopar.pipeline.orders import Action
 from autopar.pipeline.views import View
-
-BUCKET_BYTES = 25_000_000
-"""Bytes of gradients that are summed together (runtime.gradsync.BUCKET_BYTES); a larger gradient is a bucket of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from autopar._torch import at_end_of_backward, local_of, wrap_like
 from autopar.errors import RunError
-from autopar.layout import Layout, Step, steps
+from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout_later, step_bytes
 from autopar.runtime.params import Held
 from autopar.runtime.together import KINDS, Finish, start
-
-BUCKET_BYTES = 25_000_000  # as torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link
 
 
 @dataclass(frozen=True, slots=True)

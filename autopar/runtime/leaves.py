@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.layout import Step, steps
+from autopar.layout import BUCKET_BYTES, Step, steps
 from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout, step_bytes
 from autopar.runtime.params import Held
 from autopar.runtime.together import Finish, start
 
-BUCKET_BYTES = 25_000_000  # of gathered leaves; as gradsync.BUCKET_BYTES
 AHEAD = 2  # buckets that are gathered before they are needed: the one in use may be copied while the next ones travel
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar.cluster import Mesh
 from autopar.codegen.placements import Spot
-from autopar.runtime.gradsync import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
 from autopar.simulate.work import Turn

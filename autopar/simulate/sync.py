@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
 from autopar.cost.comm import collective_s, group_bytes, step_s
-from autopar.layout import Step, most_elements
+from autopar.layout import BUCKET_BYTES, Step, most_elements
 from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
-from autopar.runtime.gradsync import BUCKET_BYTES
 from autopar.simulate.pieces import Piece
 from autopar.simulate.rank import Bucket
 from autopar.simulate.work import Turn

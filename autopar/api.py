@@ -121,14 +121,9 @@ class Compiled:
 
         Raises PlanError where the graph is not there: `load` reads emitted code, which has none.
         """
-        from autopar.memory import predict
-        from autopar.problem.graph import read
+        from autopar.memory import memory_of
 
-        if self.captured is None:
-            raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which memory is predicted from; "
-                            "use the object that autopar.compile gave, or `autopar memory plan.json` where the plan names its model")
-        kind = Cluster.from_dict(dict(self.plan.cluster)).device.kind
-        return predict(read(self.captured.gm, self.plan.hints, training=self.plan.mode == "train", device=kind), self.plan)
+        return memory_of(self._graph("memory").gm, self.plan)
 
     def simulate(self, progress: Callable[[str], None] | None = None) -> Simulation:
         """One step of the plan, simulated: its time, where it goes, memory over time, and a trace (`Simulation.save_trace`).
@@ -137,10 +132,14 @@ class Compiled:
         """
         from autopar.simulate import simulate
 
+        return simulate(self._graph("simulate").gm, self.plan, progress)
+
+    def _graph(self, command: str) -> Captured:
+        """The graph that the plan was made for; `command` does without this object what needs it."""
         if self.captured is None:
-            raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which a simulation needs; "
-                            "use the object that autopar.compile gave, or `autopar simulate plan.json` where the plan names its model")
-        return simulate(self.captured.gm, self.plan, progress)
+            raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which {command} works on; "
+                            f"use the object that autopar.compile gave, or `autopar {command} plan.json` where the plan names its model")
+        return self.captured
 
     def save(self, folder: str | Path) -> Path:
         """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""

@@ -104,20 +104,18 @@ class Survey:
 
     def _pipeline(self, name: str) -> Plan | str:
         request = replace(self.request, recipe=name, time_limit_s=PIPELINE_S)
-        endless = replace(request.cluster, device=replace(request.cluster.device, memory_bytes=1 << 49))
         try:
             return joint.plan(self.gm, self.hints, request)
         except (InfeasibleError, PlanError) as error:
             try:
-                made = joint.plan(self.gm, self.hints, replace(request, cluster=endless))
-                return replace(made, cluster=request.cluster.to_dict())
+                return joint.plan(self.gm, self.hints, replace(request, memory_bytes=math.inf))
             except (InfeasibleError, PlanError):
                 return str(error)
 
     @property
     def limit_bytes(self) -> float:
         """Bytes that a plan may fill of a device."""
-        return float(self.request.cluster.device.usable_memory_bytes)
+        return float(self.request.limit_bytes)
 
     def predicted(self, plan: Plan, **sizes: int) -> Prediction:
         """What a plan takes, at other sizes than those planned for where they are given."""

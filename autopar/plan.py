@@ -129,6 +129,11 @@ class Plan:
         """Whether a step runs a pipeline schedule or several microbatches."""
         return len(self.stages) > 1 or self.microbatches > 1
 
+    @property
+    def micro_hints(self) -> dict[str, int]:
+        """The sizes of one microbatch, by symbol."""
+        return {name: size // self.microbatches if name == "b" else size for name, size in self.hints.items()}
+
     def again(self, stage: Stage, scope: str, count: int) -> int:
         """How many of the first of the `count` instances of the run `scope` that `stage` has are run again in the backward."""
         return min(count, stage.again.get(scope, count)) if scope in self.remat else 0

@@ -14,9 +14,8 @@ from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
 from autopar.cluster import Cluster
 from autopar.fitting import Row, Survey
-from autopar.memory import predict
+from autopar.memory import memory_of
 from autopar.planner import Request
-from autopar.problem.graph import read
 from autopar.problem.prices import Settings
 from autopar.report.memory import breakdown, fit_row, fit_table
 from autopar.report.text import gibibytes, times
@@ -43,9 +42,7 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
     """What the peak of a saved plan is made of."""
     with progress(f"memory of {where}") as tell:
         rebuilt = rebuild(where, tell)
-        plan = rebuilt.plan
-        kind = Cluster.from_dict(dict(plan.cluster)).device.kind
-        prediction = predict(read(rebuilt.captured.gm, plan.hints, training=plan.mode == "train", device=kind), plan)
+        prediction = memory_of(rebuilt.captured.gm, rebuilt.plan)
     if not write_json(json, prediction.to_dict()):
         show(breakdown(prediction, shown))
 

@@ -94,8 +94,7 @@ def settings(plan: Plan) -> Settings:
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    hints = {k: v // plan.microbatches if k == "b" else v for k, v in plan.hints.items()}
-    planner = Planner.of(rebuilt.captured.gm, hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
+    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
     planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 

@@ -1,6 +1,7 @@
 """What a plan needs of each device's memory, when, and for what: liveness over the emitted program.
 
-    predict(program, plan) -> Prediction    the peak of every place of a pipeline, with the tensors that make it up
+    memory_of(gm, plan) -> Prediction       the peak of every place of a pipeline, with the tensors that make it up
+    predict(program, plan) -> Prediction    the same at other sizes
 
     types.py      what a prediction says
     shares.py     bytes that one rank has of each value
@@ -17,7 +18,7 @@
 
 from __future__ import annotations
 
-from autopar.memory.predict import predict
+from autopar.memory.predict import memory_of, predict
 from autopar.memory.types import Entry, Place, Prediction
 
-__all__ = ["Entry", "Place", "Prediction", "predict"]
+__all__ = ["Entry", "Place", "Prediction", "memory_of", "predict"]

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import fx
+
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Edges, edges
 from autopar.memory.forward import Part
@@ -17,13 +19,19 @@ from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program
+from autopar.problem.graph import Op, Program, read
 from autopar.problem.prices import Prices, Settings
 
 
 def predict(program: Program, plan: Plan) -> Prediction:
     """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`."""
     return Prediction(tuple(rank.place() for rank in fullest(program, plan)))
+
+
+def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
+    """`predict` for the captured graph that `plan` was made for, at the sizes that it was planned for."""
+    kind = Cluster.from_dict(dict(plan.cluster)).device.kind
+    return predict(read(gm, plan.hints, training=plan.mode == "train", device=kind), plan)
 
 
 def fullest(program: Program, plan: Plan) -> list[Holding]:

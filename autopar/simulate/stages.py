@@ -37,8 +37,7 @@ class Stages:
     def of(gm: fx.GraphModule, plan: Plan) -> Stages:
         """Read the graph that `plan` was made for at the sizes of a microbatch."""
         cluster = Cluster.from_dict(dict(plan.cluster))
-        hints = {k: v // plan.microbatches if k == "b" else v for k, v in plan.hints.items()}
-        return Stages(gm, plan, read(gm, hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
+        return Stages(gm, plan, read(gm, plan.micro_hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
 
     def __post_init__(self) -> None:
         plan = self.plan

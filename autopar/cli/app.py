@@ -135,6 +135,20 @@ def memory(
 
 
 @app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the cluster file to write, a .toml")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="about how long to measure")] = 60.0,
+    json: Json = None,
+) -> None:
+    """Measure this machine: matmuls, memory, starting operators, collectives; and write it as a cluster file."""
+    from autopar.cli.calibrating import calibrate_command
+
+    calibrate_command(output, device, ranks, seconds, json)
+
+
+@app.command()
 def recipes(json: Json = None) -> None:
     """List the named strategies."""
     from autopar.cli.lists import recipes_command

@@ -31,9 +31,18 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "spread": (0.0, 1.0, "a share of the speed, 0 to 1"),
     "sustained": (1e-3, 1.0, "a share of what is achievable, over 0 and at most 1"),
     "achievable_bandwidth": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
+    "vector_flops": (0.0, 1e18, "FLOP per second: 60 TFLOP/s is 60e12; 0 where the peak of float32 is meant"),
+    "cache_bytes": (0, 1 << 40, "bytes: 1 MiB is 1048576; 0 where none is known"),
+    "cache_bandwidth_bytes_s": (0.0, 1e15, "bytes per second: 50 GB/s is 50e9"),
+    "update_s": (0.0, 1.0, "seconds: 10 us is 10e-6"),
+    "update": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
+    "alone": (1.0, 1024.0, "a ratio of speeds, 1 or more"),
+    "members": (0, 1 << 20, "a count; 0 is any"),
+    "spill_bytes": (0.0, 1e15, "bytes: 1 MiB is 1048576"),
+    "spill": (1.0, 1000.0, "a ratio of times, 1 or more"),
     "usable_memory": (1e-3, 1.0, "a share of the memory, over 0 and at most 1"),
 }
-INTEGERS = ("size", "units", "tile", "memory_bytes")
+INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members")
 TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
 

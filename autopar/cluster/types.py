@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,9 @@ class Protocol:
 
     A collective costs `start_s` + hops x `hop_s` + moved bytes / (level bandwidth x `efficiency`). Small-message protocols
     start fast and carry little, large-message ones the reverse; the minimum of them is the size-dependent efficiency.
-    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS).
+    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS). `members` narrows it to
+    groups of that many parts of the level (0: any): what a calibration found for them. Bytes of a collective above `spill_bytes` cost
+    `spill` times as much as those below, where they leave the caches of a CPU.
     """
 
     name: str
@@ -37,6 +40,9 @@ class Protocol:
     efficiency: float
     source: str = ""
     kinds: tuple[str, ...] = ()
+    members: int = 0
+    spill_bytes: float = 0.0
+    spill: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"protocol {self.name!r}"
@@ -47,9 +53,9 @@ class Protocol:
             if kind not in ALGORITHMS[self.algorithm]:
                 fail(where, "kinds", kind, f"collectives of {self.algorithm}: {', '.join(ALGORITHMS[self.algorithm])}")
 
-    def serves(self, kind: str) -> bool:
-        """Whether it can run the collective `kind`."""
-        return kind in (self.kinds or ALGORITHMS[self.algorithm])
+    def serves(self, kind: str, members: int) -> bool:
+        """Whether it can run the collective `kind` in groups of `members` parts of the level."""
+        return kind in (self.kinds or ALGORITHMS[self.algorithm]) and self.members in (0, members)
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,15 @@ class Level:
         check_fields(self, where)
         if self.topology not in ("switch", "mesh"):
             fail(where, "topology", self.topology, "switch or mesh")
-        for kind in COLLECTIVES:
-            if not any(p.serves(kind) and p.algorithm in ("ring", "direct") for p in self.protocols):
-                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind}")
+        for kind, members in itertools.product(COLLECTIVES, self.groups):
+            if not any(p.serves(kind, members) and p.algorithm in ("ring", "direct") for p in self.protocols):
+                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind} of {members} ranks")
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many parts of the level a mesh axis can span: the divisors of its size above 1."""
+        divisors = tuple(n for n in range(2, self.size + 1) if self.size % n == 0) if self.size > 1 and any(p.members for p in self.protocols) else ()
+        return divisors or (max(2, self.size),)
 
     @property
     def latency_s(self) -> float:
@@ -106,6 +118,11 @@ class Device:
     spread                standard deviation of the speed of alike devices in different nodes, which wait for the slowest of them
     attention             share of the peak that fused attention reaches on long sequences, forward and backward
     achievable_of         `achievable` of dtypes that have another one
+    vector_flops          FLOP/s of what is no matmul (GELU, softmax, norms), FLOPs as `passes.annotate_flops` counts them; 0: the peak of float32
+    cache_bytes           bytes that an operator may move at `cache_bandwidth_bytes_s`; what is above goes to memory
+    update_s              seconds of the host for each parameter tensor in the optimizer's step, beside its bytes
+    update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1: it makes several)
+    alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks outnumber cores
     sources               field name -> where the number comes from
     """
 
@@ -126,6 +143,12 @@ class Device:
     spread: float = 0.0
     attention: tuple[float, float] | None = None
     achievable_of: dict[str, float] = field(default_factory=dict, hash=False)
+    vector_flops: float = 0.0
+    cache_bytes: int = 0
+    cache_bandwidth_bytes_s: float = 0.0
+    update_s: float = 0.0
+    update: float = 1.0
+    alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +160,8 @@ class Device:
             fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")
         if self.attention is not None and not (len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)):
             fail(where, "attention", self.attention, "two shares of the peak, forward and backward")
+        if self.cache_bytes and self.cache_bandwidth_bytes_s < self.memory_bandwidth_bytes_s * self.achievable_bandwidth:
+            fail(where, "cache_bandwidth_bytes_s", self.cache_bandwidth_bytes_s, "at least what large copies reach, where cache_bytes is given")
         if self.best_shape is not None and (len(self.best_shape) != 3 or min(self.best_shape) < 1):
             fail(where, "best_shape", self.best_shape, "three positive sizes m, n, k")
 
@@ -148,6 +173,12 @@ class Device:
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as float32."""
         return self.peak_flops.get(_family(dtype), self.peak_flops["float32"])
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds to read and write `nbytes` in all."""
+        cached = min(nbytes, self.cache_bytes)
+        near_s = cached / self.cache_bandwidth_bytes_s if cached else 0.0
+        return near_s + (nbytes - cached) / (self.memory_bandwidth_bytes_s * self.achievable_bandwidth)
 
     def best_share(self, dtype: str) -> float:
         """Share of the peak of `dtype` that the best matmul reaches."""

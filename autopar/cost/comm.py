@@ -3,6 +3,7 @@
 A collective over an axis is run by one of several *ways*: an algorithm with one protocol on each level that the axis spans.
 
     seconds(way) = max of starts + sum over levels of hops x hop_s + max over levels of moved bytes / (bandwidth x efficiency)
+                   + what bytes above `spill_bytes` cost more, on the level where that is most
 
 Levels are pipelined chunk by chunk, as NCCL does it, so the slowest level sets the rate and the hops of all levels add up.
 The library picks the fastest way for each size (NCCL's own model, src/graph/tuning.cc), so a price is the minimum over
@@ -24,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
@@ -68,12 +70,12 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
         return 0.0
     if kind in LOCAL:
         return copy_s(nbytes, axis.device)
-    return min(start + slope * nbytes for start, slope in affine(kind, axis))
+    return min(line.seconds(nbytes) for line in affine(kind, axis))
 
 
 def copy_s(nbytes: float, device: Device) -> float:
     """Seconds to read and write `nbytes` once on the device."""
-    return device.launch_s + 2 * nbytes / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth)
+    return device.launch_s + device.memory_s(2 * nbytes)
 
 
 def steps_s(steps: Sequence[Step], full_bytes: float, mesh: Mesh) -> float:
@@ -107,17 +109,37 @@ def _repack_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
     return moved * copy_s(full_bytes * fraction(whole, mesh.sizes), mesh.device) if moved else 0.0
 
 
+class Line(NamedTuple):
+    """The price of one way as data: `start_s`, seconds per byte, and `more_s` per byte above `spill_bytes`."""
+
+    start_s: float
+    slope_s: float
+    spill_bytes: float = 0.0
+    more_s: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of a collective of `nbytes`."""
+        return self.start_s + self.slope_s * nbytes + self.more_s * max(0.0, nbytes - self.spill_bytes)
+
+
 @lru_cache(maxsize=4096)
-def affine(kind: str, axis: MeshAxis) -> tuple[tuple[float, float], ...]:
-    """The price as data: (start in seconds, seconds per byte) of each way that is ever the fastest, smallest start first."""
-    return tuple((way_start_s(way), way_slope_s(way)) for way in fastest_ways(kind, axis))
+def affine(kind: str, axis: MeshAxis) -> tuple[Line, ...]:
+    """The price as data, of each way that is ever the fastest, smallest start first."""
+    return tuple(way_line(way) for way in fastest_ways(kind, axis))
+
+
+def way_line(way: Way) -> Line:
+    """The price of a way as data."""
+    more_s, spill_bytes = max((part.slope_s * (part.protocol.spill - 1), part.protocol.spill_bytes) for part in way)
+    return Line(way_start_s(way), way_slope_s(way), spill_bytes, more_s)
 
 
 def fastest_ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
-    """The ways that no other way beats at every size, smallest start first."""
+    """The ways that no other way beats at every size, smallest start first; those whose bytes may spill are all kept."""
     kept: list[Way] = []
     for way in sorted(ways(kind, axis), key=lambda way: (way_start_s(way), way_slope_s(way))):
-        if not kept or way_slope_s(way) < way_slope_s(kept[-1]):
+        spills = any(part.protocol.spill > 1 for each in (way, *kept[-1:]) for part in each)
+        if not kept or spills or way_slope_s(way) < way_slope_s(kept[-1]):
             kept.append(way)
     return tuple(kept)
 
@@ -141,7 +163,7 @@ def ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
 
 def _product(kind: str, spans: Sequence[Span], rows: Sequence[tuple[str, int, float]]) -> list[Way]:
     """All ways whose part on each span uses that row's algorithm; none where a level does not have it."""
-    options = [[Part(span, p, hops, share) for p in span.level.protocols if p.algorithm == algorithm and p.serves(kind)]
+    options = [[Part(span, p, hops, share) for p in span.level.protocols if p.algorithm == algorithm and p.serves(kind, span.size)]
                for span, (algorithm, hops, share) in zip(spans, rows, strict=True)]
     return list(itertools.product(*options))
 
@@ -168,7 +190,7 @@ def _trees(kind: str, spans: tuple[Span, ...]) -> list[Way]:
     rounds = 2 if kind == "all_reduce" else 1
     rows = []
     for span, inside in zip(spans, _inside(spans), strict=True):
-        tree = any(p.algorithm == "tree" and p.serves(kind) for p in span.level.protocols)
+        tree = any(p.algorithm == "tree" and p.serves(kind, span.size) for p in span.level.protocols)
         depth = math.ceil(math.log2(span.size)) if tree else span.size - 1
         rows.append(("tree" if tree else "ring", rounds * depth, float(rounds) / inside))
     return _product(kind, spans, rows) if any(row[0] == "tree" for row in rows) else []

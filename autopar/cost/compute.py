@@ -2,6 +2,8 @@
 
     seconds = launch floor + max(flops / (peak x matmul efficiency), bytes / (bandwidth x achievable share))
 
+Bytes that fit in a cache that the device states (`cache_bytes`) have its bandwidth instead.
+
 Matmul efficiency is the device's published best (Device.achievable, measured at Device.best_shape) relative to the best over
 tiles of output that one multiprocessor works on at a time (TILES) and over cuts of the depth (SPLITS) of
 
@@ -39,10 +41,16 @@ def op_s(flops: float, nbytes: float, dtype: str, device: Device, *, matmul: Sha
     """
     if flops <= 0 and nbytes <= 0:
         return 0.0
-    rate = device.flops(dtype if matmul else vector_dtype(dtype, device))
     if matmul:
-        rate *= matmul_efficiency(flops, matmul, device) if share is None else share
-    return device.launch_s + max(flops / rate, nbytes / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
+        rate = device.flops(dtype) * (matmul_efficiency(flops, matmul, device) if share is None else share)
+    else:
+        rate = vector_rate(dtype, device)
+    return device.launch_s + max(flops / rate, device.memory_s(nbytes))
+
+
+def vector_rate(dtype: str, device: Device) -> float:
+    """FLOP/s of operators that are no matmul: what was measured, or the peak that bounds them."""
+    return device.vector_flops or device.flops(vector_dtype(dtype, device))
 
 
 def vector_dtype(dtype: str, device: Device) -> str:

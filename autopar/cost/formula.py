@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import sympy
 
 from autopar.cluster import Device, MeshAxis, Protocol, Span
-from autopar.cost.comm import LOCAL, Part, Way, fastest_ways, way_slope_s, way_start_s
+from autopar.cost.comm import LOCAL, Part, Way, fastest_ways, way_line
 from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_dtype
 from autopar.errors import PlanError
 
@@ -45,14 +45,13 @@ def bytes_formula(shape: Sequence[Size], itemsize: int, ways_cut: int = 1) -> sy
 def op_formula(flops: sympy.Expr, nbytes: sympy.Expr, dtype: str, device: Device, *,
                matmul: tuple[Size, Size, Size] | None = None) -> sympy.Expr:
     """`compute.op_s` as a formula; symbols as in `op_values`."""
-    rate: sympy.Expr = _peak(dtype if matmul else vector_dtype(dtype, device))
+    rate: sympy.Expr = _peak(dtype) if matmul else _vector(dtype, device)
     if matmul:
         m, n, k = map(sympy.sympify, matmul)
         batch = _extreme(sympy.Max, [sympy.Integer(1), flops / (2 * m * n * k)])
         factor = shape_factor(m, n, k, batch, device) / best_factor(device)
         rate = rate * device.achievable * _extreme(sympy.Min, [sympy.Integer(1), factor])
-    memory = nbytes / (_symbol("M") * device.achievable_bandwidth)
-    return _symbol("T") + _extreme(sympy.Max, [flops / rate, memory])
+    return _symbol("T") + _extreme(sympy.Max, [flops / rate, _memory(nbytes, device)])
 
 
 def op_values(dtype: str, device: Device) -> Values:
@@ -69,8 +68,7 @@ def comm_formula(kind: str, nbytes: sympy.Expr, axis: MeshAxis, *, at_bytes: flo
     if axis.size == 1:
         return sympy.Integer(0)
     if kind in LOCAL:
-        copied = 2 * nbytes / (_symbol("M") * axis.device.achievable_bandwidth)
-        return _symbol("T") + copied
+        return _symbol("T") + _memory(2 * nbytes, axis.device)
     choices = fastest_ways(kind, axis)
     if at_bytes is not None:
         choices = (min(choices, key=lambda way: _way_s(way, at_bytes)),)
@@ -89,13 +87,15 @@ def comm_values(axis: MeshAxis) -> Values:
 
 
 def _way_s(way: Way, nbytes: float) -> float:
-    return way_start_s(way) + nbytes * way_slope_s(way)
+    return way_line(way).seconds(nbytes)
 
 
 def _way_formula(way: Way, nbytes: sympy.Expr) -> sympy.Expr:
     starts = _extreme(sympy.Max, [_latency(part)[0] for part in way])
     hops = sum((part.hops * _latency(part)[1] for part in way if part.hops), sympy.Integer(0))
-    return starts + hops + _extreme(sympy.Max, [_transfer(part, nbytes) for part in way])
+    line = way_line(way)
+    spilled = line.more_s * _extreme(sympy.Max, [sympy.Integer(0), nbytes - line.spill_bytes]) if line.more_s else sympy.Integer(0)
+    return starts + hops + _extreme(sympy.Max, [_transfer(part, nbytes) for part in way]) + spilled
 
 
 def _extreme(function: Any, terms: list[sympy.Expr]) -> sympy.Expr:
@@ -123,6 +123,20 @@ def _bandwidth(span: Span) -> sympy.Symbol:
 
 def _peak(dtype: str) -> sympy.Symbol:
     return _symbol(f"F_{dtype.removeprefix('torch.')}")
+
+
+def _vector(dtype: str, device: Device) -> sympy.Expr:
+    """The rate of what is no matmul: a number where it was measured."""
+    return sympy.Float(device.vector_flops) if device.vector_flops else _peak(vector_dtype(dtype, device))
+
+
+def _memory(nbytes: Size, device: Device) -> sympy.Expr:
+    """`Device.memory_s` as a formula."""
+    bandwidth = _symbol("M") * device.achievable_bandwidth
+    if not device.cache_bytes:
+        return nbytes / bandwidth
+    cached = _extreme(sympy.Min, [sympy.sympify(nbytes), sympy.Integer(device.cache_bytes)])
+    return cached / device.cache_bandwidth_bytes_s + (nbytes - cached) / bandwidth
 
 
 def _device_values(device: Device) -> Values:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cluster import Device
-from autopar.cost.compute import vector_dtype
+from autopar.cost.compute import vector_rate
 from autopar.problem.graph import Op, Program
 
 
@@ -35,4 +35,4 @@ def _work_s(op: Op, device: Device, training: bool) -> float:
         return 0.0
     flops = op.flops + (op.backward_flops if training and any(t.grad for t in op.call.outs) else 0.0)
     matmul = sum(len(t.sizes) > 1 for t in op.call.ins) > 1
-    return flops / (device.flops(op.dtype) * device.achievable if matmul else device.flops(vector_dtype(op.dtype, device)))
+    return flops / (device.flops(op.dtype) * device.achievable if matmul else vector_rate(op.dtype, device))

@@ -309,13 +309,14 @@ class Prices:
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
-        state and writes all but the gradient. No launch floor: torch's fused and foreach optimizers run over all parameters."""
+        state and writes all but the gradient. No launch floor but `update_s`: torch's fused and foreach optimizers run over all parameters."""
         held = self._held(op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
         rests = held.master or held.weights
         moved = 2 * (rests + held.optimizer) + held.gradients + self._cast_bytes(op, rests)
-        return moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth)
+        moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
+        return moved_s + self.device.update_s * op.count
 
     def _cast_bytes(self, op: Op, rests: float) -> float:
         """Bytes read and written when what rests is cast to the dtype of the computation."""

@@ -1,0 +1,102 @@
+"""From the times of collectives to the protocols of one level of a cluster.
+
+    seconds = start_s + bytes x share / (bandwidth x efficiency) + what bytes above `spill_bytes` cost more
+
+for each collective and each number of members by itself: what more members take is measured, not derived. The level's bandwidth is the best
+rate of all, and the efficiencies are shares of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.calibrate.fits import Fit, Fits
+from autopar.calibrate.least import fit
+from autopar.calibrate.samples import Sample
+from autopar.cluster import Level, Protocol
+from autopar.cluster.types import ALGORITHMS, COLLECTIVES
+
+LEAST_SAMPLES = 3
+SPILL_GAIN = 0.7
+"""A knee is taken where the error with it is at most this share of the error without."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """A fitted collective: seconds at no bytes, per byte, and per byte above `spill_bytes`."""
+
+    kind: str
+    members: int
+    start_s: float
+    slope_s: float
+    spill_bytes: float
+    more_s: float
+    samples: int
+    error: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second over each rank's link."""
+        return share(self.kind, self.members) / self.slope_s
+
+
+def share(kind: str, members: int) -> float:
+    """The part of a collective's bytes that goes over each rank's link (`cost.comm`)."""
+    ring = (members - 1) / members
+    return {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": ring / members}.get(kind, 1.0)
+
+
+def level(base: Level, samples: Sequence[Sample], limit_bytes_s: float, source: str) -> tuple[Level, Fits]:
+    """`base` with protocols of its own for each collective and number of members in `samples`.
+
+    `limit_bytes_s` is the most that a link can carry; `source` is the begin of each protocol's source. What cannot be fitted keeps the
+    protocols of `base`.
+    """
+    fits, curves = Fits(), list[Curve]()
+    for kind, members in dict.fromkeys((s.what, s.members) for s in samples):
+        mine = [s for s in samples if (s.what, s.members) == (kind, members)]
+        kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, limit_bytes_s, "bytes/s")
+        curve = _curve(kind, members, kept) if len(kept) >= LEAST_SAMPLES else None
+        if curve is not None:
+            curves.append(curve)
+            fits.add(Fit(f"{base.name}.{kind} on {members}", curve.start_s, curve.samples, curve.error, "start in seconds"))
+    if not curves:
+        return base, fits
+    bandwidth = max(curve.rate for curve in curves)
+    groups = tuple(n for n in range(2, base.size + 1) if base.size % n == 0)
+    made = {(c.kind, c.members): _protocol(c, bandwidth, source) for c in curves}
+    rest = [_kept(p, kind, n, base.bandwidth_bytes_s / bandwidth) for kind in COLLECTIVES for n in groups if (kind, n) not in made
+            for p in base.protocols if p.serves(kind, n)]
+    protocols = (*made.values(), *rest)
+    return dataclasses.replace(base, bandwidth_bytes_s=bandwidth, topology="switch", protocols=protocols, source=f"{source}; the best of all collectives"), fits
+
+
+def _curve(kind: str, members: int, samples: Sequence[Sample]) -> Curve | None:
+    seconds, sizes = [s.seconds for s in samples], sorted(s.size[0] for s in samples)
+    plain: Curve | None = None
+    bent: list[Curve] = []
+    for knee in (0, *sizes[1:-1]):
+        rows = [(1.0, s.size[0], *((max(0, s.size[0] - knee),) if knee else ())) for s in samples]
+        (start, slope, *more), error = fit(rows, seconds)
+        if slope > 0:
+            found = Curve(kind, members, start, slope, float(knee), more[0] if more else 0.0, len(samples), error)
+            plain, bent = (found, bent) if not knee else (plain, [*bent, found])
+    best = min(bent, key=lambda curve: curve.error, default=None)
+    if best is not None and best.more_s > 0 and (plain is None or best.error < SPILL_GAIN * plain.error):
+        return best
+    return plain
+
+
+def _protocol(curve: Curve, bandwidth: float, source: str) -> Protocol:
+    algorithm = "direct" if curve.kind in ALGORITHMS["direct"] else "ring"
+    quality = f"{source}; {curve.samples} sizes, mean error {100 * curve.error:.1f} %"
+    spills = {"spill_bytes": curve.spill_bytes, "spill": min(1000.0, 1 + curve.more_s / curve.slope_s)} if curve.more_s else {}
+    return Protocol(f"{curve.kind}_{curve.members}", algorithm, min(1.0, curve.start_s), 0.0, max(1e-3, curve.rate / bandwidth), quality,
+                    (curve.kind,), curve.members, **spills)
+
+
+def _kept(protocol: Protocol, kind: str, members: int, ratio: float) -> Protocol:
+    """What `protocol` says of one collective, on a level whose bandwidth has changed by 1 / `ratio`."""
+    return dataclasses.replace(protocol, name=f"{protocol.name}_{kind}_{members}", kinds=(kind,), members=members,
+                               efficiency=min(1.0, max(1e-3, protocol.efficiency * ratio)))

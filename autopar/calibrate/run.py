@@ -1,0 +1,152 @@
+"""A calibration: jobs for ranks, one after the other; then the fits; then a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.calibrate import fit_device, fit_level, machine, network
+from autopar.calibrate.clock import Clock
+from autopar.calibrate.fits import Fits
+from autopar.calibrate.samples import Sample
+from autopar.cluster import Cluster, Device
+from autopar.cluster.here import match
+from autopar.errors import ClusterError
+from autopar.runtime.launch import Ranks
+
+DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
+SECONDS = 60.0
+"""How long a calibration takes by default, about."""
+
+WINDOW = 1e-3
+"""The window of one measurement, as a share of the whole."""
+
+Job = Callable[[Clock], list[Sample]]
+Team = Callable[[Job, Clock], list[Sample]]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found: the cluster, how well each constant fits, what was left out, and all samples."""
+
+    cluster: Cluster
+    fits: Fits
+    samples: tuple[Sample, ...]
+
+
+def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, progress: Progress | None = None) -> Calibration:
+    """Measure this machine with `ranks` local ranks (gloo on "cpu", NCCL on "cuda") of one thread each, in about `seconds`.
+
+    With torch.distributed initialised it runs on the ranks that there are instead, on each of them. Raises ClusterError for a
+    device without a preset or too few ranks, RunError where a rank fails.
+    """
+    say = progress or (lambda done, total, what: None)
+    if dist.is_initialized():
+        return measure(_here, here(device), _local(), seconds, say)
+    if ranks < 1:
+        raise ClusterError(f"a calibration on {ranks} ranks; wanted 1 or more")
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        raise ClusterError(f"a calibration on {ranks} GPUs, but this machine has {torch.cuda.device_count()}")
+    with Ranks(ranks, device_type=device) as team:
+        base = here(device)
+        return measure(lambda job, clock: team.run(job, clock)[0], base, (1, ranks), seconds, say)
+
+
+def here(device: str) -> Cluster:
+    """The preset of this machine's devices: what is not measured comes from it."""
+    if device == "cpu":
+        return Cluster.parse("cpu")
+    if device != "cuda" or not torch.cuda.is_available():
+        raise ClusterError(f"a calibration of {device!r} devices; wanted cpu, or cuda on a machine that has such")
+    properties = torch.cuda.get_device_properties(0)
+    return Cluster.parse(match(properties.name, properties.total_memory))
+
+
+def measure(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress) -> Calibration:
+    """Run all jobs by `team` on (nodes, ranks per node) of `sizes`, and fit the constants of `base`."""
+    clock = Clock(base.device.kind, window_s=WINDOW * seconds)
+    jobs = _jobs(base.device, sizes)
+    samples: list[tuple[int, Sample]] = []
+    for number, (what, level, job) in enumerate(jobs):
+        progress(number, len(jobs), what)
+        samples += [(level, sample) for sample in team(job, clock)]
+    progress(len(jobs), len(jobs), "fitting")
+    return fitted(base, sizes, samples, datetime.date.today().isoformat())
+
+
+def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
+    """(what, level or -1 for a device, job)."""
+    kind = device.kind
+    made: list[tuple[str, int, Job]] = [(f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES[kind]]
+    made += [(what, -1, job) for what, job in machine.JOBS.items()]
+    for level, groups in network.groups(sizes).items():
+        made += [(f"{which} on {group.members}", level, functools.partial(network.collectives, kind=which, group=group))
+                 for group in groups for which in network.KINDS]
+    return made
+
+
+def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, Sample]], date: str) -> Calibration:
+    """The cluster that explains `samples` (level or -1, sample) best; `date` goes into the sources."""
+    kind, ranks = base.device.kind, math.prod(sizes)
+    how = f"gloo, {ranks} ranks of 1 thread on {_cores()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
+    source = f"measured {date}, torch {torch.__version__}, {how}"
+    device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0])
+    device = dataclasses.replace(device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)})
+    levels = []
+    for index, (level, size) in enumerate(zip(base.levels, sizes, strict=True)):
+        mine = [sample for at, sample in samples if at == index]
+        limit = fit_device.CORE_BYTES_S if kind == "cpu" else level.bandwidth_bytes_s
+        made, more = fit_level.level(dataclasses.replace(level, size=size), mine, limit, source)
+        levels.append(made)
+        fits = Fits(fits.found + more.found, fits.rejected + more.rejected)
+    return Calibration(Cluster(f"{base.name}-measured", tuple(levels), device), fits, tuple(sample for _, sample in samples))
+
+
+def _sources(source: str, fits: Fits, before: Device, after: Device) -> dict[str, str]:
+    """Where each number of the device that has changed comes from."""
+    changed = [f.name for f in dataclasses.fields(Device) if f.name != "sources" and getattr(before, f.name) != getattr(after, f.name)]
+    found = {}
+    for name in changed:
+        mine = [fit for fit in fits.found if fit.name.split(".")[0].split()[0] in (name, ALIAS.get(name, name))]
+        about = ", ".join(dict.fromkeys(fit.about for fit in mine))
+        quality = "; ".join(f"{fit.name.partition('.')[2]} {fit.quality}".strip() for fit in mine)
+        found[name] = f"{source}: {about}; {quality}" if mine else f"{source}: with the others"
+    return {**found, "memory_bytes": f"{source}: memory of the machine, an equal part for each rank"}
+
+
+ALIAS = {"cache_bytes": "memory_bandwidth_bytes_s", "cache_bandwidth_bytes_s": "memory_bandwidth_bytes_s", "achievable_bandwidth": "memory_bandwidth_bytes_s",
+         "tile": "peak_flops", "achievable": "achievable_of"}
+"""Constants that are fitted together with another one."""
+
+
+def _memory(device: Device, sizes: tuple[int, int]) -> dict[str, Any]:
+    if device.kind == "cuda":
+        return {"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if torch.cuda.is_available() else {}
+    return {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sizes[1]}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _local() -> tuple[int, int]:
+    """(nodes, ranks on each) of the process group."""
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % local:
+        raise ClusterError(f"WORLD_SIZE {world} is not a multiple of LOCAL_WORLD_SIZE {local}")
+    return world // local, local
+
+
+def _here(job: Job, clock: Clock) -> list[Sample]:
+    return job(clock)

@@ -1,0 +1,92 @@
+"""`autopar calibrate`: this machine measured, as a cluster file."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autopar.calibrate import Calibration, calibrate, write
+from autopar.cli.console import show, write_json
+from autopar.cluster import Cluster
+from autopar.errors import ClusterError
+from autopar.report.calibration import calibration as report
+
+
+def calibrate_command(output: Path, device: str | None, ranks: int | None, seconds: float, json: str | None) -> None:
+    """Measure, write and print. Raises ClusterError where the file cannot be written, before anything is measured."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ClusterError(f"--device {device!r}: wanted cpu or cuda")
+    if output.is_dir() or output.suffix != ".toml":
+        raise ClusterError(f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a preset")
+    folder = _existing(output.absolute().parent)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ClusterError(f"--output {output}: {output.absolute().parent} cannot be written to")
+    began, first = time.perf_counter(), True
+    with _group(device) as rank:
+        first = rank == 0
+        with _bar(shown=first) as tell:
+            found = calibrate(device, ranks or (torch.cuda.device_count() if device == "cuda" else 4), seconds=seconds, progress=tell)
+    if not first:
+        return
+    write_cluster(found.cluster, output)
+    if not write_json(json, {**as_json(found), "took_s": time.perf_counter() - began}):
+        show(report(found), "", f"measured in {time.perf_counter() - began:.0f} s, written to {output}: use it as --cluster {output}")
+
+
+def write_cluster(cluster: Cluster, output: Path) -> None:
+    """Write a measured cluster, whole or not at all. Raises ClusterError where that is not possible."""
+    try:
+        write(cluster, output, f"Measured by `autopar calibrate` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
+              "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.")
+    except OSError as error:
+        raise ClusterError(f"cannot write the cluster to {output}: {error.strerror}") from error
+
+
+def as_json(found: Calibration) -> dict[str, Any]:
+    """The cluster, the fits and all samples as JSON types."""
+    return {"cluster": found.cluster.to_dict(), "fits": [asdict(fit) for fit in found.fits.found],
+            "left_out": [{**asdict(each.sample), "why": each.why} for each in found.fits.rejected],
+            "samples": [asdict(sample) for sample in found.samples]}
+
+
+def _existing(folder: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+@contextlib.contextmanager
+def _group(device: str) -> Iterator[int]:
+    """The process group of torchrun, where that started us; gives the rank."""
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield dist.get_rank() if dist.is_initialized() else 0
+        return
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr, on terminals only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("calibrating: {task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

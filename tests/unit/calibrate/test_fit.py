@@ -1,0 +1,80 @@
+"""From samples to a cluster: known constants are found again, and nonsense is left out with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from autopar.calibrate import Sample
+from autopar.calibrate.network import KINDS, SIZES
+from autopar.calibrate.run import Calibration, fitted
+from autopar.calibrate.samples import sensible
+from autopar.cluster import Cluster, MeshAxis
+from autopar.cluster.mesh import Span
+from autopar.cost.comm import collective_s
+from autopar.cost.compute import op_s
+
+from .made import machine, samples
+
+
+def fit(known: list[tuple[int, Sample]]) -> Calibration:
+    return fitted(Cluster.parse("cpu"), (1, 4), known, "2026-11-21")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_known_machine_is_found_again(seed: int) -> None:
+    known = machine()
+    found = fit(samples(known, 0.02, seed)).cluster
+    for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone"):
+        assert getattr(found.device, name) == pytest.approx(getattr(known.device, name), rel=0.1), name
+    for m, n, k in ((128, 128, 128), (512, 512, 512), (96, 700, 300)):
+        for dtype in known.device.peak_flops:
+            prices = [op_s(2.0 * m * n * k, 0.0, dtype, device, matmul=(m, n, k)) for device in (known.device, found.device)]
+            assert prices[1] == pytest.approx(prices[0], rel=0.15), (m, n, k, dtype)
+    for nbytes in (1e5, 1e6, 1e7):
+        assert found.device.memory_s(nbytes) == pytest.approx(known.device.memory_s(nbytes), rel=0.15), nbytes
+    for members in (2, 4):
+        axes = [MeshAxis("x", members, (Span(cluster.levels[1], members),), cluster.device) for cluster in (known, found)]
+        for kind in KINDS:
+            for nbytes in (2e4, 3e6, 1.2e7):
+                assert collective_s(kind, nbytes, axes[1]) == pytest.approx(collective_s(kind, nbytes, axes[0]), rel=0.15), (kind, members, nbytes)
+
+
+def test_every_number_that_was_measured_says_so() -> None:
+    cluster = fit(samples(machine(), 0.0, 0)).cluster
+    for name in ("launch_s", "peak_flops", "memory_bandwidth_bytes_s", "vector_flops", "update_s", "alone", "memory_bytes"):
+        assert cluster.device.sources[name].startswith("measured 2026-11-21, torch 2"), name
+    assert "mean error" in cluster.device.sources["peak_flops"]
+    assert all(p.source.startswith("measured 2026-11-21") and "mean error" in p.source for p in cluster.levels[1].protocols)
+
+
+def test_what_was_not_measured_stays_as_the_preset_has_it() -> None:
+    base = Cluster.parse("cpu:1x4")
+    found = fit([each for each in samples(machine(), 0.0, 0) if each[1].what == "all_reduce"]).cluster
+    assert found.device.peak_flops == base.device.peak_flops and found.device.launch_s == base.device.launch_s
+    axes = [MeshAxis("x", 4, (Span(cluster.levels[1], 4),), cluster.device) for cluster in (base, found)]
+    assert collective_s("all_gather", 1e6, axes[1]) == pytest.approx(collective_s("all_gather", 1e6, axes[0]), rel=0.01)
+
+
+@pytest.mark.parametrize("seconds, why", [(-1e-3, "no time can be that"), (0.0, "no time can be that"), (math.nan, "no time can be that"),
+                                          (1e-12, "above the limit of the hardware")])
+def test_nonsense_is_left_out_and_reported(seconds: float, why: str) -> None:
+    known = samples(machine(), 0.0, 0)
+    for index, (level, sample) in enumerate(known):
+        if sample.what in ("all_reduce", "matmul float32") and sample.size in ((1 << 18,), (256, 256, 256)):
+            known[index] = level, dataclasses.replace(sample, seconds=seconds)
+    found, clean = fit(known), fit(samples(machine(), 0.0, 0))
+    left = [(str(r.sample), r.why) for r in found.fits.rejected]
+    assert len(left) == 3 and all(why in reason for _, reason in left), left
+    assert {text for text, _ in left} == {"matmul float32 of 256x256x256", "all_reduce of 262144 on 2 ranks", "all_reduce of 262144 on 4 ranks"}
+    assert found.cluster.device.peak_flops["float32"] == pytest.approx(clean.cluster.device.peak_flops["float32"], rel=0.02)
+
+
+def test_a_small_message_that_took_longer_than_a_large_one_is_left_out() -> None:
+    times = [Sample("send", (size,), 1e-4 + size / 1e9, 2) for size in SIZES["cpu"]]
+    disturbed = [*times[:3], dataclasses.replace(times[3], seconds=1.0), *times[4:]]
+    kept, left = sensible(disturbed, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s")
+    assert kept == [*times[:3], *times[4:]] and "longer than send of" in left[0].why
+    assert sensible(times, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s") == (times, [])

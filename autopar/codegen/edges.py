@@ -191,15 +191,15 @@ def edges(program: Program, plan: Plan) -> Edges:
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
-    """What running blocks again takes, by scope; operators that are split by an algorithm of the runtime run again whole, whatever the
-    plan keeps. Raises PlanError for what cannot be run again."""
+    """What running blocks again takes, by scope. Raises PlanError for what cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
         placed = [op.name for op in program.ops.values() if op.scope == scope
                   and any(is_placed(e) for text in (*plan.nodes[op.name].ins, *plan.nodes[op.name].outs) for e in parse(text.split("|")[0]))]
         if placed:  # ranks would end at different tensors, some of them before a collective of all
             raise PlanError(f"blocks {scope} cannot be run again: {placed[0]} runs on one coordinate of an axis only")
-    return {scope: rerun(program, scope, [n for n in kept if not any(plan.nodes[n].runs)]) for scope, kept in plan.remat.items()}
+    split = [op.name for op in program.ops.values() if op.role == "op" and any(plan.nodes[op.name].runs)]
+    return {scope: rerun(program, scope, kept, split) for scope, kept in plan.remat.items()}
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:

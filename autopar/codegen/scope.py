@@ -45,6 +45,7 @@ class ScopeWriter:
     def write(self) -> list[str]:
         """The statements, in execution order; those placed on one coordinate together."""
         together: list[Op] = []
+        self._enough(None)
         for node in in_order(list(self.gm.graph.nodes), self._spots()):
             op = self._op_of(node)
             if (op is None and node.op not in ("call_module", "output")) or not self.includes(node, op):
@@ -57,7 +58,16 @@ class ScopeWriter:
                 together.append(op)
             else:
                 self._node(node, op)
+            if op is not None and op.role == "op":
+                self._enough(op)
         return self.lines
+
+    def _enough(self, op: Op | None) -> None:
+        """Ends the second run of a block behind the last operator that saves something for the backward (None: there is none)."""
+        about = self.context.edges.reruns.get(self.scope)
+        if about is not None and about.last == (-1 if op is None else about.order[op.name]):
+            self.context.marks["enough"] = None
+            self.say("enough()", "what follows is not run again")
 
     def includes(self, node: fx.Node, op: Op | None) -> bool:
         """Whether `node` is written: all of the scope, where nothing is cut into stages."""
@@ -290,7 +300,7 @@ class ScopeWriter:
 
 
 _REPLAYED = {"kept": "keep", "skipped": "skip"}
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "block", "changed", "i", *IMPORTED)
+RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "enough", "block", "changed", "i", *IMPORTED)
 
 
 def _atom(text: str) -> str:

@@ -72,11 +72,10 @@ def _cut(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Map
         _edge(graph, ("again", op.name), "sink", seconds[op.name])
         if saves_results(op):
             _edge(graph, "source", ("needed", op.name), None)
-        stops = whole.order[op.name] == whole.last and not saves_results(op)
         for index, (name, _) in enumerate(op.operands):
             if program.ops[name].role == "op" and program.ops[name].scope == scope:
                 _edge(graph, ("again", op.name), ("needed", name), None)
-                if stops or index in op.saves:
+                if index in op.saves:
                     _edge(graph, "source", ("needed", name), None)
     _, (near, _) = nx.minimum_cut(graph, "source", "sink")
     return tuple(op.name for op in ops if ("needed", op.name) in near and ("again", op.name) not in near)

@@ -72,7 +72,7 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
         placed[i] = any(coordinate_of(joint.options[-1]) is not None for joint in combo)
         for member, op in enumerate(cluster.members):
             chosen = tuple(joint.options[member] for joint in combo)
-            if op.name in about.again or (op.name in about.kept and any(option.run for option in chosen)):
+            if op.name in about.again or (about.reached(op.name) and any(option.run for option in chosen)):
                 seconds[i] += forward.op_s(op, chosen)
                 hide[i] += forward.hide_s(op, chosen)
     plain, stays = (node_bytes(index, cluster, options, keeps, model.prices) for keeps in (before, after))

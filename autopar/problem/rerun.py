@@ -1,12 +1,13 @@
 """What running the blocks of a run again takes, operator by operator, when some of their results are kept.
 
-torch.utils.checkpoint runs a block's forward again as far as the last tensor that its backward needs. Of the operators before:
+A block's forward is run again as far as the last operator that saves something for the backward, on every rank. Of the operators up to there:
 
     again     run again: something needs their results, or what they themselves save for the backward
     kept      their results are stored, in the layouts in which their readers take them
-    skipped   nobody needs their results again, because what comes of them is kept or comes after the last tensor
+    skipped   nobody needs their results again, because what comes of them is kept or comes after the last one
 
-Operators pass through autograd whether or not they are run, so the operands that they save are needed again in any case.
+An operator that is split by an algorithm of the runtime is neither kept nor skipped: the algorithm makes of the operands what autograd saves
+(a convolution's rows with the borders of other ranks), and its communication is part of what runs. Operators pass through autograd whether or not they are run, so the operands that they save are needed again in any case.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KEEPABLE = (
 @dataclass(frozen=True)
 class Rerun:
     """The operators of one scope by what becomes of them; `reads` are the (operator, operand) whose values are needed again.
-    `order` has the position of every op, `last` is that of the last tensor saved; `runs_last`: whether the operator there runs."""
+    `order` has the position of every op, `last` is that of the last one that saves something, -1 where none does."""
 
     again: Mapping[str, None]
     kept: Mapping[str, None]
@@ -47,32 +48,31 @@ class Rerun:
         return self.order[name] <= self.last
 
 
-def rerun(program: Program, scope: str, kept: Collection[str]) -> Rerun:
-    """What becomes of the operators of `scope` where the results of `kept` are kept."""
+def rerun(program: Program, scope: str, kept: Collection[str], split: Collection[str] = ()) -> Rerun:
+    """What becomes of the operators of `scope` where the results of `kept` are kept; those of `split` have algorithms."""
     ops = [op for op in program.ops.values() if op.scope == scope]
     order = {op.name: i for i, op in enumerate(ops)}
     last = max((order[op.name] for op in ops if op.role == "op" and _saves(op)), default=-1)
-    named = dict.fromkeys(kept)
+    always = dict.fromkeys(split)
+    named = {name: None for name in kept if name not in always}
     reads: dict[tuple[str, int], None] = {}
     needed: dict[str, None] = {}
     again: dict[str, None] = {}
     found: dict[str, None] = {}
     skipped: dict[str, None] = {}
     for op in reversed(ops):
-        at = order[op.name]
-        if op.role != "op" or at > last:
+        if op.role != "op" or order[op.name] > last:
             continue
-        stops = at == last and not saves_results(op)  # its operands are the last tensors, and are saved before its kernel runs
-        runs = op.name not in named and (op.name in needed or saves_results(op))
-        if op.name in named and (op.name in needed or saves_results(op)):
+        needs_run = op.name in needed or op.name in always or saves_results(op)
+        runs = needs_run and op.name not in named
+        if needs_run and not runs:
             found[op.name] = None
         elif runs:
             again[op.name] = None
-        elif not stops:
+        else:
             skipped[op.name] = None
-        everything = runs or stops
         for index, (name, _) in enumerate(op.operands):
-            if everything or index in op.saves:
+            if runs or index in op.saves:
                 reads[op.name, index] = None
                 needed[name] = None
     return Rerun(again, found, skipped, reads, order, last)

@@ -48,7 +48,7 @@ Meaning of the parts:
         Forward runs layout.steps(src, dst); backward runs layout.steps(consumer's gradient, producer's gradient).
     gather(...)        the same for weights: not kept for the backward but gathered again (ZeRO-3).
     remat(block, ...)  block(...), run again in the backward instead of keeping what its operators save.
-    keep(lambda: ...)  in such a block: the result is kept, and not computed again. skip(lambda: ...): nobody needs it again.
+    keep(lambda: ...)  in such a block: the result is kept, and not computed again. skip(lambda: ...): nobody needs it again. enough(): nor what follows.
     self.w, self.b     local shards of parameters and buffers, by the names in PARAMS and BUFFERS.
     Param(shape, dtype, layout, sync=axes, trainable=True)
         `sync` are the axes on which gradients are left partial and summed in buckets at the end of the backward.
@@ -70,7 +70,7 @@ from autopar.runtime.params import Param
 from autopar.runtime.pipeline import Pipeline, PipelinedModule, Stage
 from autopar.runtime.regather import gather
 from autopar.runtime.rematerialise import remat
-from autopar.runtime.replay import keep, skip
+from autopar.runtime.replay import enough, keep, skip
 from autopar.runtime.reshard import reshard
 from autopar.runtime.rng import manual_seed
 
@@ -86,6 +86,7 @@ __all__ = [
     "ShardedModule",
     "Stage",
     "count",
+    "enough",
     "gather",
     "keep",
     "launch",

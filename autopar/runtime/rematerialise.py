@@ -3,26 +3,31 @@
     for block in self.runs["layers"]:
         h = remat(block, h, b=b, s=s)
 
-The backward runs the block again by torch.utils.checkpoint, as far as the last tensor that it needs, with what the forward had: the
-random numbers of that call, buffers before they were changed. Results that the block marks (replay.keep) are stored instead.
+The backward runs the block again by torch.utils.checkpoint, with what the forward had: the random numbers of that call, buffers before they
+were changed. Results that the block marks (replay.keep) are stored instead. It begins when the first gradient of what the block gave is
+there, and ends where the block says (replay.enough). Both are places in the program, so that ranks whose shards differ, of which some save
+less than others (empty ones), run the same collectives in the same order. torch by itself begins at the first saved tensor that is
+asked for and ends at the last one, wherever these are on a rank.
 A compiled block runs again as its compiler sees fit: marks count where operators are called one by one.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
+from autopar._torch import pytree
 from autopar.errors import RunError
 from autopar.runtime import rng
 from autopar.runtime.module import Block
 from autopar.runtime.names import full_name
-from autopar.runtime.replay import Tape, recording
+from autopar.runtime.replay import Enough, Tape, recording, running_again
 
 
 def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +42,19 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     if block.compiled_again is not None:
         return block.compiled_again(*args, **kwargs)
     call = _Call(block)
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, **kwargs)
+    anchor, results = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, early_stop=False, **kwargs)
+    own = [out for out in pytree.tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)]
+    register_multi_grad_hook(own, lambda _: anchor.saved_tensors, mode="any")
+    return results
+
+
+class _Anchor(torch.autograd.Function):
+    """A tensor that is saved and that nobody needs: torch runs a block again when the first of its saved tensors is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
 
 
 @dataclass(eq=False)
@@ -51,6 +68,15 @@ class _Call:
         self.rng = rng.current().copy()
         self.before = {name: self.block.b[name].clone() for name in self.block.MUTATES}
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The first time the node that has the first saved tensor, and what the block gives; again as far as `enough`, for what is saved alone."""
+        anchor = _Anchor.apply(torch.zeros((), requires_grad=True)).grad_fn
+        if not running_again():
+            return anchor, self.block(*args, **kwargs)
+        with suppress(Enough):
+            self.block(*args, **kwargs)
+        return None, None
 
     def _fixed(self) -> dict[str, Tensor]:
         """What must not change between forward and backward."""

@@ -2,8 +2,9 @@
 
     matmul = keep(lambda: h @ self.w["up.weight"])      stored: the second time the same values, without the work
     summed = skip(lambda: x @ self.w["down.weight"])    nobody needs it the second time: memory of the same shape, without content
+    enough()                                            the second run ends here: the backward needs nothing of what follows
 
-Inside a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, both just call. The second time the operators
+Inside a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, both just call and `enough` does nothing. The second time the operators
 still pass through autograd, so that what their backward needs of their operands is there: only their kernels do not run.
 Views always run: a stored view would hold what it looks at.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import TorchDispatchMode, pytree
+from autopar.errors import RunError
 
 T = TypeVar("T")
 
@@ -67,6 +69,17 @@ def _marked(run: Callable[[], T], *, stores: bool) -> T:
         _regions.pop()
 
 
+class Enough(Exception):
+    """What ends a second run; `rematerialise` takes it."""
+
+
+def enough() -> None:
+    """The end of a second run. It is a place in the program, the same on all ranks: how many tensors a rank saves, and so when it has them all
+    again, depends on its shards (attention saves nothing of an empty one)."""
+    if not torch.compiler.is_compiling() and running_again():
+        raise Enough
+
+
 def running_again() -> bool:
     """Whether a block is running for the second time."""
     return bool(_tapes) and _tapes[-1].again
@@ -97,7 +110,10 @@ class _Region(TorchDispatchMode):
         self.at, self.inside = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """One kernel."""
+        """One kernel. Raises RunError for communication, which must be part of what `once` runs: its buffers would be taken for results."""
+        if func.namespace == "c10d" and not self.inside:
+            raise RunError(f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an operator that communicates "
+                           "runs again; please report this plan")
         run = lambda: func(*args, **(kwargs or {}))  # noqa: E731
         return run() if self.inside or _is_view(func) else self._result(run)
 

@@ -24,6 +24,7 @@ over ranks once, at its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,11 +34,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import RunError
-from autopar.layout import dim_of, is_shard
+from autopar.layout import Layout, cutters, dim_of, is_shard, parse
 from autopar.runtime import rng
+from autopar.runtime.count import uncounted
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.module import Block, Scope, ShardedModule
+from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held
@@ -192,16 +195,26 @@ class PipelinedModule(ShardedModule):
         return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
 
     def _cut(self, name: str, value: Any) -> Sequence[Any]:
-        """An input's parts, one per microbatch."""
+        """An input's parts, one per microbatch: the same samples of every input, however each is cut over ranks."""
         count, entry = self.PIPELINE.microbatches, self.MICRO[name]
         if not is_shard(entry) or count == 1:
             return [value] * count
-        size = value.shape[dim_of(entry)]
-        if size % count or not size:
-            raise RunError(f"input {name!r}: dim {dim_of(entry)} of size {size} on this rank does not divide into {count} microbatches; "
-                           f"use a multiple of {count}, or plan for the batch that you have")
-        parts: Sequence[Any] = value.chunk(count, dim_of(entry))
-        return parts
+        dim = dim_of(entry)
+        runs = self._pieces() // self._ways(parse(self.INPUTS[name]), dim)
+        size = value.shape[dim]
+        if size % (count * runs) or not size:
+            raise RunError(f"input {name!r}: dim {dim} of size {size} on this rank does not divide into {count} microbatches{f' of {runs} parts' if runs > 1 else ''}; "
+                           f"use a multiple of {count * runs}, or plan for the batch that you have")
+        return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (runs, count, -1)).unbind(dim + 1)]
+
+    def _ways(self, layout: Layout, dim: int) -> int:
+        """Over how many ranks `layout` cuts a dim."""
+        return math.prod(self.MESH.sizes[axis] for axis in cutters(layout, dim))
+
+    def _pieces(self) -> int:
+        """Into how many pieces the batch falls so that every rank's part of every input is some of them. Microbatch k is the k-th part of each
+        piece, in this order: what a rank is given holds its own part of each microbatch."""
+        return math.lcm(*(self._ways(parse(layout), dim_of(self.MICRO[name])) for name, layout in self.INPUTS.items() if is_shard(self.MICRO[name])))
 
     def _joined(self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str) -> tuple[Tensor | None, Spread | None]:
         """One result over all microbatches, where it was made here."""
@@ -210,13 +223,25 @@ class PipelinedModule(ShardedModule):
         entry, values, spread = self.MICRO[str(number)], [value for value, _ in parts], parts[0][1]
         if entry == "P":
             return torch.stack(values).sum(0), spread
-        if not is_shard(entry):
+        if not is_shard(entry) or len(values) == 1:
             return values[0], spread
-        dim = dim_of(entry)
+        dim, ways = dim_of(entry), 1
         if spread is not None:
-            shape = tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape))
-            spread = Spread(spread.layout, shape)
-        return torch.cat(values, dim), spread
+            values, spread = self._whole_pieces(values, spread, dim)
+            ways = self._ways(spread.layout, dim)
+            spread = Spread(spread.layout, tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape)))
+        runs = self._pieces() // ways
+        return torch.stack([value.unflatten(dim, (runs, -1)) for value in values], dim + 1).flatten(dim, dim + 2), spread
+
+    def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, dim: int) -> tuple[list[Tensor], Spread]:
+        """A result of each microbatch, cut over no more ranks than the inputs are: a part of a piece of each microbatch is no part of the batch.
+        As `full`, which gathers what is for the user, this is no part of a step that is priced."""
+        if self._pieces() % self._ways(spread.layout, dim) == 0:
+            return list(values), spread
+        axes = cutters(spread.layout, dim)
+        layout = tuple("R" if axis in axes else entry for axis, entry in enumerate(spread.layout))
+        with uncounted():
+            return [relayout(value, spread.layout, layout, spread.shape, self.MESH, "output") for value in values], Spread(layout, spread.shape)
 
     def _spread_of(self, value: Tensor, layout: str, shape: Sequence[int]) -> tuple[Tensor, Spread]:
         done = super().spread(value, layout, shape)

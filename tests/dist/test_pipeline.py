@@ -3,10 +3,13 @@ microbatches, sharded and tensor-parallel stages; and the traps of torch's sched
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import PlanError
 from autopar.pipeline import SCHEDULES
+from autopar.recipes import roles
 from autopar.verify import Report
 from tests.helpers.verify import Sizes, by_stages, subject
 
@@ -90,3 +93,22 @@ def test_what_cannot_be_is_refused(model: str, microbatches: int, schedule: str,
 def test_more_stages_than_pieces_are_refused() -> None:
     with pytest.raises(PlanError, match="every stage needs at least one"):
         by_stages(subject("mlp"), (1,), "single", 40, 1, "gpipe")
+
+
+@pytest.mark.parametrize(("mesh", "ids", "labels"), [((2,), "S0", "R"), ((2, 2), "S0,S0", "R,S0"), ((2, 2), "R,R", "S0,R")])
+def test_inputs_that_are_cut_over_different_ranks_are_cut_into_the_same_microbatches(mesh: Sizes, ids: str, labels: str) -> None:
+    """Samples of a microbatch are not next to each other in an input that a rank has more of."""
+    who = subject("hf-gpt2")
+    made = by_stages(who, mesh, [roles.data] * len(mesh), 2, 2, "1f1b")
+    laid = {"input_ids": ids, "labels": labels}
+    made = replace(made, nodes={name: replace(node, outs=(f"{laid[name]}|{','.join('-' * len(mesh))}",)) if name in laid else node for name, node in made.nodes.items()})
+    _right(who.verified(made))
+
+
+def test_a_result_that_is_cut_over_more_ranks_than_the_batch_comes_in_order() -> None:
+    """Logits cut by samples over both axes, the inputs over one."""
+    who = subject("hf-llama")
+    made = by_stages(who, (2, 2), (roles.zero3, roles.tensor), 2, 2, "1f1b")
+    source = who.case(made).source()
+    assert "'input_ids': 'S0,R'" in source and '"S0,S0", (b // 2, s, 257)' in source
+    _right(who.verified(made))

@@ -1,13 +1,18 @@
-"""The entries of the verification matrix: which model, on which mesh, under which plan, at which sizes."""
+"""The entries of the verification matrix: which model, on which mesh, under which plan, at which sizes; and those of pipelines: how many
+places, which schedule, what is run again in the backward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.recipes import RECIPES
+from autopar.pipeline import SCHEDULES
+from autopar.problem.remat import LEVELS
+from autopar.recipes import RECIPES, roles
 from autopar.verify import Report
+from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import SEQ, Sizes, batch_for, planned, subject
+from tests.helpers.verify import FROZEN, SEQ, Sizes, batch_for, by_stages, planned, subject
 
 MESHES: tuple[Sizes, ...] = ((4,), (2, 2), (2, 2, 2))
 EXTRA = ("searched", "few", "thrifty", *(f"random {seed}" for seed in range(4)))
@@ -42,3 +47,48 @@ def entries(models: tuple[str, ...] = tuple(TINY), meshes: tuple[Sizes, ...] = M
              for how in (*(r.name for r in RECIPES.values() if r.roles_on(len(mesh))), *EXTRA)]
     others = [replace(entry, batch=OTHER[0], seq=OTHER[1]) for entry in found if entry.how in ("searched", "thrifty", "random 0")]
     return found + others
+
+
+PIPED = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-resnet", f"hf-resnet{FROZEN}")
+"""Models of the matrix of pipelines. Statistics of a batch are no sum over microbatches: ResNet has one microbatch, or frozen batch norms."""
+
+PLACES: dict[str, tuple[int, Sizes, Sequence[roles.Role]]] = {
+    "pp2": (2, (1,), (roles.nothing,)), "pp4": (4, (1,), (roles.nothing,)),
+    "pp2 x dp2 x zero1": (2, (2,), (roles.zero1,)), "pp2 x tp2 x zero3": (2, (2, 2), (roles.zero3, roles.tensor)),
+}
+"""What ranks are: number of places, mesh of each, and the role of its axes."""
+
+MESHED = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+"""Schedules where places have several ranks; all of them where they have one."""
+
+
+@dataclass(frozen=True)
+class Piped:
+    """One verification of a pipeline: `shape` is one of PLACES, `level` as in `tests.helpers.remat`."""
+
+    model: str
+    shape: str
+    schedule: str
+    level: str
+
+    def __str__(self) -> str:
+        return "-".join((self.model, self.shape.replace(" ", ""), self.schedule, self.level)).replace(" ", "_")
+
+    def run(self) -> Report:
+        """Plan and verify; a microbatch per stage, which every schedule takes."""
+        who, (places, mesh, used) = subject(self.model), PLACES[self.shape]
+        virtual = SCHEDULES[self.schedule].virtual or 2
+        count = 1 if self.schedule == "naive" else places * virtual
+        return who.verified(rematerialised(who, by_stages(who, mesh, used, places, count, self.schedule, virtual), self.level))
+
+
+def pipelines(models: tuple[str, ...] = PIPED) -> list[Piped]:
+    """The matrix of pipelines: every schedule on 2 and 4 places, some where places have meshes; nothing, some or all run again."""
+    return [Piped(model, shape, schedule, level) for model in models for shape, (_, mesh, _) in PLACES.items() for schedule in _schedules(model, mesh)
+            for level in LEVELS]
+
+
+def _schedules(model: str, mesh: Sizes) -> Sequence[str]:
+    if model == "hf-resnet":
+        return ("naive",)
+    return tuple(SCHEDULES) if mesh == (1,) else MESHED

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
@@ -42,6 +42,7 @@ from tests.helpers.ranks import living
 from tests.helpers.tiny import TINY
 
 BATCH, SEQ = 8, 16
+FROZEN = " frozen"
 Sizes = tuple[int, ...]
 
 
@@ -58,7 +59,7 @@ class Subject:
 
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """A global batch by input name."""
-        loaded = load(TINY[self.name], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
+        loaded = load(TINY[self.name.removesuffix(FROZEN)], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
         return dict(zip(self.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
 
     def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Case:
@@ -78,8 +79,12 @@ class Subject:
 
 @cache
 def subject(name: str, mode: str = "train") -> Subject:
-    """The tiny model of that name; captured once per process."""
-    loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
+    """The tiny model of that name; captured once per process. A name that ends in FROZEN: its batch norms use the statistics that they have."""
+    loaded = load(TINY[name.removesuffix(FROZEN)], batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
+    if name.endswith(FROZEN):
+        for module in loaded.model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=mode)
     return Subject(name, mode, captured, loaded.model.state_dict())
 
@@ -170,17 +175,28 @@ def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions,
 def by_stages(who: Subject, sizes: Sizes, recipe: str | Sequence[roles.Role], places: int, microbatches: int, schedule: str, virtual: int = 1,
               bounds: Sequence[int] | None = None) -> Plan:
     """`recipe` (or one role per axis) on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
-    planner = planner_of(who, sizes)
+    planner, made = _whole(who, sizes, recipe if isinstance(recipe, str) else tuple(recipe))
     count = places * virtual
     total = len(units(planner.program))
     cuts = bounds or [round(total * k / count) for k in range(1, count)]
-    micro = None
-    if microbatches > 1:
-        micro = sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
-                        planner.request.settings)
-    made = by_recipe(who, sizes, recipe) if isinstance(recipe, str) else by_roles(who, sizes, recipe, "roles")
+    micro = _sharing(who, sizes, microbatches) if microbatches > 1 else None
     flat = replace(made, cluster=Cluster.parse(f"cpu:1x{places * math.prod(sizes)}").to_dict())
     return pipelined(flat, planner.program, cuts, schedule, places, micro, microbatches)
+
+
+@cache
+def _whole(who: Subject, sizes: Sizes, recipe: str | tuple[roles.Role, ...]) -> tuple[Planner, Plan]:
+    """The plan of one stage that pipelines are cut from, with its planner."""
+    made = by_recipe(who, sizes, recipe) if isinstance(recipe, str) else by_roles(who, sizes, recipe, "roles")
+    return planner_of(who, sizes), made
+
+
+@cache
+def _sharing(who: Subject, sizes: Sizes, microbatches: int) -> Any:
+    """How so many microbatches share each value."""
+    planner = planner_of(who, sizes)
+    return sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
+                   planner.request.settings)
 
 
 def kinds(made: Plan) -> dict[str, None]:

@@ -149,3 +149,8 @@ class Watch(TorchDispatchMode):
 
 
 __all__ = ["OpOverload", "pytree"]
+
+
+def profiling() -> bool:
+    """Whether torch.profiler watches this thread: ranges are named only then. There is no public name for it."""
+    return torch.autograd._profiler_enabled()

@@ -57,7 +57,7 @@ def level(base: Level, samples: Sequence[Sample], limit_bytes_s: float, source: 
     for kind, members in dict.fromkeys((s.what, s.members) for s in samples):
         mine = [s for s in samples if (s.what, s.members) == (kind, members)]
         kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, limit_bytes_s, "bytes/s")
-        curve = _curve(kind, members, kept) if len(kept) >= LEAST_SAMPLES else None
+        curve = _curve(kind, members, kept, share(kind, members) / limit_bytes_s) if len(kept) >= LEAST_SAMPLES else None
         if curve is not None:
             curves.append(curve)
             fits.add(Fit(f"{base.name}.{kind} on {members}", curve.start_s, curve.samples, curve.error, "start in seconds"))
@@ -67,20 +67,22 @@ def level(base: Level, samples: Sequence[Sample], limit_bytes_s: float, source: 
     groups = tuple(n for n in range(2, base.size + 1) if base.size % n == 0)
     made = {(c.kind, c.members): _protocol(c, bandwidth, source) for c in curves}
     rest = [_kept(p, kind, n, base.bandwidth_bytes_s / bandwidth) for kind in COLLECTIVES for n in groups if (kind, n) not in made
-            for p in base.protocols if p.serves(kind, n)]
+            for p in base.serving(kind, n)]
     protocols = (*made.values(), *rest)
     return dataclasses.replace(base, bandwidth_bytes_s=bandwidth, topology="switch", protocols=protocols, source=f"{source}; the best of all collectives"), fits
 
 
-def _curve(kind: str, members: int, samples: Sequence[Sample]) -> Curve | None:
+def _curve(kind: str, members: int, samples: Sequence[Sample], least_s: float) -> Curve | None:
+    """The curve through `samples`, of at least `least_s` per byte."""
     seconds, sizes = [s.seconds for s in samples], sorted(s.size[0] for s in samples)
     plain: Curve | None = None
     bent: list[Curve] = []
     for knee in (0, *sizes[1:-1]):
         rows = [(1.0, s.size[0], *((max(0, s.size[0] - knee),) if knee else ())) for s in samples]
         (start, slope, *more), error = fit(rows, seconds)
-        if slope > 0:
-            found = Curve(kind, members, start, slope, float(knee), more[0] if more else 0.0, len(samples), error)
+        if slope + sum(more) > 0:
+            more_s = max(0.0, slope + sum(more) - max(slope, least_s))
+            found = Curve(kind, members, start, max(slope, least_s), float(knee), more_s, len(samples), error)
             plain, bent = (found, bent) if not knee else (plain, [*bent, found])
     best = min(bent, key=lambda curve: curve.error, default=None)
     if best is not None and best.more_s > 0 and (plain is None or best.error < SPILL_GAIN * plain.error):

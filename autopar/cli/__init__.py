@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | emit | run | verify | explain | simulate | memory | calibrate | recipes | clusters`.
+"""The command line: `autopar plan | emit | run | verify | explain | simulate | memory | profile | calibrate | recipes | clusters`.
 
     app.py       what each command takes (imports no torch, so that help is quick)
     console.py   output, progress, errors, files

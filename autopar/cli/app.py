@@ -135,6 +135,19 @@ def memory(
 
 
 @app.command()
+def profile(plan: PlanFile,
+            steps: Annotated[int, typer.Option(min=1, help="steps that are timed, and steps that are profiled")] = 3,
+            trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write the profiler's events of the first rank for Perfetto")] = None,
+            output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write a cluster file refitted to what was measured")] = None,
+            rows: Annotated[int, typer.Option(min=1, help="rows shown")] = 20,
+            json: Json = None) -> None:
+    """Run some steps on local ranks and show predicted against measured, by operator and collective, worst first."""
+    from autopar.cli.profiling import profile_command
+
+    profile_command(plan, steps, trace, output, rows, json)
+
+
+@app.command()
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the cluster file to write, a .toml")],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one")] = None,

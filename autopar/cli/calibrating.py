@@ -28,11 +28,7 @@ def calibrate_command(output: Path, device: str | None, ranks: int | None, secon
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ClusterError(f"--device {device!r}: wanted cpu or cuda")
-    if output.is_dir() or output.suffix != ".toml":
-        raise ClusterError(f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a preset")
-    folder = _existing(output.absolute().parent)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ClusterError(f"--output {output}: {output.absolute().parent} cannot be written to")
+    check_output(output)
     began, first = time.perf_counter(), True
     with _group(device) as rank:
         first = rank == 0
@@ -40,15 +36,24 @@ def calibrate_command(output: Path, device: str | None, ranks: int | None, secon
             found = calibrate(device, ranks or (torch.cuda.device_count() if device == "cuda" else 4), seconds=seconds, progress=tell)
     if not first:
         return
-    write_cluster(found.cluster, output)
+    write_cluster(found.cluster, output, "calibrate")
     if not write_json(json, {**as_json(found), "took_s": time.perf_counter() - began}):
         show(report(found), "", f"measured in {time.perf_counter() - began:.0f} s, written to {output}: use it as --cluster {output}")
 
 
-def write_cluster(cluster: Cluster, output: Path) -> None:
-    """Write a measured cluster, whole or not at all. Raises ClusterError where that is not possible."""
+def check_output(output: Path) -> None:
+    """Raise ClusterError where `output` cannot be a cluster file."""
+    if output.is_dir() or output.suffix != ".toml":
+        raise ClusterError(f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a preset")
+    folder = _existing(output.absolute().parent)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ClusterError(f"--output {output}: {output.absolute().parent} cannot be written to")
+
+
+def write_cluster(cluster: Cluster, output: Path, command: str) -> None:
+    """Write a cluster that `command` has measured, whole or not at all. Raises ClusterError where that is not possible."""
     try:
-        write(cluster, output, f"Measured by `autopar calibrate` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
+        write(cluster, output, f"Measured by `autopar {command}` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
               "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.")
     except OSError as error:
         raise ClusterError(f"cannot write the cluster to {output}: {error.strerror}") from error

@@ -21,8 +21,7 @@ from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.report.text import seconds
 from autopar.runtime import launch
-
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+from autopar.runtime.optimizer_state import OPTIMIZERS
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +27,8 @@ class Protocol:
 
     A collective costs `start_s` + hops x `hop_s` + moved bytes / (level bandwidth x `efficiency`). Small-message protocols
     start fast and carry little, large-message ones the reverse; the minimum of them is the size-dependent efficiency.
-    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS). `members` narrows it to
-    groups of that many parts of the level (0: any): what a calibration found for them. Bytes of a collective above `spill_bytes` cost
+    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS). `members` says that it is for
+    groups of that many parts of the level (0: any), which a calibration has measured; other groups take the nearest. Bytes of a collective above `spill_bytes` cost
     `spill` times as much as those below, where they leave the caches of a CPU.
     """
 
@@ -53,9 +52,9 @@ class Protocol:
             if kind not in ALGORITHMS[self.algorithm]:
                 fail(where, "kinds", kind, f"collectives of {self.algorithm}: {', '.join(ALGORITHMS[self.algorithm])}")
 
-    def serves(self, kind: str, members: int) -> bool:
-        """Whether it can run the collective `kind` in groups of `members` parts of the level."""
-        return kind in (self.kinds or ALGORITHMS[self.algorithm]) and self.members in (0, members)
+    def serves(self, kind: str) -> bool:
+        """Whether it can run the collective `kind`."""
+        return kind in (self.kinds or ALGORITHMS[self.algorithm])
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,16 @@ class Level:
         check_fields(self, where)
         if self.topology not in ("switch", "mesh"):
             fail(where, "topology", self.topology, "switch or mesh")
-        for kind, members in itertools.product(COLLECTIVES, self.groups):
-            if not any(p.serves(kind, members) and p.algorithm in ("ring", "direct") for p in self.protocols):
-                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind} of {members} ranks")
+        for kind in COLLECTIVES:
+            if not any(p.serves(kind) and p.algorithm in ("ring", "direct") for p in self.protocols):
+                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind}")
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """How many parts of the level a mesh axis can span: the divisors of its size above 1."""
-        divisors = tuple(n for n in range(2, self.size + 1) if self.size % n == 0) if self.size > 1 and any(p.members for p in self.protocols) else ()
-        return divisors or (max(2, self.size),)
+    def serving(self, kind: str, members: int) -> tuple[Protocol, ...]:
+        """The protocols that run the collective `kind` in groups of `members`: those for any number, and those for this one or, where
+        there are none, for the nearest."""
+        able = [p for p in self.protocols if p.serves(kind)]
+        nearest = min((p.members for p in able if p.members), key=lambda n: (abs(math.log(n / members)), n), default=0)
+        return tuple(p for p in able if p.members in (0, nearest))
 
     @property
     def latency_s(self) -> float:

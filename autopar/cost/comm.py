@@ -163,7 +163,7 @@ def ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
 
 def _product(kind: str, spans: Sequence[Span], rows: Sequence[tuple[str, int, float]]) -> list[Way]:
     """All ways whose part on each span uses that row's algorithm; none where a level does not have it."""
-    options = [[Part(span, p, hops, share) for p in span.level.protocols if p.algorithm == algorithm and p.serves(kind, span.size)]
+    options = [[Part(span, p, hops, share) for p in span.level.serving(kind, span.size) if p.algorithm == algorithm]
                for span, (algorithm, hops, share) in zip(spans, rows, strict=True)]
     return list(itertools.product(*options))
 
@@ -190,7 +190,7 @@ def _trees(kind: str, spans: tuple[Span, ...]) -> list[Way]:
     rounds = 2 if kind == "all_reduce" else 1
     rows = []
     for span, inside in zip(spans, _inside(spans), strict=True):
-        tree = any(p.algorithm == "tree" and p.serves(kind, span.size) for p in span.level.protocols)
+        tree = any(p.algorithm == "tree" for p in span.level.serving(kind, span.size))
         depth = math.ceil(math.log2(span.size)) if tree else span.size - 1
         rows.append(("tree" if tree else "ring", rounds * depth, float(rounds) / inside))
     return _product(kind, spans, rows) if any(row[0] == "tree" for row in rows) else []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from autopar._torch import profiling
 from autopar.layout import Layout, Step, dim_of, is_placed, local_shape, placed_on, steps
 from autopar.runtime.collectives import (
     all_gather,
@@ -21,6 +22,7 @@ from autopar.runtime.collectives import (
 )
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import check_shape, cut, join, pad, take
+from autopar.runtime.marks import mark
 from autopar.runtime.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -48,14 +50,29 @@ def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh
     if not late:
         return lambda: x
     _note(x, todo[-1], shape, mesh, name)
-    parts, dim, length = scatter_parts(x, todo[-1], shape, mesh)
-    finish = start_reduce_scatter(parts, todo[-1].axis, mesh)
-    return lambda: finish().narrow(dim, 0, length)
+    marked = _marked(x, todo[-1], shape, mesh)
+    with mark(*marked):
+        parts, dim, length = scatter_parts(x, todo[-1], shape, mesh)
+        done = start_reduce_scatter(parts, todo[-1].axis, mesh)
+
+    def finish() -> Tensor:
+        with mark(*marked):
+            return done().narrow(dim, 0, length)
+
+    return finish
 
 
 def _do(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> Tensor:
     _note(x, step, shape, mesh, name)
-    return _RUN[step.kind](x, step, shape, mesh) if mesh.sizes[step.axis] > 1 else x
+    if mesh.sizes[step.axis] == 1:
+        return x
+    with mark(*_marked(x, step, shape, mesh)):
+        return _RUN[step.kind](x, step, shape, mesh)
+
+
+def _marked(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[object, ...]:
+    """What a profile says of a step."""
+    return (step.kind, step.axis, step_bytes(step, shape, x.element_size(), mesh)) if profiling() else ()
 
 
 def _note(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> None:

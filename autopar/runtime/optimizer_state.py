@@ -20,6 +20,8 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
 State = dict[str, Any]
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+"""The optimizers that a plan can name."""
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:

@@ -16,6 +16,7 @@ from torch import Tensor
 from autopar.layout import Step, dim_of
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
 from autopar.runtime.cuts import cut, join, pad
+from autopar.runtime.marks import mark
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Shape, scatter_parts
 
@@ -27,7 +28,15 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 def start(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     """Begin `steps[i]` on `tensors[i]`, part of a tensor of global `shapes[i]`: all of one kind, on one axis of two ranks or more, in one
     dtype. The tensors are copied, so they may change before the end."""
-    return _START[steps[0].kind](steps, tensors, shapes, mesh)
+    marked = ("sync", steps[0].kind, steps[0].axis)
+    with mark(*marked):
+        done = _START[steps[0].kind](steps, tensors, shapes, mesh)
+
+    def finish() -> list[Tensor]:
+        with mark(*marked):
+            return done()
+
+    return finish
 
 
 def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:

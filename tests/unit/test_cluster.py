@@ -284,3 +284,12 @@ def test_a_line_is_devices_of_the_innermost_level(count: int) -> None:
     line = cluster.line(count)
     assert (line.devices, line.device) == (count, cluster.device)
     assert line.levels == (dataclasses.replace(cluster.levels[-1], size=count),)
+
+
+def test_protocols_for_a_number_of_members_serve_the_nearest_too() -> None:
+    base = Cluster.parse("cpu:1x8").levels[1]
+    measured = [dataclasses.replace(base.serving("all_reduce", 8)[0], name=f"on{n}", members=n) for n in (2, 8)]
+    level = dataclasses.replace(base, protocols=(*measured, *base.protocols[1:]))
+    served = {n: [p.name for p in level.serving("all_reduce", n)] for n in (2, 3, 4, 8, 64)}
+    assert served == {2: ["on2"], 3: ["on2"], 4: ["on2"], 8: ["on8"], 64: ["on8"]}
+    assert level.serving("all_gather", 3) == base.serving("all_gather", 3)

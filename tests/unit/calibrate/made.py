@@ -47,7 +47,7 @@ def samples(cluster: Cluster, noise: float, seed: int) -> list[tuple[int, Sample
     add(-1, "matmul beside others", (256,) * 3, 2e-3)
     add(-1, "matmul alone", (256,) * 3, 1e-3)
     level = cluster.levels[1]
-    for members in level.groups:
+    for members in (n for n in range(2, level.size + 1) if level.size % n == 0):
         axis = MeshAxis("axis", members, (Span(level, members),), device)
         for kind in KINDS:
             for nbytes in SIZES["cpu"]:

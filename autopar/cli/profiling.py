@@ -1,0 +1,62 @@
+"""`autopar profile`: a plan as it runs on local ranks, against what was predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from autopar.cli.calibrating import check_output, write_cluster
+from autopar.cli.console import progress, show, write_json
+from autopar.cli.rebuild import Rebuilt, rebuild
+from autopar.cli.running import placed
+from autopar.cluster import Cluster
+from autopar.codegen.tables import Names
+from autopar.errors import PlanError
+from autopar.problem.graph import read
+from autopar.profile import Case, Profile, profile, refit
+from autopar.report.profile import profile as report
+
+
+def profile_command(where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None) -> None:
+    """Run, compare, print, and write what was asked for. Raises PlanError where the trace cannot be written, ClusterError where the cluster cannot."""
+    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
+        raise PlanError(f"--trace {trace}: wanted the name of a file in a folder that is there")
+    if output is not None:
+        check_output(output)
+    with progress(f"profiling {where}") as tell, tempfile.TemporaryDirectory() as beside:
+        rebuilt = rebuild(where, tell, weights=True)
+        rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
+        captured, traced = rebuilt.captured, str(Path(beside) / "trace.json") if trace is not None else ""
+        case = Case(captured.gm, rebuilt.plan, Names.of(captured), captured.constants, rebuilt.weights, rebuilt.batch)
+        found = profile(case, steps, trace=traced, progress=tell)
+        if trace is not None:
+            _move(Path(traced), trace)
+    ratios = _refitted(rebuilt, found, output) if output is not None else {}
+    if not write_json(json, {**found.to_dict(), **({"refit": ratios} if ratios else {})}):
+        show(report(found, rows))
+        show(*(["", f"refitted cluster written to {output}: {', '.join(f'{group} x {ratio:.2f}' for group, ratio in ratios.items())}"] if ratios else []),
+             *(["", f"trace written to {trace}: open it at https://ui.perfetto.dev"] if trace is not None else []))
+
+
+def _refitted(rebuilt: Rebuilt, found: Profile, output: Path) -> Mapping[str, float]:
+    plan = rebuilt.plan
+    program = read(rebuilt.captured.gm, plan.hints, training=plan.mode == "train")
+    cluster, ratios = refit(Cluster.from_dict(dict(plan.cluster)), plan, program, found, datetime.date.today().isoformat())
+    write_cluster(cluster, output, "profile")
+    return ratios
+
+
+def _move(made: Path, trace: Path) -> None:
+    """Put a trace in its place, whole or not at all."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=trace.absolute().parent, prefix=f".{trace.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(made.read_bytes())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, trace)
+    except OSError as error:
+        raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error

@@ -1,0 +1,65 @@
+"""What a simulation says of each operator and collective of one rank, by the keys of `profile.attribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.plan import Plan
+from autopar.profile.attribute import Key
+from autopar.simulate.pieces import COMPUTE, INSIDE, Piece
+from autopar.simulate.rank import Mark, Ran
+from autopar.simulate.stages import Stages
+
+
+def predicted(gm: fx.GraphModule, plan: Plan, place: int = 0) -> dict[Key, float]:
+    """Seconds of a step by key, on a rank of `place`."""
+    stages = Stages.of(gm, plan)
+    found: dict[Key, float] = {}
+    for ran, times in _ran(stages, place):
+        for key, seconds in _keyed(ran.marks):
+            found[key] = found.get(key, 0.0) + times * seconds
+    return found
+
+
+def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
+    """What a rank does in a step, and how often."""
+    plan = stages.plan
+    if not plan.pipelined:
+        return [(stages.whole(), 1)]
+    own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
+    parts = ("forward", "backward") if stages.training else ("forward",)
+    found = [(stages.ran(index, part), plan.microbatches) for index in own for part in parts]
+    if not stages.training:
+        return found
+    last = stages.rank()
+    last.local(stages.optimizer(place), "optimizer")
+    return [*found, (stages.sums(place), 1), (last.run(), 1)]
+
+
+def _keyed(marks: Sequence[Mark]) -> list[tuple[Key, float]]:
+    """The key and the seconds of each piece; copies around a collective belong to it, as they do where it runs."""
+    return [(_of(mark, _collective(marks, index)), mark.piece.seconds) for index, mark in enumerate(marks)]
+
+
+def _of(mark: Mark, around: Piece) -> Key:
+    if mark.during == "optimizer":
+        return ("optimizer",)
+    if mark.piece.kind in ("compute", "inside"):
+        return "op", mark.piece.name
+    if around.axis in (COMPUTE, INSIDE):
+        return ("local",)
+    return ("sync", around.kind, around.axis) if mark.during == "sync" else (around.kind, around.axis, round(around.nbytes))
+
+
+def _collective(marks: Sequence[Mark], index: int) -> Piece:
+    """The collective that the copy at `index` is made for: its neighbour with the same name and bytes; any other piece itself."""
+    piece = marks[index].piece
+    if piece.kind != "copy":
+        return piece
+    for other in (index - 1, index + 1):
+        near = marks[other].piece if 0 <= other < len(marks) else piece
+        if near.axis >= 0 and (near.name, near.nbytes) == (piece.name, piece.nbytes) and (near.kind == "all_gather") == (other < index):
+            return near
+    return piece

@@ -1,0 +1,85 @@
+"""A cluster whose constants explain a profile: each group of constants scaled by how much longer all of its rows took than predicted.
+
+    matmuls, attention     the peak of the plan's dtype and the shares of attention
+    other operators        starting an operator, arithmetic, memory
+    the optimizer          its seconds for each parameter and its share of the bandwidth
+    each collective        start and efficiency of the protocols that run it, on all levels
+
+Groups that took no time, or that nothing was predicted for, stay as they are; and no group changes by more than MOST.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.cluster import Cluster, Device, Level, Protocol
+from autopar.cluster.types import ALGORITHMS
+from autopar.cost.memory import computes_in
+from autopar.plan import Plan
+from autopar.problem.graph import Program
+from autopar.profile.profile import Profile, Row
+
+MOST = 10.0
+"""No constant is scaled by more, or by less than its inverse: what is further off is no matter of constants."""
+
+
+def refit(cluster: Cluster, plan: Plan, program: Program, found: Profile, date: str) -> tuple[Cluster, dict[str, float]]:
+    """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources."""
+    ratios = _ratios(found.rows, program)
+    source = f"refitted {date} from a profile of {plan.model} ({plan.strategy}, {plan.ranks} ranks)"
+    device = _device(cluster.device, ratios, computes_in(plan.precision), source)
+    return dataclasses.replace(cluster, device=device, levels=tuple(_level(level, ratios, source) for level in cluster.levels)), ratios
+
+
+def _ratios(rows: tuple[Row, ...], program: Program) -> dict[str, float]:
+    """Measured over predicted by group."""
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        each = sums.setdefault(_group(row, program), [0.0, 0.0])
+        each[0] += row.measured_s
+        each[1] += row.predicted_s
+    return {group: min(MOST, max(1 / MOST, measured / foreseen)) for group, (measured, foreseen) in sums.items() if measured > 0 and foreseen > 0}
+
+
+def _group(row: Row, program: Program) -> str:
+    if row.what == "operator":
+        op = program.ops.get(str(row.key[1]))
+        matmul = op is not None and op.flops > 0 and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
+        return "matmul" if matmul else "other"
+    if row.what in ("optimizer", "copies"):
+        return {"optimizer": "optimizer", "copies": "other"}[row.what]
+    return str(row.key[1] if row.what == "gradients" else row.key[0])
+
+
+def _device(device: Device, ratios: Mapping[str, float], dtype: str, source: str) -> Device:
+    matmul, other, update = (ratios.get(group, 1.0) for group in ("matmul", "other", "optimizer"))
+    key = dtype if dtype in device.peak_flops else "float32"
+    changed = {
+        "peak_flops": {**device.peak_flops, key: device.peak_flops[key] / matmul},
+        "launch_s": min(1.0, device.launch_s * other), "vector_flops": device.vector_flops / other,
+        "memory_bandwidth_bytes_s": device.memory_bandwidth_bytes_s / other, "cache_bandwidth_bytes_s": device.cache_bandwidth_bytes_s / other,
+        "update_s": min(1.0, device.update_s * update), "update": min(1.0, max(1e-3, device.update * other / update)),
+    }
+    changed = {name: value for name, value in changed.items() if value != getattr(device, name)}
+    return dataclasses.replace(device, **changed, sources={**device.sources, **dict.fromkeys(changed, source)})  # type: ignore[arg-type]
+
+
+def _level(level: Level, ratios: Mapping[str, float], source: str) -> Level:
+    """Protocols that serve several collectives are split, so that each has a ratio of its own."""
+    protocols = tuple(_scaled(p, kind, ratios.get(kind), source) for p in level.protocols for kind in _kinds(p, ratios))
+    return dataclasses.replace(level, protocols=protocols)
+
+
+def _kinds(protocol: Protocol, ratios: Mapping[str, float]) -> tuple[str, ...]:
+    served = protocol.kinds or ALGORITHMS[protocol.algorithm]
+    return served if any(kind in ratios for kind in served) else ("",)
+
+
+def _scaled(protocol: Protocol, kind: str, ratio: float | None, source: str) -> Protocol:
+    if not kind:
+        return protocol
+    if ratio is None:
+        return dataclasses.replace(protocol, kinds=(kind,))
+    return dataclasses.replace(protocol, kinds=(kind,), start_s=min(1.0, protocol.start_s * ratio), hop_s=min(1.0, protocol.hop_s * ratio),
+                               efficiency=min(1.0, max(1e-3, protocol.efficiency / ratio)), source=source)

@@ -1,0 +1,41 @@
+"""A profile on real ranks: everything that is predicted is measured, and a refitted cluster explains it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli.app import app
+from autopar.cluster import Cluster
+
+
+@pytest.mark.parametrize("recipe", ["megatron", "zero3"])
+def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
+    plan, cluster, trace = tmp_path / "plan.json", tmp_path / "c.toml", tmp_path / "t.json"
+    ran = CliRunner().invoke(app, ["plan", "models/gpt.py:tiny", "--cluster", "cpu:1x2", "--seq", "16", "--recipe", recipe, "-o", str(plan)], catch_exceptions=False)
+    assert ran.exit_code == 0
+    arguments = ["profile", str(plan), "--steps", "1", "--json", str(tmp_path / "p.json"), "-o", str(cluster), "--trace", str(trace)]
+    ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert ran.exit_code == 0 and "measured / predicted" in ran.stdout and "refitted cluster written" in ran.stdout
+    data = json.loads((tmp_path / "p.json").read_text())
+    rows = data["rows"]
+    assert {row["what"] for row in rows} >= {"operator", "collective", "optimizer"}
+    unmeasured = [row["name"] for row in rows if row["measured_s"] <= 0 < row["predicted_s"]]
+    unpredicted = [row["name"] for row in rows if row["predicted_s"] <= 0 < row["measured_s"] and row["what"] in ("collective", "gradients")]
+    assert not unmeasured and not unpredicted
+    assert 0 < sum(row["measured_s"] for row in rows) <= 1.05 * data["profiled_s"]
+    off = [abs(row["measured_s"] - row["predicted_s"]) for row in rows]
+    assert off == sorted(off, reverse=True)
+    assert Cluster.parse(cluster).device.sources["peak_flops"].startswith("refitted")
+    assert any("autopar op " in event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"schema": 1}')
+    from autopar.errors import PlanError
+
+    with pytest.raises(PlanError, match="schema 1"):
+        CliRunner().invoke(app, ["profile", str(tmp_path / "plan.json")], catch_exceptions=False)

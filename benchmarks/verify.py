@@ -48,14 +48,14 @@ def together(todo: Sequence[Entry | Piped], rows: Sequence[dict[str, object]]) -
     found = []
     for (model, shape), mine in groups.items():
         right = [row for row in mine if row["ok"] == "yes"]
-        found.append({"what": f"{model}, {shape}", "cases": len(mine), "right": len(right), "worst error": max((number(row, "worst error") for row in mine), default=0.0),
-                      "collectives": sum(int(number(row, "collectives")) for row in mine), "not as priced": sum(int(number(row, "not as priced")) for row in mine),
-                      "seconds": sum(number(row, "seconds") for row in mine)})
+        found.append({"what": f"{model}, {shape}", "cases": len(mine), "right": len(right), "worst error": max((figure(row, "worst error") for row in mine), default=0.0),
+                      "collectives": sum(int(figure(row, "collectives")) for row in mine), "not as priced": sum(int(figure(row, "not as priced")) for row in mine),
+                      "seconds": sum(figure(row, "seconds") for row in mine)})
         found += [{"what": row["what"], "first": row["first"]} for row in mine if row["ok"] != "yes"]
     return found
 
 
-def number(row: dict[str, object], column: str) -> float:
+def figure(row: dict[str, object], column: str) -> float:
     """A figure of a row, 0 where it has none."""
     return float(str(row.get(column, 0)))
 
@@ -78,9 +78,9 @@ def main() -> int:
         print(f"{number + 1}/{len(todo)} {entry}: {rows[-1]}", file=sys.stderr, flush=True)
     print(tabulate(together(todo, rows) if options.pipelines else rows, headers="keys", floatfmt=("", "", "", ".1e", "", "", ".1f") if options.pipelines else ("", "", ".1e", "", "", ".1f")))
     right = [row for row in rows if row["ok"] == "yes"]
-    worst = max((number(row, "worst error") for row in rows), default=float("nan"))
+    worst = max((figure(row, "worst error") for row in rows), default=float("nan"))
     print(f"\n{len(right)} of {len(rows)} within 1e-9 of one device, collectives as priced; worst error {worst:.1e}; "
-          f"{sum(number(row, 'seconds') for row in rows):.0f} s")
+          f"{sum(figure(row, 'seconds') for row in rows):.0f} s")
     return 1 if len(right) < len(rows) else 0
 
 

@@ -33,7 +33,7 @@ class View:
     results: tuple[tuple[int, Op], ...]
     separable: bool = True
     """Whether the backward may be taken apart. Every weight must meet what is received, or torch loses its gradient; and blocks that are
-    run again for the backward would be run again for each part of it."""
+    run again for the backward would be run again once more for each group of weights."""
 
     def runs(self, name: str) -> bool:
         """Whether the top-level operator `name` runs here."""

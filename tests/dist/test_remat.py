@@ -125,7 +125,8 @@ def test_a_result_that_is_needed_and_not_kept_is_found() -> None:
 
 
 def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
-    """Why stages with such blocks have the whole backward at once."""
+    """Why stages with such blocks have the whole backward at once: what is computed is right, but once more for each group of weights
+    (test_torch_traps.py says why)."""
     who = subject("hf-gpt2")
     made = rematerialised(who, by_stages(who, (2,), "tp_sp", 2, 4, "zbv_zero_bubble", 2), "full")
     whole, parts = "SEPARABLE = False", "SEPARABLE = True"
@@ -134,7 +135,9 @@ def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
     taken = [stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)]
     report = verify(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
     wrong = {row.kind: row.name for row in report.rows if not row.ok}
-    assert "run" in wrong["collectives"], "everything twice"
+    assert wrong.keys() == {"collectives"}
+    priced, ran = map(int, re.search(r"all_reduce on axis 0: (\d+) priced, (\d+) run", wrong["collectives"]).groups())  # type: ignore[union-attr]
+    assert ran > 2 * priced
 
 
 def test_operators_on_one_coordinate_are_not_run_again() -> None:

@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import GraphExecGroup, checkpoint
 
 from autopar.errors import RunError
 from autopar.runtime import Mesh, Param, ShardedModule, reshard
@@ -158,3 +159,32 @@ def test_a_reentrant_checkpoint_is_refused_where_its_gradient_may_have_been_summ
 
 def test_a_reentrant_checkpoint_that_ends_before_any_other_gradient_is_exact() -> None:
     on_ranks(2, reentrant, False)
+
+
+def test_a_backward_in_two_parts_runs_a_checkpointed_block_again_for_each_group_of_weights() -> None:
+    """The gradients are right, but the block runs once for what was received and once more for each weight that has a group of its own; and
+    torch's way to have it run once refuses, because both parts ask for the operands of one product."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    runs = []
+
+    def block(h: Tensor) -> Tensor:
+        runs.append(None)
+        for layer in layers:
+            h = layer(h).tanh()
+        return h
+
+    wanted = torch.autograd.grad(block(x).square().sum(), [x, *layers.parameters()])
+    runs.clear()
+    weights = list(layers.parameters())
+    (found,), groups = stage_backward_input([checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights))
+    assert len(runs) == 2, "forward, and again for what was received"
+    stage_backward_weight(iter(weights), groups)
+    assert len(runs) == 2 + len(layers), "and again for the weight and bias of each layer"
+    torch.testing.assert_close([found, *(w.grad for w in weights)], list(wanted), rtol=1e-14, atol=0)
+
+    with pytest.raises(RuntimeError, match="already unpacked once"):  # noqa: SIM117
+        with GraphExecGroup():
+            _, groups = stage_backward_input([checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights))
+            stage_backward_weight(iter(weights), groups)

@@ -180,8 +180,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.frontend.loading import cast
     from autopar.joint import plan
     from autopar.joint.frontier import frontier
-    from autopar.planner import Request
-    from autopar.problem.prices import Settings
+    from autopar.problem.settings import Settings
+    from autopar.request import Request
     from autopar.rules import as_rules
 
     if mode not in ("train", "inference"):

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.layout import fraction, parse
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.prices import pair
+from autopar.problem.pairs import pair
 from autopar.recipes.kinds import kind
 from autopar.rules import derived, unknown
 from autopar.rules.language import Use

@@ -19,12 +19,14 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import cutters, parse
 from autopar.memory import Prediction, predict
 from autopar.memory.largest import largest
+from autopar.onestage import meshes_for
 from autopar.plan import Plan
-from autopar.planner import Planner, Request, bare_plan, meshes_for
+from autopar.planner import Planner, bare_plan
 from autopar.problem.graph import Program, read
 from autopar.problem.types import Problem
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
 

@@ -1,26 +1,19 @@
-"""From a captured graph and a cluster to a plan: price every recipe, search every mesh, keep the best.
-
-    read the graph -> options per axis size -> clusters -> for each mesh a Problem -> recipes and search -> Plan
-"""
+"""What is the same for all meshes: the program, its clusters, their options, prices of operators; and one priced answer on one mesh."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from torch import fx
 
-from autopar.cluster import Cluster, Mesh
-from autopar.decided import node_plan, rule_notes
-from autopar.errors import InfeasibleError, PlanError
+from autopar.cluster import Mesh
+from autopar.decided import node_plan
+from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import within
-from autopar.plan import Alternative, Plan, Predicted
+from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
 from autopar.problem.build import Decisions, Model, build
@@ -29,55 +22,15 @@ from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.graph import Program, read
 from autopar.problem.keeping import best_kept
-from autopar.problem.largest import largest
+from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, sections_of, table_of
-from autopar.problem.prices import Prices, Settings
-from autopar.problem.remat import LEVELS, Levels, levels, price, rematerialised
+from autopar.problem.prices import Prices
+from autopar.problem.remat import Levels, rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
-from autopar.recipes import RECIPES, Recipe, roles
-from autopar.recipes.free import space, spaces
-from autopar.recipes.pipelines import PIPELINES
-from autopar.rules.rule import Rule
-from autopar.search import SEARCHES, Search, ilp
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan for, beside the graph: everything that `compile` was asked."""
-
-    cluster: Cluster
-    settings: Settings = field(default_factory=Settings)
-    search: str | Search = "ilp"
-    recipe: str | None = None
-    mesh: tuple[int, ...] | None = None
-    time_limit_s: float = 30.0
-    seed: int = 0
-    rules: Mapping[Any, Rule] | None = None
-    progress: Callable[[str], None] | None = None
-    memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
-    remat: str = "auto"  # which blocks are run again in the backward: one of problem.remat.LEVELS for all, "auto" as memory wants it
-
-    def __post_init__(self) -> None:
-        """Raises PlanError for an unknown level of remat."""
-        if self.remat not in ("auto", *LEVELS):
-            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}")
-
-    @property
-    def limit_bytes(self) -> float:
-        """Bytes that a plan may fill on each device."""
-        return self.cluster.device.usable_memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    @property
-    def remat_level(self) -> str:
-        """The level that is asked for; "none" where that is left open, or nothing is trained."""
-        return "none" if self.remat == "auto" or not self.settings.training else self.remat
-
-    def say(self, what: str) -> None:
-        """Tell `progress` what happens now."""
-        if self.progress is not None:
-            self.progress(what)
+from autopar.recipes import roles
+from autopar.request import Request
 
 
 @dataclass(eq=False)
@@ -90,8 +43,14 @@ class Candidate:
     solution: Solution
     cost: Cost
     remat: Levels = field(default_factory=dict)
-    peak_bytes: float = 0.0
+    peak_bytes: float | None = None  # at the peak of its fullest rank, once that was walked
     short: bool = False  # whether its Problem has less room than the device, for what lives for a moment only
+
+    @property
+    def peak(self) -> float:
+        """`peak_bytes` of one that was walked."""
+        assert self.peak_bytes is not None, "its memory was not walked"
+        return self.peak_bytes
 
     def refined(self, solution: Solution) -> Candidate:
         """The same problem with another solution; where it is short of room, what that proves does not hold for all plans that fit."""
@@ -106,13 +65,15 @@ class Candidate:
 
 @dataclass(eq=False)
 class Planner:
-    """Everything that is the same for all meshes: the program, its clusters, and options by axis size."""
+    """Everything that is the same for all meshes: the program, its clusters, options by axis size, prices of operators and of their forward."""
 
     program: Program
     request: Request
     sections: Sections
     clusters: list[OpCluster]
     branches: Branches
+    kernels: Kernels
+    forward_kernels: Kernels
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
@@ -126,7 +87,13 @@ class Planner:
         sections = sections_of(program, request.rules)
         whole = table_of(program, 1, sections, request.rules)
         clusters = build_clusters(program, whole)
-        return Planner(program, request, sections, clusters, find_branches(program, clusters))
+        device, settings = request.cluster.device, request.settings
+        return Planner(program, request, sections, clusters, find_branches(program, clusters), Kernels(device, settings),
+                       Kernels(device, replace(settings, mode="inference")))
+
+    def anew(self, request: Request) -> Planner:
+        """The same program for another request on the same cluster with the same settings; what was found so far is shared."""
+        return replace(self, request=request, remat={}, missing_bytes=[])
 
     def table(self, ways: int, *, placed: bool) -> Table:
         """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""
@@ -152,20 +119,21 @@ class Planner:
         """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
         mesh = self.request.cluster.place_mesh(places, sizes)
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings)
+            self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings, self.kernels)
         prices = self._prices[mesh]
         limit = self.request.limit_bytes
         joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
         made = build(self.program, self.clusters, joints, prices, limit, name, self.branches)
-        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings), self.remat)
+        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels), self.remat)
 
     def least_bytes(self) -> float:
         """Bytes per device without which no plan of one stage and one microbatch can be."""
         return least_bytes(self.program, self.clusters, self.joints(roles.nothing, 1), self.request.cluster, self.request.settings, self.remat)
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
-                  solve: Callable[[Problem], Solution]) -> Candidate:
-        """Solve one mesh. Raises InfeasibleError when nothing fits, what lives for a moment counted too."""
+                  solve: Callable[[Problem], Solution], cutoff_s: float = math.inf) -> Candidate:
+        """Solve one mesh. Raises InfeasibleError when nothing fits, what lives for a moment counted too; that is not counted where
+        nothing faster than `cutoff_s` can be."""
         model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
 
         bounds: list[float] = []  # the first one holds for all plans that fit, the next ones only where there is less room
@@ -175,10 +143,11 @@ class Planner:
             solution = solve(here.problem)
             bounds.append(solution.bound_s)
             cost, proven = here.problem.evaluate(solution.choice), replace(solution, bound_s=bounds[0])
-            return self.counted(Candidate(name, mesh, here, proven, cost, remat=self.remat, short=len(bounds) > 1))
+            found = Candidate(name, mesh, here, proven, cost, remat=self.remat, short=len(bounds) > 1)
+            return found if bounds[0] >= cutoff_s else self.counted(found)
 
         try:
-            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes)
+            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes or 0.0)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             raise
@@ -188,198 +157,6 @@ class Planner:
         made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat)
         found.peak_bytes = predict(self.program, made).peak_bytes
         return found
-
-
-def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
-    """Plan one captured graph. `about` fills the Plan's fields model, graph_hash, source and notes.
-
-    Raises InfeasibleError when no plan fits device memory, PlanError for unknown recipes, searches or meshes.
-    """
-    _check_mesh(request)
-    planner = Planner.of(gm, hints, request)
-    deadline = time.monotonic() + request.time_limit_s
-    best: Candidate | None = None
-    tried: list[Alternative] = []
-    bounds: list[float] = []
-    open_ = request.remat == "auto" and request.settings.training and planner.program.runs
-    for level in LEVELS if open_ else (request.remat_level,):
-        if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
-            break
-        planner.remat = levels(planner.program, level)
-        if open_ and (over := planner.least_bytes() - request.limit_bytes) > 0:
-            planner.missing_bytes.append(over)
-            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
-                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
-            continue
-        found, said, more, bound = _at_one_level(planner, deadline, about)
-        tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
-        bounds.append(bound)
-        if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
-            best, about = found, said
-    if best is None:
-        raise InfeasibleError(_shortfall(planner, tried))
-    if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
-        fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
-        best, bounds = fuller if fuller.peak_bytes <= request.limit_bytes else best, [0.0]
-    return finish(planner, best, min(bounds), tried, about)
-
-
-def _at_one_level(planner: Planner, deadline: float, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
-    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound."""
-    best, tried = _recipes(planner, deadline)
-    if planner.request.recipe is not None:
-        return best, about, tried, 0.0
-    found, bound = _search(planner, deadline, best)
-    return (*_simplest(found, best, about), tried, bound)
-
-
-def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory would make the best plan's mesh faster than prices tell apart."""
-    if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
-        return False
-    roomy = replace(best.model.problem, memory_limit_bytes=math.inf)
-    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < best.cost.time_s * (1 - 2 * CLOSE)
-
-
-def _check_mesh(request: Request) -> None:
-    """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
-    if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
-        raise PlanError(f"mesh {'x'.join(map(str, request.mesh))} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
-                        f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
-
-
-FULL = 0.9  # of memory: what uses more may have been pushed there
-RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
-GLANCE_S = 2.0  # seconds for the first look at a mesh
-CLOSE = 0.01  # relative: prices are less exact than this
-SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
-
-
-def _simplest(found: Candidate | None, recipe: Candidate | None, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any]]:
-    """The search's answer, or the best recipe where that is as fast within `SIMPLER`; then the notes say both times."""
-    if found is None or recipe is None:
-        return found or recipe, about
-    searched_s, named_s = found.cost.time_s, recipe.cost.time_s
-    if named_s > searched_s * (1 + SIMPLER):
-        return found, about
-    if searched_s < named_s:
-        note = (f"{recipe.name} ({1e3 * named_s:.4g} ms) rather than what the search found ({1e3 * searched_s:.4g} ms): "
-                f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart")
-        about = {**about, "notes": (*about.get("notes", ()), note)}
-    return recipe, about
-
-
-def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """The meshes on which a recipe is tried: as many axes as it has roles, or may have."""
-    if fixed is not None:
-        return [fixed] if recipe.roles_on(len(fixed)) else []
-    meshes = cluster.meshes(max_axes=max(1, len(recipe.roles)))
-    counts = [n for n in range(1, len(recipe.roles) + 1) if recipe.roles_on(n)]
-    return [m for n in counts for m in [m for m in meshes if len(m) == n][:3]]
-
-
-def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[Alternative]]:
-    """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
-    request = planner.request
-    if request.recipe is not None and request.recipe not in RECIPES:
-        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
-    asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
-    best: Candidate | None = None
-    tried: list[Alternative] = []
-    for recipe in asked:
-        meshes = meshes_for(recipe, request.cluster, request.mesh)
-        if request.recipe and not meshes:
-            fewer = " or fewer" if recipe.fewer else ""
-            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
-        for sizes in meshes:
-            request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
-            limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
-            try:
-                found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit))
-            except InfeasibleError as error:
-                tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
-                continue
-            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak_bytes))
-            if best is None or found.cost.time_s < best.cost.time_s:
-                best = found
-    return best, tried
-
-
-def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
-    """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
-    request = planner.request
-    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
-    if search is None:
-        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
-    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
-    if search is ilp.search:
-        return _best_first(planner, meshes, deadline, best)
-    found: Candidate | None = None
-    bounds: list[float] = []
-    for index, sizes in enumerate(meshes):
-        left = deadline - time.monotonic()
-        request.say(f"search on {'x'.join(map(str, sizes))}")
-        try:
-            solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
-            here = planner.candidate(sizes, space(sizes), "search", solve)
-        except InfeasibleError:
-            continue
-        bounds.append(here.solution.bound_s)
-        found = here if found is None or here.cost.time_s < found.cost.time_s else found
-    return found, min(bounds, default=0.0)
-
-
-def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float,
-                best: Candidate | None) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best."""
-    request = planner.request
-    seen: list[Candidate] = []
-    for sizes in meshes:
-        request.say(f"search on {'x'.join(map(str, sizes))}")
-        with suppress(InfeasibleError):
-            glance = partial(ilp.glance, time_limit_s=min(GLANCE_S, deadline - time.monotonic()))
-            seen.append(planner.candidate(sizes, space(sizes), "search", glance))
-    known = min((c.cost.time_s for c in (best, *seen) if c is not None), default=math.inf)
-    found = min(seen, key=lambda c: c.cost.time_s, default=None)
-    bounds: list[float] = []
-    for first in sorted(seen, key=lambda c: c.cost.time_s):
-        left = deadline - time.monotonic()
-        if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
-            bounds.append(first.solution.bound_s)
-            continue
-        request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
-        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
-                                                        cutoff_s=known, gap=CLOSE)))
-        if here.peak_bytes > request.limit_bytes:  # the glance had room for all that lives for a moment
-            here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
-        bounds.append(max(first.solution.bound_s, here.solution.bound_s))
-        known = min(known, here.cost.time_s)
-        found = here if found is None or here.cost.time_s < found.cost.time_s else found
-    return found, min(bounds, default=0.0)
-
-
-
-
-def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
-    lines = [f"no plan fits {planner.request.cluster.describe()}:"]
-    lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
-    if planner.missing_bytes:
-        lines.append(f"the plan of least memory is {min(planner.missing_bytes) / 2**30:.2f} GiB per device over the limit")
-    lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))
-    lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
-    return "\n".join(lines)
-
-
-def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
-    """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced, `about` the
-    Plan's fields model, graph_hash, source and notes."""
-    cost = best.cost
-    strategy = best.name if best.name != "search" else best.solution.strategy
-    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
-    notes = (*filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner.program, planner.request.rules))
-    about = {**about, "notes": (*about.get("notes", ()), *notes)}
-    predicted = Predicted(cost.time_s, predict(planner.program, made).peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
-    return replace(made, alternatives=tuple(tried), predicted=predicted, **about)
 
 
 def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None) -> Plan:

@@ -20,11 +20,12 @@ from tabulate import tabulate
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.frontend import load
+from autopar.onestage import plan
 from autopar.plan import Alternative, Plan
-from autopar.planner import Request, plan
 from autopar.problem.graph import Program, read
 from autopar.report.tables import kinds
 from autopar.report.weights import weights
+from autopar.request import Request
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SPLITS = ("sample", "attribute", "parameter", "operator")

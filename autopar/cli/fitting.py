@@ -15,10 +15,10 @@ from autopar.cli.rebuild import rebuild
 from autopar.cluster import Cluster
 from autopar.fitting import Row, Survey
 from autopar.memory import memory_of
-from autopar.planner import Request
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.report.memory import breakdown, fit_row, fit_table
 from autopar.report.text import gibibytes, times
+from autopar.request import Request
 
 NAMES = {"b": "batch", "s": "sequence"}
 

@@ -15,10 +15,11 @@ from autopar.cluster import Cluster
 from autopar.cost.memory import computes_in
 from autopar.errors import PlanError
 from autopar.plan import Plan
-from autopar.planner import Planner, Request
+from autopar.planner import Planner
 from autopar.problem.build import Model
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.recipes import roles
+from autopar.request import Request
 
 
 @dataclass(frozen=True)

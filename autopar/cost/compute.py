@@ -20,6 +20,7 @@ on 132 is 0.97, 1792 x 16128 on 148 is 2.98 of 256 x 256. No operator gets faste
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TypeVar
 
 import sympy
@@ -96,19 +97,29 @@ REUSE = 0.16
 
 def shape_factor(m: Number, n: Number, k: Number, batch: Number, device: Device) -> Number:
     """The best of all tiles and splits, as the module docstring defines them; of numbers or of sympy expressions."""
-    ways = [_tiled(m, n, k, batch, wide * device.tile, high * device.tile, split, device)
-            for wide, high in TILES for split in SPLITS]
     if any(isinstance(size, sympy.Expr) for size in (m, n, k, batch)):
-        return sympy.Max(*ways, evaluate=False)
-    return max(ways)
+        return sympy.Max(*_ways(m, n, k, batch, device.tile, device.units), evaluate=False)
+    return _best_way(m, n, k, batch, device.tile, device.units)
 
 
-def _tiled(m: Number, n: Number, k: Number, batch: Number, wide: float, high: float, split: int, device: Device) -> Number:
+@lru_cache(maxsize=1 << 16)
+def _best_way(m: float, n: float, k: float, batch: float, tile: int, units: int) -> float:
+    """Found once for all operators, layouts and meshes with the same local sizes: a search asks for few others."""
+    return max(_ways(m, n, k, batch, tile, units))
+
+
+def _ways(m: Number, n: Number, k: Number, batch: Number, tile: int, units: int) -> list[Number]:
+    """What each tile and split comes to."""
+    return [_tiled(m, n, k, batch, (wide * tile, high * tile), split, tile, units) for wide, high in TILES for split in SPLITS]
+
+
+def _tiled(m: Number, n: Number, k: Number, batch: Number, size: tuple[float, float], split: int, tile: int, units: int) -> Number:
+    wide, high = size
     tiles = batch * _ceiling(m / wide) * _ceiling(n / high) * split
-    waves = _ceiling(tiles / device.units)
-    filled = batch * split * m * n / (waves * device.units * wide * high)
-    reuse = wide * high / (wide * high + REUSE * device.tile * (wide + high))
-    depth = k / (k + split * device.tile / 2)
+    waves = _ceiling(tiles / units)
+    filled = batch * split * m * n / (waves * units * wide * high)
+    reuse = wide * high / (wide * high + REUSE * tile * (wide + high))
+    depth = k / (k + split * tile / 2)
     return filled * reuse * depth
 
 

@@ -3,7 +3,7 @@
     shapes       places, mesh of a place, microbatches          timetables   schedule and stages per place
     spaces       what a search or a named pipeline may have     inner        the Problems of one shape, solved
     laid         one shape cut, timed, its memory counted       explore      the walk through a space
-    frontier     step time against memory
+    pricing      what a shape comes to           frontier     step time against memory
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 
 from torch import fx
 
-from autopar import planner
+from autopar import onestage
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
+from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
-from autopar.planner import Request
 from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
-    """As `planner.plan`, with stages and microbatches.
+    """As `onestage.plan`, with stages and microbatches.
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
@@ -42,14 +43,14 @@ def best(inner: Inner, **about: Any) -> Plan:
         return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, began, about)
     flat, failed = None, None
     try:
-        flat = planner.plan(inner.gm, inner.hints, replace(request, memory_bytes=inner.limit_bytes), **about)
+        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), **about)
     except InfeasibleError as error:
         failed = error
     if request.recipe is not None or request.search != "ilp" or not request.settings.training:
         if flat is None:
             raise failed or AssertionError("no plan, and no reason")
         return flat
-    spaces = [*(of_recipe(recipe) for recipe in PIPELINES.values()), SEARCH]
+    spaces = [SEARCH, *(of_recipe(recipe) for recipe in PIPELINES.values())]
     try:
         return staged(inner, spaces, flat, began, about)
     except InfeasibleError as error:
@@ -59,17 +60,20 @@ def best(inner: Inner, **about: Any) -> Plan:
 
 
 def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any]) -> Plan:
-    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold."""
+    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others."""
     known_s = flat.predicted.step_s if flat is not None else float("inf")
     deadline = began + inner.request.time_limit_s
     best: Found | None = None
     tried: list[Alternative] = []
     why: list[str] = []
+    proven: dict[Shape, float] = {}
     for space in spaces:
-        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s)
+        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, proven)
         found = walk.run()
+        proven = proven or walk.pricing.proven
         why += walk.why[:3]
-        tried += [Alternative(space.name, (f.shape.places, *f.shape.mesh), f.step_s, f.memory_bytes) for f in walk.found.values() if f]
+        tried += [Alternative(space.name, (shape.places, *shape.mesh), f.step_s, f.memory_bytes) for shape, f in walk.fit.items()]
+        tried += [] if walk.fit else [Alternative(space.name, (inner.request.cluster.devices,), None, None, walk.reason)]
         if found is not None and found.step_s < known_s * (1 - CLOSE):
             best, known_s = found, found.step_s
     if best is None and flat is not None:

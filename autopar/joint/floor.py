@@ -1,4 +1,4 @@
-"""The least that a step can take on a shape, whatever its plan: every operator cut over all devices, at the best rate that a
+"""The least that a step can take on a shape, whatever its plan: every operator cut over all devices, at the best rates that a
 device has, and nothing sent."""
 
 from __future__ import annotations
@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cluster import Device
-from autopar.cost.compute import vector_rate
+from autopar.cost.compute import BACKWARD, vector_rate
 from autopar.problem.graph import Op, Program
+from autopar.problem.kernels import ATTENTION
+from autopar.problem.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +20,34 @@ class Work:
     starts_s: float
 
     @staticmethod
-    def of(program: Program, device: Device, *, training: bool) -> Work:
+    def of(program: Program, device: Device, settings: Settings) -> Work:
         """The work of `program`; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so that of its
         microbatches is no less."""
         ops = [op for op in program.ops.values() if op.role == "op" and (op.flops > 0 or op.bytes > 0)]
-        starts = sum(op.count * (2 if training and any(t.grad for t in op.call.outs) else 1) for op in ops)
-        return Work(sum(_work_s(op, device, training) * op.count for op in ops), starts * device.launch_s)
+        graded = {op.name for op in ops if settings.training and op.graded}
+        leads = [op for op in ops if op.leads or not settings.fused]
+        rates_s = sum(op.count * sum(_direction_s(op, direction, device, settings) for direction in range(1 + (op.name in graded))) for op in ops)
+        return Work(rates_s, sum(op.count * (1 + (op.name in graded)) for op in leads) * device.launch_s)
 
     def step_s(self, devices: int, places: int, microbatches: int) -> float:
         """The least on so many devices, where each place has its part of the operators and starts them for every microbatch."""
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
-def _work_s(op: Op, device: Device, training: bool) -> float:
-    if op.flops <= 0:
-        return 0.0
-    flops = op.flops + (op.backward_flops if training and any(t.grad for t in op.call.outs) else 0.0)
-    matmul = sum(len(t.sizes) > 1 for t in op.call.ins) > 1
-    return flops / (device.flops(op.dtype) * device.achievable if matmul else vector_rate(op.dtype, device))
+def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> float:
+    """Seconds of one Op forward (0) or backward (1) on one device: no cut has less to calculate or to move than its even share."""
+    flops = (op.flops, op.backward_flops)[direction]
+    moved = ((op.bytes, op.backward_bytes), (op.fused_bytes, op.fused_backward_bytes))[settings.fused][direction]
+    bandwidth_bytes_s = max(device.cache_bandwidth_bytes_s, device.memory_bandwidth_bytes_s * device.achievable_bandwidth)
+    return max(flops / _best_rate(op, direction, device, settings), moved / bandwidth_bytes_s)
+
+
+def _best_rate(op: Op, direction: int, device: Device, settings: Settings) -> float:
+    """FLOP/s that no shard of `op` is above: what Prices has for sizes that fill the device."""
+    if sum(len(t.sizes) > 1 for t in op.call.ins) < 2:
+        return vector_rate(op.dtype, device)
+    dtype = settings.matmul if settings.matmul and any(op.weight) else op.dtype
+    if op.target is ATTENTION and device.attention is not None:
+        return device.flops(dtype) * min(1.0, settings.attention * device.attention[direction])
+    turned = BACKWARD if direction and any(op.weight) else 1.0
+    return device.flops(dtype) * device.best_share(dtype) * device.sustained * turned

@@ -12,7 +12,7 @@ from autopar import joint
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.plan import Plan
-from autopar.planner import Request
+from autopar.request import Request
 
 POINTS = 6
 SHRINK = 0.7  # of the memory of the plan before

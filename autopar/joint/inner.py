@@ -4,6 +4,7 @@ costs once, solved for the share of a timetable."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +21,8 @@ from autopar.pipeline.costs import costs
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
-from autopar.planner import Planner, Request
-from autopar.problem.build import Model, build
+from autopar.planner import Planner
+from autopar.problem.build import Frame, Model
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
 from autopar.problem.remat import levels, rematerialised
@@ -29,6 +30,7 @@ from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices
 from autopar.problem.types import Solution
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
+from autopar.request import Request
 from autopar.search import ilp
 
 SOLVE_S = 2.0  # seconds for one Problem
@@ -51,19 +53,34 @@ class Models:
         return self._again[level]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Chosen:
-    """What a place does: `solution` of `model`, and what that costs piece by piece, as it is and with blocks run again at `level`.
+    """What a place does: `solution` of `model`, all blocks run again at `level`.
 
-    `all_again`: the level was asked for, so that every block is run again, not only those that memory wants.
+    `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
+    memory wants.
     """
 
+    models: Models
     model: Model
     solution: Solution
     level: str
-    pieces: Sequence[Cost]
-    again: Sequence[Cost]
+    apart: bool
     all_again: bool
+
+    @cached_property
+    def pieces(self) -> Sequence[Cost]:
+        """What it costs piece by piece, nothing run again."""
+        return self._costs(self.models.micro)
+
+    @cached_property
+    def again(self) -> Sequence[Cost]:
+        """The same with all blocks run again."""
+        micro = self.models.at(self.level)
+        return self.pieces if micro is self.models.micro else self._costs(micro)
+
+    def _costs(self, micro: Model) -> list[Cost]:
+        return costs(micro.links[0].program, micro, self.models.once, self.solution.choice, self.models.forward, apart=self.apart)
 
 
 class Inner:
@@ -103,7 +120,7 @@ class Inner:
     @cached_property
     def work(self) -> Work:
         """The least work of a step."""
-        return Work.of(self.whole.program, self.request.cluster.device, training=self.request.settings.training)
+        return Work.of(self.whole.program, self.request.cluster.device, self.request.settings)
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""
@@ -129,21 +146,20 @@ class Inner:
         if key not in self._models:
             here, mesh, request = self.planner(shape.microbatches), self.mesh(shape), self.request
             joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
-            micro, once = (build(here.program, here.clusters, joints, kind(mesh, request.cluster.device, request.settings),
-                                 self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
-            self._models[key] = Models(micro, once, ForwardPrices(mesh, request.cluster.device, request.settings))
+            frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
+            device, settings = request.cluster.device, request.settings
+            micro, once = (frame.priced(kind(mesh, device, settings, here.kernels), self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
+            self._models[key] = Models(micro, once, ForwardPrices(mesh, device, settings, here.forward_kernels))
         return self._models[key]
 
-    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, apart: bool) -> Chosen:
-        """A place's choices under `table`, with all blocks run again at `level`, at a glance or `exact`; `apart` as
-        pipeline.costs has it. Raises InfeasibleError where memory is short."""
-        share, micro = Share(table.length, 1 / table.places, table.kept, 1 / table.places), models.at(level)
-        model = combined(micro, models.once, share, self.limit_bytes)
+    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
+        """A place's choices under `table`, with all blocks run again at `level`, at a glance (which ends where nothing is as fast as
+        `cutoff_s`) or `exact`. Raises InfeasibleError where memory is short."""
+        share = Share(table.length, 1 / table.places, table.kept, 1 / table.places)
+        model = combined(models.at(level), models.once, share, self.limit_bytes)
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S))
-        program = micro.links[0].program
-        pieces, again = (costs(program, made, models.once, solution.choice, models.forward, apart=apart) for made in (models.micro, micro))
-        return Chosen(model, solution, level, pieces, again, self.request.remat != "auto")
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s))
+        return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto")
 
     def held_bytes(self, shape: Shape, level: str) -> float:
         """Bytes of each device if all that is held were cut evenly over all of them, each place with one microbatch at least."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar import planner
 from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
@@ -23,6 +22,7 @@ from autopar.pipeline.shared import shared_weights
 from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
+from autopar.planner import bare_plan
 from autopar.problem.remat import levels
 
 
@@ -76,7 +76,7 @@ def _assembled(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: 
     """The plan, without a prediction."""
     rerun = chosen.all_again or any(cuts.again)
     remat = levels(inner.whole.program, chosen.level) if rerun else {}
-    flat = planner.bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, remat)
+    flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, remat)
     made = pipelined(flat, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
     if chosen.all_again or not rerun:
         return made

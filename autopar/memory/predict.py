@@ -20,7 +20,8 @@ from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, read
-from autopar.problem.prices import Prices, Settings
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 
 
 def predict(program: Program, plan: Plan) -> Prediction:

@@ -70,7 +70,7 @@ def from_inputs(program: Program) -> dict[str, None]:
     found: dict[str, None] = {}
     for op in program.ops.values():
         plain = op.role in ("input", "buffer", "constant") or (op.role == "op" and not op.scope)
-        if plain and all(ref[0] in found for ref in op.operands) and not any(t.grad for t in op.call.outs):
+        if plain and all(ref[0] in found for ref in op.operands) and not op.graded:
             found[op.name] = None
     return found
 

@@ -12,7 +12,9 @@ from autopar.problem.build import build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Table, join
 from autopar.problem.graph import Program
-from autopar.problem.prices import Pair, Prices, Settings
+from autopar.problem.pairs import Pair
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.search import ilp
 

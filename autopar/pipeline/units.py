@@ -69,7 +69,7 @@ def free_ops(program: Program) -> dict[str, None]:
         for index in range(len(op.call.outs)):
             from_params[op.name, index] = reads_param
         inside = all(ref not in carried and (ref[0] in free or program.ops[ref[0]].role in HOLDERS) for ref in op.operands)
-        if op.role == "op" and inside and (op.of_weights or not (reads_param or any(t.grad for t in op.call.outs))):
+        if op.role == "op" and inside and (op.of_weights or not (reads_param or op.graded)):
             free[op.name] = None
     return free
 

@@ -142,7 +142,7 @@ def _separable(program: Program, stage: Stage, arriving: Mapping[Ref, None]) -> 
             here = here and (run.feeds[run.ports.index(op.name)] in below or stage.blocks[op.scope][0] > 0)
             if here:
                 below[op.name, 0] = None
-        elif here and op.role == "op" and any(t.grad for t in op.call.outs):
+        elif here and op.role == "op" and op.graded:
             if any(ref in below for ref in op.operands):
                 below.update({(op.name, i): None for i in range(len(op.call.outs))})
             elif any(op.weight) and not all(op.weight):

@@ -16,14 +16,17 @@ from autopar.codegen.edges import Reshard, edges
 from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
-from autopar.planner import Planner, Request, bare_plan
+from autopar.planner import Planner, bare_plan
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
-from autopar.problem.prices import ATTENTION, Prices, Settings
+from autopar.problem.kernels import ATTENTION
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.recipes import roles, sequence
+from autopar.request import Request
 from autopar.search import ilp
 
 SOLVE_S = 5.0

@@ -52,7 +52,7 @@ class Branches:
 
     def _option(self, op: Op, branch: Branch, coordinate: int) -> Option:
         entry = f"O{coordinate}"
-        trained = any(t.grad for t in op.call.outs)
+        trained = op.graded
         if op.role == "port":
             ins = tuple(_use(t, entry, entry, trained) for t in op.call.ins)
         else:

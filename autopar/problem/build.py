@@ -56,28 +56,53 @@ class Model:
         return found
 
 
+@dataclass(eq=False)
+class Frame:
+    """A Problem before it has numbers: what each cluster may choose on a mesh, and which values go from which to which."""
+
+    program: Program
+    clusters: list[Cluster]
+    choices: list[list[Choice]]
+    links: list[Link]
+    keeps: Kept
+    branches: Branches
+
+    @staticmethod
+    def of(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], sizes: tuple[int, ...],
+           branches: Branches | None = None) -> Frame:
+        """`joints[axis][cluster]` are the options of a cluster on an axis, `sizes` the ranks of each; `branches` may work side by side.
+
+        Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
+        """
+        choices = [_choices(c, per_axis, sizes) for c, *per_axis in zip(clusters, *joints, strict=True)]
+        return Frame(program, clusters, choices, links_of(program, clusters, choices), kept(clusters, program), branches or Branches())
+
+    def priced(self, prices: Prices, memory_limit_bytes: float, name: str = "") -> Model:
+        """The Problem with the numbers of `prices`."""
+        clusters, choices = self.clusters, self.choices
+        scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
+        nodes = tuple(_node(i, c, options, self.keeps, prices, scopes[c.scope])
+                      for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
+        nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
+        nets = tuple(whole(_net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches)
+                     for link in self.links)
+        return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.links, prices)
+
+
 def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], prices: Prices,
           memory_limit_bytes: float, name: str = "", branches: Branches | None = None) -> Model:
-    """The Problem of one mesh. `joints[axis][cluster]` are the options of a cluster on an axis; `branches` may work side by side.
+    """The Problem of one mesh; arguments as `Frame.of` and `Frame.priced` have them.
 
     Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
     """
-    choices = [_choices(c, per_axis, prices) for c, *per_axis in zip(clusters, *joints, strict=True)]
-    scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-    keeps = kept(clusters, program)
-    nodes = tuple(_node(i, c, options, keeps, prices, scopes[c.scope]) for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
-    branches = branches or Branches()
-    nodes, lanes = in_lanes(nodes, clusters, choices, branches)
-    links = links_of(program, clusters, choices)
-    nets = tuple(whole(_net(link, keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, branches) for link in links)
-    return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, links, prices)
+    return Frame.of(program, clusters, joints, prices.sizes, branches).priced(prices, memory_limit_bytes, name)
 
 
-def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], prices: Prices) -> list[Choice]:
-    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and fits_together(cluster, combo, prices.sizes)]
+def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple[int, ...]) -> list[Choice]:
+    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and fits_together(cluster, combo, sizes)]
     if not found:
         op = cluster.root
-        raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {prices.sizes}: the recipe's "
+        raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {sizes}: the recipe's "
                               f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them")
     return found
 
@@ -114,15 +139,17 @@ def _can_rest(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> bool
 
 def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, prices: Prices, group: int) -> Node:
     labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
-    seconds, hide, update = (np.zeros(len(options)) for _ in range(3))
-    for i, combo in enumerate(options):
-        for member, op in enumerate(cluster.members):
-            chosen = tuple(joint.options[member] for joint in combo)
-            seconds[i] += prices.op_s(op, chosen)
-            hide[i] += prices.hide_s(op, chosen)
+    seconds, hide = (np.zeros(len(options)) for _ in range(2))
+    for member, op in enumerate(cluster.members):
+        for i, combo in enumerate(options):
+            chosen = tuple([joint.options[member] for joint in combo])
             if op.role in HOLDERS:
-                update[i] += prices.update_s(op, chosen)
-    return Node(cluster.name, labels, seconds + update, node_bytes(index, cluster, options, keeps, prices), hide, group)
+                seconds[i] += prices.update_s(op, chosen)
+            elif not op.free or any(option.run for option in chosen):
+                work_s, under_s = prices.work_s(op, chosen)
+                seconds[i] += work_s
+                hide[i] += under_s
+    return Node(cluster.name, labels, seconds, node_bytes(index, cluster, options, keeps, prices), hide, group)
 
 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:

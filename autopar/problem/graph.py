@@ -70,6 +70,16 @@ class Op:
         return self.call.target
 
     @property
+    def graded(self) -> bool:
+        """Whether any of its results gets a gradient."""
+        return any(t.grad for t in self.call.outs)
+
+    @property
+    def free(self) -> bool:
+        """Whether it computes and moves nothing: a view, a value that rests."""
+        return not (self.flops > 0 or self.bytes > 0 or self.backward_flops > 0 or self.backward_bytes > 0)
+
+    @property
     def of_weights(self) -> bool:
         """Whether it only changes weights (a cast, a transpose): it follows the parameters."""
         return self.role == "op" and bool(self.weight) and all(self.weight)

@@ -10,8 +10,9 @@ from autopar.problem.build import build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint
 from autopar.problem.graph import Program
-from autopar.problem.prices import Prices, Settings
+from autopar.problem.prices import Prices
 from autopar.problem.remat import Levels, rematerialised
+from autopar.problem.settings import Settings
 from autopar.problem.shares import ForwardPrices
 
 

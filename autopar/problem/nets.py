@@ -14,7 +14,8 @@ import numpy as np
 from autopar.layout import NO_GRAD, Layout
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.prices import Pair, Prices, pair
+from autopar.problem.pairs import Pair, pair
+from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting
 from autopar.problem.saved import HOLDERS, Kept, Way
 from autopar.problem.types import Use

@@ -1,6 +1,6 @@
 """The ways between layouts on one mesh, as numbers: found once for all the tensors that take them.
 
-    Paths.ids       which way leads from each source to each target
+    Paths.ways      which way leads from each source to each target
     Paths.seconds   what each way costs for a tensor of some size
     Paths.gathers   whether an all-gather is among its steps
     Paths.held      the share of the tensor that the last new tensor on the way is, NaN where no memory is taken
@@ -11,12 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cluster import Mesh
 from autopar.cost.comm import step_s
 from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, sections_of, shard, steps
+
+
+class Ways(NamedTuple):
+    """Many ways: the `numbers` of the distinct ones, and `at` [...] which of them is where."""
+
+    numbers: tuple[int, ...]
+    at: np.ndarray
+
+    @staticmethod
+    def of(ids: Sequence[Sequence[int]]) -> Ways:
+        """The ways with these numbers."""
+        distinct, at = np.unique(np.array(ids, int), return_inverse=True)
+        return Ways(tuple(distinct.tolist()), at.reshape(np.shape(ids)))
 
 
 class Paths:
@@ -33,35 +47,33 @@ class Paths:
         self._held: list[float] = []
         self._step_s: dict[float, dict[int, float]] = {}  # size in bytes -> seconds of steps by number
 
-    def ids(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """int[sources, targets]: the number of each way."""
-        found = np.empty((len(sources), len(targets)), int)
-        for i, source in enumerate(sources):
-            known = self._ids.setdefault(source, {})
-            found[i] = [known[t] if t in known else self._find(known, source, t) for t in targets]
-        return found
+    def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
+        """[sources, targets]: the way from each to each."""
+        src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
+        found = Ways.of([[self.number(source, target) for target in dst] for source in src])
+        return Ways(found.numbers, found.at[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])])
 
     def number(self, source: Layout, target: Layout) -> int:
         """The number of one way."""
         known = self._ids.setdefault(source, {})
         return known[target] if target in known else self._find(known, source, target)
 
-    def seconds(self, ids: np.ndarray, size_bytes: float) -> np.ndarray:
+    def seconds(self, ways: Ways, size_bytes: float) -> np.ndarray:
         """Seconds of each way for a tensor of `size_bytes`."""
-        distinct, where = np.unique(ids, return_inverse=True)
         prices = self._step_s.setdefault(size_bytes, {})
-        ways = [self._way[i] for i in distinct]
-        for index in set().union(*ways) - prices.keys():
+        steps_of = [self._way[number] for number in ways.numbers]
+        for index in set().union(*steps_of) - prices.keys():
             prices[index] = step_s(self._order[index], size_bytes, self.mesh)
-        return np.array([sum([prices[i] for i in way]) for way in ways])[where].reshape(ids.shape)
+        return np.array([sum([prices[i] for i in way]) for way in steps_of], float)[ways.at]
 
-    def gathers(self, ids: np.ndarray) -> np.ndarray:
-        """bool: whether the way has an all-gather."""
-        return _picked(self._gathers, ids)
+    def gathers(self, ways: Ways) -> np.ndarray:
+        """bool: whether each way has an all-gather."""
+        return np.array([self._gathers[number] for number in ways.numbers], bool)[ways.at]
 
-    def held(self, ids: np.ndarray) -> np.ndarray:
+    def held(self, ways: Ways) -> np.ndarray:
         """The share of the whole tensor that a rank gets memory for, NaN where it gets none: the last step on the way that makes a tensor."""
-        return _picked(self._held, ids)
+        return np.array([self._held[number] for number in ways.numbers], float)[ways.at]
 
     def _find(self, known: dict[Layout, int], source: Layout, target: Layout) -> int:
         ends = renamed(source, target)
@@ -99,9 +111,3 @@ def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 def _on(dim: int, entry: Entry) -> Entry:
     """`entry`, cutting another dim."""
     return shard(dim, sections_of(entry))
-
-
-def _picked(values: Sequence[float], ids: np.ndarray) -> np.ndarray:
-    """`values` at `ids`, looked up once for each distinct one."""
-    distinct, where = np.unique(ids, return_inverse=True)
-    return np.array([values[i] for i in distinct])[where].reshape(ids.shape)

@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
-import torch
 
 from autopar.cluster import Device, Mesh
-from autopar.cost.comm import collective_s, copy_s
-from autopar.cost.compute import ALIGNED_BYTES, BACKWARD, UNALIGNED, Shape, matmul_efficiency, op_s
+from autopar.cost.comm import collective_s
 from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in
-from autopar.layout import NO_GRAD, Layout, fraction, is_placed, most_elements, show
+from autopar.layout import Layout, fraction, most_elements
+from autopar.problem.between import Between, routes_on
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
-from autopar.problem.paths import Paths
-from autopar.problem.resting import Resting, gathered_axes
+from autopar.problem.kernels import Kernels
+from autopar.problem.pairs import Pair
+from autopar.problem.resting import Resting
+from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
-from autopar.rules.language import Option, Use
+from autopar.rules.language import Option
 from autopar.rules.site import Inner, Site
-
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 OVERLAP = 0.8
 """The share of compute under which collectives can hide on an accelerator."""
@@ -42,62 +39,13 @@ CONTENTION = 20 / 132
 DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2)."""
 
 
-class Pair(NamedTuple):
-    """Layouts of a value and of its gradient; of a weight also whether its gradient is scattered after every microbatch."""
-
-    value: Layout
-    grad: Layout
-    each: bool = False
-
-    def __str__(self) -> str:
-        return f"{show(self.value)}|{show(self.grad)}"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
-
-    `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
-    (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
-    `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
-    """
-
-    mode: str = "train"
-    optimizer: str = "adamw"
-    precision: str = "float32"
-    fused: bool = False
-    matmul: str = ""
-    attention: float = 1.0
-    dealt: bool = False
-
-    @property
-    def training(self) -> bool:
-        return self.mode == "train"
-
-
-def pair(uses: tuple[Use, ...]) -> Pair:
-    """The layouts of value and gradient, from one use per axis."""
-    return Pair(tuple(u.value for u in uses), tuple(u.grad for u in uses))
-
-
-@cache
-def synced(row: Pair, column: Pair) -> Layout:
-    """The gradient of a weight's leaf, before it is summed or scattered: partial where the weight is gathered once per step, and
-    where it rests whole and the reader leaves a part (codegen.edges says the same of a plan)."""
-    if NO_GRAD in column.grad or NO_GRAD in row.grad:
-        return row.grad
-    once = gathered_axes(row.value, row.grad)
-    return tuple("P" if axis in once or (rest == value == "R" and grad == "P") else own
-                 for axis, (rest, value, grad, own) in enumerate(zip(row.value, column.value, column.grad, row.grad, strict=True)))
-
-
 class Prices:
-    """Prices on one mesh of one cluster."""
+    """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings) -> None:
-        self.mesh, self.device, self.settings = mesh, device, settings
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
+        self.mesh, self.device, self.settings, self.kernels = mesh, device, settings, kernels or Kernels(device, settings)
         self.sizes = tuple(axis.size for axis in mesh.axes)
-        self.paths = Paths(mesh)
+        self.routes = routes_on(mesh)
         self._shares: dict[Layout, float] = {}
         self._op: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
 
@@ -113,64 +61,30 @@ class Prices:
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""
-        return self._work(op, options)[0] * op.count
+        return self.work_s(op, options)[0]
 
-    def hide_s(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Seconds per step under which collectives of others can hide: not those under which its own algorithm's do."""
-        seconds, taken = self._work(op, options)
-        return (seconds * self.overlap - taken) * op.count
-
-    def _work(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        key = (op.name, tuple(o.factor for o in options))
-        if key not in self._op:
-            self._op[key] = self._op_s(op, options)
-        return self._op[key]
+    def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
+        """`op_s`, and the seconds under which collectives of others can hide: not those under which its own algorithm's do."""
+        key = (op.name, tuple([o.factor for o in options]))
+        found = self._op.get(key)
+        if found is None:
+            seconds, taken = self._op_s(op, options)
+            found = self._op[key] = seconds * op.count, (seconds * self.overlap - taken) * op.count
+        return found
 
     def _op_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
         """Seconds of one run of `op`, and how many of them hide its own collectives."""
         if op.role != "op":
             return 0.0, 0.0
+        seconds, back = self.kernels.seconds(op, options, self.sizes)
+        if not any(option.run for option in options):
+            return seconds + back, 0.0
         used = sites(op, options, self.sizes)
-        share = math.prod(1.0 / n for o, n in zip(options, self.sizes, strict=True) if o.split)
-        share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
-        local = self._moved(op, options)
-        inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
-        if op.target in INSIDE:
-            inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, options, self.sizes))
-        forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
-        matmul = self._matmul(op, options, share)
-        seconds = self._kernel_s(op, op.flops * share, forward * local + inside, matmul, 0, local)
         shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
-        if self.settings.training and any(t.grad for t in op.call.outs):
-            back = self._kernel_s(op, op.backward_flops * share, backward * local + 2 * inside, matmul, 1, local)
-            more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
-            return seconds + back + shown + more, taken + under
-        return seconds + shown, taken
-
-    def _kernel_s(self, op: Op, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
-        """Seconds of the kernels of one direction (0 forward, 1 backward) of an Op."""
-        dtype = self.settings.matmul if self.settings.matmul and any(op.weight) and matmul else op.dtype
-        share = self._share_of_peak(op, flops, dtype, matmul, direction)
-        seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
-        if dtype != op.dtype:  # what comes in (a gradient in the backward) is read, and written once by rows and once by columns
-            seconds += copy_s(2.0 * local * math.prod((op.call.ins[0], op.call.outs[0])[direction].sizes), self.device)
-        follows = self.settings.fused and not op.leads
-        return max(0.0, seconds - self.device.launch_s) if follows and seconds else seconds
-
-    def _share_of_peak(self, op: Op, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
-        """The share of the peak of `dtype` that the matmuls of an Op reach; None where it has none."""
-        if matmul is None:
-            return None
-        device = self.device
-        if op.target is ATTENTION and device.attention is not None:
-            keys = op.call.ins[1].sizes[-2]
-            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile)
-        m, n, k = matmul
-        shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
-        found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
-        turned = BACKWARD if direction and any(op.weight) else 1.0
-        aligned = 1.0 if all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k)) else UNALIGNED
-        return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
+        if not (self.settings.training and op.graded):
+            return seconds + shown, taken
+        more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
+        return seconds + back + shown + more, taken + under
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
@@ -189,32 +103,6 @@ class Prices:
         taken = min(hidden, room)
         return shown + hidden - taken + self.contention * taken, taken
 
-    def _moved(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Local share of the bytes of all tensors of `op`."""
-        whole = local = 0.0
-        for index, tensor in enumerate(op.tensors):
-            layout = tuple((*o.ins, *o.outs)[index].value for o in options)
-            numel = math.prod(tensor.sizes)
-            whole += numel
-            local += numel * self._share(layout)
-        return local / whole if whole else 1.0
-
-    def _matmul(self, op: Op, options: tuple[Option, ...], share: float) -> tuple[int, int, int] | None:
-        """Local (m, n, k) of a contraction with one output, from its FLOPs 2 m n k and the output's last dim."""
-        if op.flops <= 0 or not op.call.outs[0].sizes or sum(len(t.sizes) > 1 for t in op.call.ins) < 2:
-            return None
-        layout = tuple(o.outs[0].value for o in options)
-        sizes = op.call.outs[0].sizes
-        numel = math.prod(sizes) * self._share(layout)
-        last = 1 if "conv" in getattr(op.target, "__name__", "") else len(sizes) - 1  # columns: channels of a convolution, features else
-        n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
-        m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
-        return m, n, max(1, int(op.flops * share / 2 / max(numel, 1)))
-
-    def _cut(self, layout: Layout, dim: int) -> int:
-        """Into how many parts a layout cuts a dim."""
-        return math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.partition("/")[0] == f"S{dim}")
-
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
                 again: Sequence[bool] = (), *, weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes` (`weight`: of a
@@ -223,62 +111,29 @@ class Prices:
         `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
         the backward needs).
         """
-        sources, targets = [r.value for r in rows], [c.value for c in columns]
-        seconds, gathers = self._changes(sources, targets, size_bytes)
-        graded = np.array([[NO_GRAD not in r.grad and NO_GRAD not in c.grad for c in columns] for r in rows])
-        if not graded.any():
+        here = self.routes.between(rows, columns)
+        seconds = self.routes.seconds(here.forward, size_bytes)
+        if not here.graded.any():
             return seconds
-        backward_s = self._back_s(rows, columns, grad_bytes or size_bytes, weight, size_bytes)
-        once = [any(map(is_placed, target)) for target in targets]  # codegen.edges.Reshard.regathers says why
-        twice = gathers & graded & np.array([*again] or [False] * len(columns)) & ~np.array(once)
-        return seconds * np.where(twice, 2.0, 1.0) + np.where(graded, backward_s, 0.0)
+        backward_s = self._back_s(here, grad_bytes or size_bytes, weight, size_bytes)
+        if any(again):
+            seconds = seconds * np.where(here.regathers & np.array(again), 2.0, 1.0)
+        return seconds + np.where(here.graded, backward_s, 0.0)
 
-    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
+    def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none; of weights that are
         gathered once per step with that gather, of `leaf_bytes`, which all readers share as they share the sum of their gradients."""
-        seconds = self._changes([self._grad(c) for c in columns], [self._grad(r) for r in rows], size_bytes)[0].T
-        once = [i for i, r in enumerate(rows) if weight and gathered_axes(r.value, r.grad)]
-        if once:
-            chosen = [rows[i] for i in once]
+        seconds = self.routes.seconds(here.back, size_bytes)
+        if weight and here.once:
+            late = self.routes.between([here.rows[i] for i in here.once], here.columns)
             seconds = seconds.copy()
-            seconds[once] = self._read_s(chosen, columns, size_bytes) + self._summed_s(chosen, columns, size_bytes) + self._leaf_s(chosen, leaf_bytes)
+            seconds[here.once] = (self.routes.seconds(late.read, size_bytes) + self.routes.seconds(late.summed, size_bytes)
+                                  + self.routes.seconds(late.leaf, leaf_bytes))
         return seconds
-
-    def _read_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
-        """Seconds from the gradients that readers leave to that of the leaf."""
-        return self._pairs_s([[(self._grad(c), self._grad(Pair(r.value, synced(r, c)))) for c in columns] for r in rows], size_bytes)
-
-    def _summed_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
-        """Seconds from the gradient of the leaf to that at rest."""
-        return self._pairs_s([[(self._grad(Pair(r.value, synced(r, c))), self._grad(r)) for c in columns] for r in rows], size_bytes)
-
-    def _leaf_s(self, rows: Sequence[Pair], size_bytes: float) -> np.ndarray:
-        """[rows, 1]: seconds from rest to leaf."""
-        return self._pairs_s([[(self._grad(r), r.value)] if gathered_axes(r.value, r.grad) else [(r.value, r.value)] for r in rows], size_bytes)
-
-    def _grad(self, uses: Pair) -> Layout:
-        """The gradient's layout, something harmless where there is none."""
-        return tuple("R" for _ in self.sizes) if NO_GRAD in uses.grad else uses.grad
-
-    def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds from each source to each target layout, and whether a gather is among the steps; distinct ones once."""
-        ids, where = self._ways(sources, targets)
-        return self.paths.seconds(ids, size_bytes)[where], self.paths.gathers(ids)[where]
-
-    def _pairs_s(self, cells: Sequence[Sequence[tuple[Layout, Layout]]], size_bytes: float) -> np.ndarray:
-        """Seconds of the change in each cell, from one layout to the other."""
-        return self.paths.seconds(np.array([[self.paths.number(a, b) for a, b in line] for line in cells]), size_bytes)
-
-    def _ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """The ways between distinct layouts, and where in them each source and target is."""
-        src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
-        return self.paths.ids(src, dst), np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])
 
     def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
-        ids, where = self._ways([r.value for r in rows], [c.value for c in columns])
-        held = self.paths.held(ids)[where]
+        held = self.routes.held(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
@@ -298,9 +153,9 @@ class Prices:
         """Bytes per device that the backward of one Op keeps beside tensors of the graph (masks, statistics, copies of
         operands), all its instances."""
         own = 0.0
-        if op.target in INSIDE and self.settings.training and any(t.grad for t in op.call.outs):
+        if op.target in INSIDE and self.settings.training and op.graded:
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes))
-        if self.settings.training and any(t.grad for t in op.call.outs):
+        if self.settings.training and op.graded:
             own += sum(algorithm.inside.kept_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.inside)
         layout = tuple(option.outs[0].value for option in options)
         for index in op.copies:

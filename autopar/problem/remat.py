@@ -73,8 +73,9 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
         for member, op in enumerate(cluster.members):
             chosen = tuple(joint.options[member] for joint in combo)
             if op.name in about.again or (about.reached(op.name) and any(option.run for option in chosen)):
-                seconds[i] += forward.op_s(op, chosen)
-                hide[i] += forward.hide_s(op, chosen)
+                again_s, under_s = forward.work_s(op, chosen)
+                seconds[i] += again_s
+                hide[i] += under_s
     plain, stays = (node_bytes(index, cluster, options, keeps, model.prices) for keeps in (before, after))
     live = np.maximum(plain - stays, 0.0) / cluster.root.count
     return replace(node, cost_s=np.where(placed, np.inf, node.cost_s + seconds), hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)

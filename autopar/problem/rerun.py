@@ -86,12 +86,12 @@ def _saves(op: Op) -> bool:
 def saves_results(op: Op) -> bool:
     """Whether the backward of `op` needs what running it gives: results, statistics, masks, copies of operands."""
     own = any(index >= len(op.operands) for index in op.saves)
-    return own or bool(op.extra_bytes or op.copies) or (op.target in INSIDE and any(t.grad for t in op.call.outs))
+    return own or bool(op.extra_bytes or op.copies) or (op.target in INSIDE and op.graded)
 
 
 def keepable(op: Op) -> bool:
     """Whether the results of `op` can be kept: it computes something, in one kernel if its backward needs what comes of it."""
-    if op.role != "op" or looks(op) or op.copies or op.target in INSIDE or not any(t.grad for t in op.call.outs):
+    if op.role != "op" or looks(op) or op.copies or op.target in INSIDE or not op.graded:
         return False
     if op.target is aten.scaled_dot_product_attention.default and given(op.call)["dropout_p"]:
         return False  # draws random numbers beside its kernel

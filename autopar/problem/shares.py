@@ -18,10 +18,14 @@ import numpy as np
 from autopar.cluster import Device, Mesh
 from autopar.cost.memory import ParameterBytes
 from autopar.layout import Layout
+from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.graph import Op
-from autopar.problem.prices import Pair, Prices, Settings
+from autopar.problem.kernels import Kernels
+from autopar.problem.pairs import Pair
+from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting
+from autopar.problem.settings import Settings
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.language import Option
 
@@ -29,12 +33,11 @@ from autopar.rules.language import Option
 class MicroPrices(Prices):
     """What one microbatch costs."""
 
-    def _back_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
+    def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
         if not weight:
-            return super()._back_s(rows, columns, size_bytes, weight, leaf_bytes)
-        each = np.array([[r.each] for r in rows])
-        return self._read_s(rows, columns, size_bytes) + np.where(each, self._summed_s(rows, columns, size_bytes), 0.0)
+            return super()._back_s(here, size_bytes, weight, leaf_bytes)
+        return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.routes.seconds(here.summed, size_bytes), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: what rests is there once."""
@@ -48,33 +51,30 @@ class MicroPrices(Prices):
 class ForwardPrices(Prices):
     """What the forward alone costs: its operators with their collectives, and the changes of layout on the way."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings) -> None:
-        super().__init__(mesh, device, replace(settings, mode="inference"))
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
+        super().__init__(mesh, device, replace(settings, mode="inference"), kernels)
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of one way, from each row to each column."""
-        return self._changes([row[0] for row in rows], [column[0] for column in columns], size_bytes)[0]
+        return self.routes.seconds(self.routes.between(rows, columns).forward, size_bytes)
 
 
 class StepPrices(Prices):
     """What a step costs once, however many microbatches it has."""
 
-    def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Nothing: operators run in every microbatch."""
-        return 0.0
-
-    def hide_s(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Nothing: sums at the end of a step have no compute to hide under."""
-        return 0.0
+    def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
+        """Nothing: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
+        return 0.0, 0.0
 
     def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
-        each = np.array([[r.each] for r in rows])
-        return self._leaf_s(rows, size_bytes) + np.where(each, 0.0, self._summed_s(rows, columns, grad_bytes or size_bytes))
+        here = self.routes.between(rows, columns)
+        summed_s = self.routes.seconds(here.summed, grad_bytes or size_bytes)
+        return self.routes.seconds(here.leaf, size_bytes) + np.where(here.each, 0.0, summed_s)
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""

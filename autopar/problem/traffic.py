@@ -57,7 +57,7 @@ def tensor_bytes(tensor: Tensor) -> float:
 
 def _backward_bytes(op: Op) -> float:
     grads = [t for t in op.call.ins if t.grad]
-    if not any(t.grad for t in op.call.outs) or not grads:
+    if not op.graded or not grads:
         return 0.0
     out = sum(tensor_bytes(t) for t in op.call.outs if t.grad)
     if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result

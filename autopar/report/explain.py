@@ -16,7 +16,7 @@ from autopar.plan import NodePlan, Plan
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op
-from autopar.problem.prices import pair
+from autopar.problem.pairs import pair
 from autopar.rules.language import Option, Use
 
 

@@ -10,7 +10,9 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
-from autopar.problem.prices import Pair, Prices, Settings
+from autopar.problem.pairs import Pair
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 
 ROLES = {
     "edge": "",

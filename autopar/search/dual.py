@@ -82,12 +82,13 @@ def effort(problem: Problem) -> float:
     return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
 
 
-def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS) -> Bound:
-    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight, or after
-    `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met."""
+def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS, cutoff_s: float = float("inf")) -> Bound:
+    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight,
+    at a bound of `cutoff_s`, or after `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met."""
     dual = _Dual(problem, known)
     done = idle = 0
-    while done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline) and not dual.closed():
+    while (done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline)
+           and dual.best_s < cutoff_s and not dual.closed()):
         before = dual.progress()
         dual.sweep(forwards=True)
         dual.sweep(forwards=False)

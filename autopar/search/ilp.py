@@ -34,12 +34,12 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     return finish(problem, best, found.bound_s, found.note)
 
 
-def glance(problem: Problem, *, time_limit_s: float) -> Solution:
+def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
-    several problems are worth solving. Raises InfeasibleError as `search` does."""
+    several problems are worth solving. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
-    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS)
+    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s)
     best = better(small, first, seen.choice) or first
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 

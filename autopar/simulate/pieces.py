@@ -19,7 +19,8 @@ from autopar.cost.comm import LOCAL, collective_s, group_bytes, step_s
 from autopar.layout import Step
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
-from autopar.problem.prices import Prices, Settings
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 from autopar.rules.site import Inner, Site
 
 COMPUTE = -1

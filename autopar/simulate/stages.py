@@ -16,7 +16,7 @@ from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Program, Ref, read
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces
 from autopar.simulate.rank import Ran, Rank
 from autopar.simulate.sync import Sync

@@ -162,7 +162,7 @@ class _Pipeline:
 def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
     plan, device = stages.plan, stages.cluster.device
     step_s = max(p.compute_s + p.exposed_s + p.idle_s + p.optimizer_s for p in places)
-    flops = plan.microbatches * sum(op.count * (op.flops + op.backward_flops * (stages.training and any(t.grad for t in op.call.outs)))
+    flops = plan.microbatches * sum(op.count * (op.flops + op.backward_flops * (stages.training and op.graded))
                                     for op in stages.program.ops.values() if op.role == "op")
     tokens = plan.hints.get("b", 1) * plan.hints.get("s", 1)
     busiest = max(places, key=lambda p: p.compute_s)

@@ -42,7 +42,7 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
 
 def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool) -> list[tuple[Site, Inner]]:
     """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`."""
-    training = any(t.grad for t in op.call.outs)
+    training = op.graded
     return [(site, each) for algorithm, site in sites(op, options(node), sizes)
             for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))]
 

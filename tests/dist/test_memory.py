@@ -14,8 +14,10 @@ from autopar.codegen.tables import Names
 from autopar.bundle import Bundle
 from autopar.cluster import Cluster
 from autopar.codegen.module import emit
-from autopar.planner import Planner, Request, plan
-from autopar.problem.prices import Settings
+from autopar.onestage import plan
+from autopar.planner import Planner
+from autopar.request import Request
+from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank

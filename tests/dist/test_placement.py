@@ -17,7 +17,9 @@ from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
 from autopar.memory import predict
 from autopar.plan import Plan
-from autopar.planner import Planner, Request, finish, plan
+from autopar.onestage import finish, plan
+from autopar.planner import Planner
+from autopar.request import Request
 from autopar.problem.graph import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles

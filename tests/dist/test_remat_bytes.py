@@ -10,7 +10,9 @@ from autopar.bundle import Bundle
 from autopar.cluster import Cluster
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
-from autopar.planner import Planner, Request, plan
+from autopar.onestage import plan
+from autopar.planner import Planner
+from autopar.request import Request
 from autopar.problem.build import Model
 from autopar.problem.remat import rematerialised
 from autopar.problem.shares import ForwardPrices

@@ -14,7 +14,7 @@ from autopar.bundle import Bundle
 from autopar.capture import capture
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
-from autopar.planner import space
+from autopar.recipes.free import space
 from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks

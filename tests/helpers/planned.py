@@ -9,11 +9,13 @@ import torch
 from torch import fx, nn
 
 from autopar.cluster import Cluster
+from autopar.onestage import plan
 from autopar.plan import Plan
-from autopar.planner import Planner, Request, plan
+from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
 from autopar.recipes import roles
+from autopar.request import Request
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
 

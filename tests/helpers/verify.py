@@ -23,17 +23,19 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.decided import node_plan
 from autopar.frontend import load
+from autopar.onestage import plan
 from autopar.pipeline import units
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.sharing import sharing
 from autopar.plan import Plan, Predicted
-from autopar.planner import Planner, Request, plan
+from autopar.planner import Planner
 from autopar.problem.build import Decisions, fits_together
 from autopar.problem.clusters import join
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import roles
 from autopar.recipes.free import space
+from autopar.request import Request
 from autopar.search import SEARCHES, Search
 from autopar.search.feasible import least_memory
 from autopar.verify import Case, Report, case_of, verify

@@ -10,7 +10,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.fitting import Row, Survey
-from autopar.planner import Request
+from autopar.request import Request
 from tests.helpers.verify import subject
 
 

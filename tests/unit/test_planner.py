@@ -7,8 +7,10 @@ from typing import Any, cast
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.planner import SIMPLER, Candidate, _simplest, spaces
+from autopar.onestage import SIMPLER, _simplest
+from autopar.planner import Candidate
 from autopar.problem.types import Cost, Solution
+from autopar.recipes.free import spaces
 
 
 def candidate(name: str, time_s: float) -> Candidate:

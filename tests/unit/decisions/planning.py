@@ -12,11 +12,12 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.frontend import load
 from autopar.frontend.loading import Loaded
+from autopar.onestage import plan
 from autopar.plan import Plan
-from autopar.planner import Request, plan
 from autopar.problem.graph import Program, read
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.report.weights import Weight, weights
+from autopar.request import Request
 from tests.helpers.tiny import TINY
 
 MODELS = Path(__file__).resolve().parents[3] / "models"

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster
-from autopar.planner import Planner, Request
+from autopar.planner import Planner
 from autopar.problem.build import Model
-from autopar.problem.prices import Settings
 from autopar.problem.saved import HOLDERS
+from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
+from autopar.request import Request
 from autopar.search import SEARCHES
 from tests.unit.decisions.planning import Work, captured, loaded
 

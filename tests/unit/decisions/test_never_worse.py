@@ -11,9 +11,10 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.planner import Planner, Request
+from autopar.planner import Planner
 from autopar.problem.presolve import presolve
 from autopar.recipes import roles
+from autopar.request import Request
 from autopar.search import SEARCHES
 from tests.unit.decisions.planning import Work, planned
 

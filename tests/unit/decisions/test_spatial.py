@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.onestage import plan
 from autopar.plan import Plan
-from autopar.planner import Request, plan
 from autopar.problem.graph import Program, read
 from autopar.recipes.kinds import ATTRIBUTE, REPLICATE
+from autopar.request import Request
 
 SIDE = 1024
 

@@ -15,9 +15,9 @@ from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH
-from autopar.planner import Request
-from autopar.problem.prices import Settings
 from autopar.problem.remat import LEVELS
+from autopar.problem.settings import Settings
+from autopar.request import Request
 from tests.helpers.verify import subject
 
 
@@ -27,13 +27,14 @@ class _All(Explorer):
     def run(self) -> Found | None:
         """The best of all shapes."""
         for shape in self.space.shapes(self.inner):
-            models = self.inner.models(shape, self._used(shape))
-            for table in self._all_tables(shape):
+            models = self.pricing.models(shape)
+            for table in self.pricing.all_tables(shape):
                 for level in LEVELS:
                     try:
-                        here = self._price(shape, models, [table], level, exact=True)
+                        here = self.pricing.price(shape, models, [table], level, exact=True)
                     except InfeasibleError:
                         continue
+                    assert here.step_s >= self._floor_s(shape), f"{shape} is said not to be faster than it is"
                     before = self.found.get(shape)
                     self.found[shape] = here if before is None or here.step_s < before.step_s else before
         return min((f for f in self.found.values() if f is not None), key=lambda f: f.step_s, default=None)

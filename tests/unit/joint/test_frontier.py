@@ -7,8 +7,8 @@ import itertools
 from autopar.cluster import Cluster
 from autopar.joint.frontier import frontier
 from autopar.plan import Plan
-from autopar.planner import Request
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
+from autopar.request import Request
 from tests.helpers.verify import subject
 
 

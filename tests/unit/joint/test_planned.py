@@ -15,14 +15,14 @@ from autopar.joint.inner import Inner
 from autopar.joint.spaces import SEARCH
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
-from autopar.planner import Request
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
 from tests.helpers.verify import Subject, subject
 
 
 def _planned(who: Subject, cluster: Cluster, recipe: str | None, batch: int = 8) -> Plan:
-    return joint.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=20.0),
+    return joint.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=60.0),
                           model=who.name, graph_hash=who.captured.graph_hash)
 
 
@@ -39,15 +39,15 @@ def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
 
 
 def test_stages_where_nothing_else_fits() -> None:
-    """With half as much memory again as the thriftiest pipeline keeps the plan is a pipeline, and right; with far less there is none."""
+    """With an eighth more memory than the thriftiest named pipeline keeps the plan is a pipeline, and right; with far less there is none."""
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     needed = min(other.memory_bytes or 1e18 for name in ("1f1b", "3d", "pp_zero3") for other in _planned(who, base, name, 64).alternatives)
-    made = _planned(who, _with_memory(base, 1.5 * needed), None, 64)
-    assert made.pipelined and made.predicted.memory_bytes <= 1.5 * needed
+    made = _planned(who, _with_memory(base, 1.12 * needed), None, 64)
+    assert made.pipelined and made.predicted.memory_bytes <= 1.12 * needed
     report = who.verified(made, 64)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
     with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*in pipeline stages: none of"):
-        _planned(who, _with_memory(base, 0.4 * needed), None, 64)
+        _planned(who, _with_memory(base, 0.3 * needed), None, 64)
 
 
 def _with_memory(cluster: Cluster, usable: float) -> Cluster:

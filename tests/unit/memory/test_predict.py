@@ -13,11 +13,12 @@ from autopar.cluster import Cluster
 from autopar.memory import Prediction, predict
 from autopar.pipeline.orders import in_flight, orders
 from autopar.plan import Plan
-from autopar.planner import Planner, Request
+from autopar.planner import Planner
 from autopar.problem.graph import Program, read
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
+from autopar.request import Request
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import by_recipe, by_stages, subject
 from tests.unit.decisions.test_memory import activations, at_rest

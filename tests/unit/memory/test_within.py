@@ -10,9 +10,11 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import within
-from autopar.planner import Planner, Request, plan
+from autopar.onestage import plan
+from autopar.planner import Planner
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
+from autopar.request import Request
 from tests.helpers.verify import by_recipe, subject
 
 CASES = [(name, recipe) for name in ("gpt", "hf-gpt2", "mlp", "cnn", "moe", "recommender") for recipe in ("ddp", "zero1", "zero3", "megatron")]

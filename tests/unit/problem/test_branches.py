@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster
-from autopar.planner import Planner, Request
+from autopar.planner import Planner
 from autopar.problem.branches import Branch, coordinate_of
 from autopar.problem.build import Model
 from autopar.recipes import roles
+from autopar.request import Request
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
 

@@ -26,10 +26,10 @@ def test_all_ways_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
     mesh = Cluster.parse("h100:2x4").mesh((2, 4))
     sources, targets = _layouts(), [e for e in _layouts() if "P" not in e]
     paths = Paths(mesh)
-    paths.ids(targets, sources[:3])  # what was asked for before changes nothing
-    ids = paths.ids(sources, targets)
-    assert np.array_equal(ids, paths.ids(sources, targets))
-    seconds, gathers, held = paths.seconds(ids, size_bytes), paths.gathers(ids), paths.held(ids)
+    paths.ways(targets, sources[:3])  # what was asked for before changes nothing
+    ways = paths.ways(sources, targets)
+    assert np.array_equal(ways.at, paths.ways(sources, targets).at)
+    seconds, gathers, held = paths.seconds(ways, size_bytes), paths.gathers(ways), paths.held(ways)
     for (i, source), (j, target) in itertools.product(enumerate(sources), enumerate(targets)):
         way = steps(source, target, mesh.sizes)
         made = [s.after for s in way if not is_placed(s.after[s.axis])]
@@ -49,4 +49,4 @@ def test_dims_by_other_names_are_the_same_ways() -> None:
         assert [(s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in way] == [
             (s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in other]
         paths = Paths(mesh)
-        assert paths.seconds(paths.ids([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)
+        assert paths.seconds(paths.ways([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)

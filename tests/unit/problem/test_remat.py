@@ -11,12 +11,14 @@ from autopar.cluster import Cluster
 from autopar.codegen.edges import edges
 from autopar.cost.comm import steps_s
 from autopar.errors import PlanError
-from autopar.planner import Planner, Request, plan
+from autopar.onestage import plan
+from autopar.planner import Planner
 from autopar.problem.build import Model, build
 from autopar.problem.keeping import best_kept
 from autopar.problem.remat import LEVELS, levels, rematerialised
 from autopar.problem.shares import ForwardPrices, MicroPrices
 from autopar.recipes import RECIPES
+from autopar.request import Request
 from autopar.search import ilp
 from tests.helpers.planned import graph, planned
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.problem.prices import Pair, Prices, Settings
+from autopar.problem.pairs import Pair
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 from autopar.problem.shares import MicroPrices, StepPrices
 
 ROWS: tuple[Pair, ...] = tuple(Pair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))

@@ -15,8 +15,8 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.plan import Plan
-from autopar.planner import Request
-from autopar.problem.prices import Settings
+from autopar.problem.settings import Settings
+from autopar.request import Request
 from autopar.simulate import simulate
 from tests.helpers.planned import BATCH, graph
 from tests.helpers.tiny import TINY

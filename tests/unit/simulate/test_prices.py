@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.planner import Planner, Request
-from autopar.problem.prices import Settings
+from autopar.planner import Planner
+from autopar.problem.settings import Settings
 from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
+from autopar.request import Request
 from autopar.simulate.stages import Stages
 from autopar.simulate.sync import Sync
 from autopar.simulate.work import Turn

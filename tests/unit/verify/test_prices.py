@@ -8,8 +8,8 @@ import pytest
 
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
-from autopar.planner import space
 from autopar.problem.prices import Prices
+from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
 from tests.helpers.verify import Sizes, assemble, at_random, planner_of, subject
 

@@ -1,0 +1,142 @@
+"""What a shape comes to: its Problems solved, cut and timed under every timetable of a space, blocks run again as memory wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.joint.inner import Inner, Models
+from autopar.joint.laid import Found, lay
+from autopar.joint.shapes import Shape
+from autopar.joint.spaces import Space, Used
+from autopar.joint.timetables import Timetable, timetable
+from autopar.onestage import FULL
+from autopar.pipeline.schedules import SCHEDULES
+from autopar.problem.remat import LEVELS
+
+Way = TypeVar("Way")
+
+
+class Beaten(InfeasibleError):
+    """Nothing on a shape is as fast as was asked for: `bound_s` is proven, `full` whether memory may be the reason."""
+
+    def __init__(self, bound_s: float, *, full: bool) -> None:
+        super().__init__(f"no plan there is faster than {bound_s:.4g} s")
+        self.bound_s, self.full = bound_s, full
+
+
+@dataclass(eq=False)
+class Pricing:
+    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced."""
+
+    inner: Inner
+    space: Space
+    proven: dict[Shape, float] = field(default_factory=dict)
+
+    def glance(self, shape: Shape, cutoff_s: float) -> Found:
+        """A first answer, with nothing run again or with as many blocks as memory wants. Raises Beaten where nothing is as fast as
+        `cutoff_s`, InfeasibleError where nothing fits."""
+        models, tables = self.models(shape), self.tables(shape)
+        bounds: list[float] = []
+        best: Found | None = None
+        failed = InfeasibleError("")
+        for level in self.levels:
+            if best is not None and best.memory_bytes < FULL * self.inner.limit_bytes:
+                break  # not short of memory
+            try:
+                self._may_hold(shape, level)
+                found = self.price(shape, models, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
+            except InfeasibleError as error:
+                failed = error if not isinstance(failed, Beaten) else failed
+                if isinstance(error, Beaten) and not error.full:
+                    break
+                continue
+            best = found if best is None or found.step_s < best.step_s else best
+        self.proven[shape] = min(bounds, default=float("inf"))
+        if best is None:
+            raise failed
+        return best
+
+    def exact(self, found: Found) -> Found | None:
+        """The same shape solved to the end and laid out as it runs, if need be under another timetable; None where nothing fits then."""
+        shape, models = found.shape, self.models(found.shape)
+        others = [table for table in self.tables(shape) if table != found.table]
+        for tables, level in [([found.table], found.level), *((others, level) for level in dict.fromkeys((found.level, *self.levels)))]:
+            with suppress(InfeasibleError):
+                return self.price(shape, models, tables, level, exact=True)
+        return None
+
+    def price(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
+              bounds: list[float] | None = None) -> Found:
+        """The best of all timetables, with choices made for the one that keeps least. Raises InfeasibleError where none fits, Beaten
+        where none is as fast as `cutoff_s`; what is proven of the shape at this level is added to `bounds`."""
+        if not tables:
+            raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
+        least = min(tables, key=lambda t: (t.kept, t.length))
+        # what is proven under the timetable that keeps least holds for the shortest, which has no more room, in proportion
+        slack = least.length / min(table.length for table in tables)
+        chosen = self.inner.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack)
+        proven_s = chosen.solution.bound_s / slack
+        if bounds is not None:
+            bounds.append(proven_s)
+        if proven_s >= cutoff_s:
+            used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
+            raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.limit_bytes)
+        return fastest(sorted(tables, key=lambda t: t.length), lambda table: lay(self.inner, self.space.name, shape, table, chosen, whole=exact))
+
+    def _may_hold(self, shape: Shape, level: str) -> None:
+        """Raises InfeasibleError where nothing at this level can fit."""
+        held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.limit_bytes
+        if held_bytes > limit_bytes:
+            raise InfeasibleError(f"cut evenly it holds {held_bytes / 2**30:.2f} GiB per device, {limit_bytes / 2**30:.2f} GiB are there")
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels at which blocks may be run again."""
+        request = self.inner.request
+        return LEVELS if request.remat == "auto" and self.inner.whole.program.runs else (request.remat_level,)
+
+    def models(self, shape: Shape) -> Models:
+        """The Problems of a shape under the roles that the space has on its mesh. Raises InfeasibleError where those leave no choice."""
+        return self.inner.models(shape, self._used(shape))
+
+    def _used(self, shape: Shape) -> Used:
+        used = self.space.roles_on(shape.mesh)
+        assert used is not None, "shapes of a space have meshes that the space can be on"
+        return used
+
+    def tables(self, shape: Shape) -> list[Timetable]:
+        """The timetables of the space that can run `shape`, none of which another beats; of several that are the same on it one."""
+        found: dict[tuple[float, float], Timetable] = {}
+        for table in self.all_tables(shape):
+            found.setdefault((round(table.length, 9), table.kept), table)
+        return [t for t in found.values() if not any(o.length <= t.length and o.kept < t.kept for o in found.values())]
+
+    def all_tables(self, shape: Shape) -> Iterator[Timetable]:
+        """All timetables of the space that can run `shape`."""
+        for kind in self.space.kinds:
+            if shape.places == 1 and (kind.virtual > 1 or SCHEDULES[kind.schedule].splits_backward):
+                continue
+            if shape.places * kind.virtual > self.inner.pieces:
+                continue
+            table = timetable(kind, shape.places, shape.microbatches)
+            with suppress(PlanError):
+                if table.flying:  # raises where the schedule cannot
+                    yield table
+
+
+def fastest(ways: Iterable[Way], price: Callable[[Way], Found]) -> Found:
+    """The fastest of what `price` makes of each. Raises the last InfeasibleError where that is nothing."""
+    found: list[Found] = []
+    failed = InfeasibleError("")
+    for way in ways:
+        try:
+            found.append(price(way))
+        except InfeasibleError as error:
+            failed = error
+    if not found:
+        raise failed
+    return min(found, key=lambda f: f.step_s)

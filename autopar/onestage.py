@@ -1,0 +1,228 @@
+"""Plans of one stage and one microbatch: price every recipe, search every mesh, keep the best.
+
+    read the graph -> options per axis size -> clusters -> for each mesh a Problem -> recipes and search -> Plan
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from autopar.cluster import Cluster
+from autopar.decided import rule_notes
+from autopar.errors import InfeasibleError, PlanError
+from autopar.memory import predict
+from autopar.plan import Alternative, Plan, Predicted
+from autopar.planner import Candidate, Planner, bare_plan
+from autopar.problem.largest import largest
+from autopar.problem.remat import LEVELS, levels, price
+from autopar.problem.shares import ForwardPrices
+from autopar.recipes import RECIPES, Recipe
+from autopar.recipes.free import space, spaces
+from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
+from autopar.search import SEARCHES, ilp
+
+
+def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
+    """Plan one captured graph. `about` fills the Plan's fields model, graph_hash, source and notes.
+
+    Raises InfeasibleError when no plan fits device memory, PlanError for unknown recipes, searches or meshes.
+    """
+    return plan_with(Planner.of(gm, hints, request), **about)
+
+
+def plan_with(planner: Planner, **about: Any) -> Plan:
+    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again."""
+    request = planner.request
+    _check_mesh(request)
+    deadline = time.monotonic() + request.time_limit_s
+    best: Candidate | None = None
+    tried: list[Alternative] = []
+    bounds: list[float] = []
+    open_ = request.remat == "auto" and request.settings.training and planner.program.runs
+    for level in LEVELS if open_ else (request.remat_level,):
+        if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
+            break
+        planner.remat = levels(planner.program, level)
+        if open_ and (over := planner.least_bytes() - request.limit_bytes) > 0:
+            planner.missing_bytes.append(over)
+            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
+                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
+            continue
+        found, said, more, bound = _at_one_level(planner, deadline, about)
+        tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
+        bounds.append(bound)
+        if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
+            best, about = found, said
+    if best is None:
+        raise InfeasibleError(_shortfall(planner, tried))
+    if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
+        fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
+        best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]
+    return finish(planner, best, min(bounds), tried, about)
+
+
+def _at_one_level(planner: Planner, deadline: float, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
+    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound."""
+    best, tried = _recipes(planner, deadline)
+    if planner.request.recipe is not None:
+        return best, about, tried, 0.0
+    found, bound = _search(planner, deadline, best)
+    return (*_simplest(found, best, about), tried, bound)
+
+
+def _short_of_memory(planner: Planner, best: Candidate) -> bool:
+    """Whether more memory would make the best plan's mesh faster than prices tell apart."""
+    if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
+        return False
+    roomy = replace(best.model.problem, memory_limit_bytes=math.inf)
+    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < best.cost.time_s * (1 - 2 * CLOSE)
+
+
+def _check_mesh(request: Request) -> None:
+    """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
+    if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
+        raise PlanError(f"mesh {'x'.join(map(str, request.mesh))} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
+                        f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
+
+
+FULL = 0.9  # of memory: what uses more may have been pushed there
+RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
+GLANCE_S = 2.0  # seconds for the first look at a mesh
+CLOSE = 0.01  # relative: prices are less exact than this
+SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
+
+
+def _simplest(found: Candidate | None, recipe: Candidate | None, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any]]:
+    """The search's answer, or the best recipe where that is as fast within `SIMPLER`; then the notes say both times."""
+    if found is None or recipe is None:
+        return found or recipe, about
+    searched_s, named_s = found.cost.time_s, recipe.cost.time_s
+    if named_s > searched_s * (1 + SIMPLER):
+        return found, about
+    if searched_s < named_s:
+        note = (f"{recipe.name} ({1e3 * named_s:.4g} ms) rather than what the search found ({1e3 * searched_s:.4g} ms): "
+                f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart")
+        about = {**about, "notes": (*about.get("notes", ()), note)}
+    return recipe, about
+
+
+def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+    """The meshes on which a recipe is tried: as many axes as it has roles, or may have."""
+    if fixed is not None:
+        return [fixed] if recipe.roles_on(len(fixed)) else []
+    meshes = cluster.meshes(max_axes=max(1, len(recipe.roles)))
+    counts = [n for n in range(1, len(recipe.roles) + 1) if recipe.roles_on(n)]
+    return [m for n in counts for m in [m for m in meshes if len(m) == n][:3]]
+
+
+def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[Alternative]]:
+    """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
+    request = planner.request
+    if request.recipe is not None and request.recipe not in RECIPES:
+        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
+    asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
+    best: Candidate | None = None
+    tried: list[Alternative] = []
+    for recipe in asked:
+        meshes = meshes_for(recipe, request.cluster, request.mesh)
+        if request.recipe and not meshes:
+            fewer = " or fewer" if recipe.fewer else ""
+            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
+        for sizes in meshes:
+            request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
+            limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
+            try:
+                found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit))
+            except InfeasibleError as error:
+                tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
+                continue
+            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
+            if best is None or found.cost.time_s < best.cost.time_s:
+                best = found
+    return best, tried
+
+
+def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
+    """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
+    request = planner.request
+    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
+    if search is None:
+        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
+    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
+    if search is ilp.search:
+        return _best_first(planner, meshes, deadline, best)
+    found: Candidate | None = None
+    bounds: list[float] = []
+    for index, sizes in enumerate(meshes):
+        left = deadline - time.monotonic()
+        request.say(f"search on {'x'.join(map(str, sizes))}")
+        try:
+            solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
+            here = planner.candidate(sizes, space(sizes), "search", solve)
+        except InfeasibleError:
+            continue
+        bounds.append(here.solution.bound_s)
+        found = here if found is None or here.cost.time_s < found.cost.time_s else found
+    return found, min(bounds, default=0.0)
+
+
+def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float,
+                best: Candidate | None) -> tuple[Candidate | None, float]:
+    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best."""
+    request = planner.request
+    seen: list[Candidate] = []
+    known = best.cost.time_s if best is not None else math.inf
+    for sizes in meshes:
+        request.say(f"search on {'x'.join(map(str, sizes))}")
+        with suppress(InfeasibleError):
+            glance = partial(ilp.glance, time_limit_s=min(GLANCE_S, deadline - time.monotonic()), cutoff_s=known)
+            seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
+            known = min(known, seen[-1].cost.time_s)
+    found = min((c for c in seen if c.peak_bytes is not None), key=lambda c: c.cost.time_s, default=None)
+    bounds: list[float] = []
+    for first in sorted(seen, key=lambda c: c.cost.time_s):
+        left = deadline - time.monotonic()
+        if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
+            bounds.append(first.solution.bound_s)
+            continue
+        request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
+        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
+                                                        cutoff_s=known, gap=CLOSE)))
+        if here.peak > request.limit_bytes:  # the glance had room for all that lives for a moment
+            here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
+        bounds.append(max(first.solution.bound_s, here.solution.bound_s))
+        known = min(known, here.cost.time_s)
+        found = here if found is None or here.cost.time_s < found.cost.time_s else found
+    return found, min(bounds, default=0.0)
+
+
+def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
+    lines = [f"no plan fits {planner.request.cluster.describe()}:"]
+    lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
+    if planner.missing_bytes:
+        lines.append(f"the plan of least memory is {min(planner.missing_bytes) / 2**30:.2f} GiB per device over the limit")
+    lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))
+    lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
+    return "\n".join(lines)
+
+
+def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
+    """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced, `about` the
+    Plan's fields model, graph_hash, source and notes."""
+    cost = best.cost
+    strategy = best.name if best.name != "search" else best.solution.strategy
+    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
+    notes = (*filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner.program, planner.request.rules))
+    about = {**about, "notes": (*about.get("notes", ()), *notes)}
+    peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
+    predicted = Predicted(cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
+    return replace(made, alternatives=tuple(tried), predicted=predicted, **about)

@@ -1,0 +1,130 @@
+"""Seconds of the kernels of operators on shards: a roofline of the local FLOPs and bytes (cost.compute), forward and backward.
+
+What is computed on a rank depends on how often each kind of split is made, not on which axes make it: a search over many meshes
+asks for the same shards again and again, and each is priced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar.cluster import Device
+from autopar.cost.comm import copy_s
+from autopar.cost.compute import ALIGNED_BYTES, BACKWARD, UNALIGNED, Shape, matmul_efficiency, op_s
+from autopar.cost.memory import itemsize
+from autopar.layout import Layout, fraction
+from autopar.problem.graph import Op
+from autopar.problem.inner import sites
+from autopar.problem.settings import Settings
+from autopar.rules.experts import INSIDE
+from autopar.rules.language import Option
+from autopar.rules.site import Site
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class Kernels:
+    """Prices of the operators of one program on one kind of device, on all meshes."""
+
+    def __init__(self, device: Device, settings: Settings) -> None:
+        self.device, self.settings = device, settings
+        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def seconds(self, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of one run of `op` on the slowest rank, forward and backward (0 where there is none), without collectives of its own.
+        `options` and `sizes` have one entry per mesh axis."""
+        key = _shard_of(op, options, sizes)
+        if key not in self._found:
+            self._found[key] = _Shard(self, op, options, sizes).seconds()
+        return self._found[key]
+
+
+def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[object, ...]:
+    """What tells apart shards of an Op: how many ways each factor is cut; where an algorithm splits it, on which axis too."""
+    if any(option.run for option in options):
+        return op.name, tuple(option.factor for option in options), tuple(sizes)
+    ways: dict[str, int] = {}
+    for option, size in zip(options, sizes, strict=True):
+        ways[option.factor] = ways.get(option.factor, 1) * (size if option.split else 1)
+    return op.name, *sorted(ways.items())
+
+
+class _Shard:
+    """One Op cut in one way."""
+
+    def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
+        self.device, self.settings = kernels.device, kernels.settings
+        self.op, self.options, self.sizes = op, options, sizes
+
+    def seconds(self) -> tuple[float, float]:
+        """Forward, and backward."""
+        op, used = self.op, sites(self.op, self.options, self.sizes)
+        share = math.prod(1.0 / n for o, n in zip(self.options, self.sizes, strict=True) if o.split)
+        share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
+        local = self._moved()
+        inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
+        if op.target in INSIDE:
+            inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes))
+        forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
+        matmul = self._matmul(share)
+        ahead = self._kernel_s(op.flops * share, forward * local + inside, matmul, 0, local)
+        if not (self.settings.training and op.graded):
+            return ahead, 0.0
+        return ahead, self._kernel_s(op.backward_flops * share, backward * local + 2 * inside, matmul, 1, local)
+
+    def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
+        """Seconds of the kernels of one direction (0 forward, 1 backward)."""
+        op = self.op
+        dtype = self.settings.matmul if self.settings.matmul and any(op.weight) and matmul else op.dtype
+        share = self._share_of_peak(flops, dtype, matmul, direction)
+        seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
+        if dtype != op.dtype:  # what comes in (a gradient in the backward) is read, and written once by rows and once by columns
+            seconds += copy_s(2.0 * local * math.prod((op.call.ins[0], op.call.outs[0])[direction].sizes), self.device)
+        follows = self.settings.fused and not op.leads
+        return max(0.0, seconds - self.device.launch_s) if follows and seconds else seconds
+
+    def _share_of_peak(self, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
+        """The share of the peak of `dtype` that the matmuls of an Op reach; None where it has none."""
+        op = self.op
+        if matmul is None:
+            return None
+        device = self.device
+        if op.target is ATTENTION and device.attention is not None:
+            keys = op.call.ins[1].sizes[-2]
+            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile)
+        m, n, k = matmul
+        shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
+        found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
+        turned = BACKWARD if direction and any(op.weight) else 1.0
+        aligned = 1.0 if all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k)) else UNALIGNED
+        return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
+
+    def _moved(self) -> float:
+        """Local share of the bytes of all tensors."""
+        whole = local = 0.0
+        for index, tensor in enumerate(self.op.tensors):
+            layout = tuple((*o.ins, *o.outs)[index].value for o in self.options)
+            numel = math.prod(tensor.sizes)
+            whole += numel
+            local += numel * fraction(layout, self.sizes)
+        return local / whole if whole else 1.0
+
+    def _matmul(self, share: float) -> Shape | None:
+        """Local (m, n, k) of a contraction with one output, from its FLOPs 2 m n k and the output's last dim."""
+        op = self.op
+        if op.flops <= 0 or not op.call.outs[0].sizes or sum(len(t.sizes) > 1 for t in op.call.ins) < 2:
+            return None
+        layout = tuple(o.outs[0].value for o in self.options)
+        sizes = op.call.outs[0].sizes
+        numel = math.prod(sizes) * fraction(layout, self.sizes)
+        last = 1 if "conv" in getattr(op.target, "__name__", "") else len(sizes) - 1  # columns: channels of a convolution, features else
+        n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
+        m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
+        return m, n, max(1, int(op.flops * share / 2 / max(numel, 1)))
+
+    def _cut(self, layout: Layout, dim: int) -> int:
+        """Into how many parts a layout cuts a dim."""
+        return math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.partition("/")[0] == f"S{dim}")

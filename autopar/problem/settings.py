@@ -1,0 +1,27 @@
+"""What is trained and how, as far as prices depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
+
+    `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
+    (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
+    `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
+    """
+
+    mode: str = "train"
+    optimizer: str = "adamw"
+    precision: str = "float32"
+    fused: bool = False
+    matmul: str = ""
+    attention: float = 1.0
+    dealt: bool = False
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "train"

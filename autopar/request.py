@@ -1,0 +1,51 @@
+"""What is asked of the planner, beside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.problem.remat import LEVELS
+from autopar.problem.settings import Settings
+from autopar.rules.rule import Rule
+from autopar.search import Search
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for, beside the graph: everything that `compile` was asked."""
+
+    cluster: Cluster
+    settings: Settings = field(default_factory=Settings)
+    search: str | Search = "ilp"
+    recipe: str | None = None
+    mesh: tuple[int, ...] | None = None
+    time_limit_s: float = 30.0
+    seed: int = 0
+    rules: Mapping[Any, Rule] | None = None
+    progress: Callable[[str], None] | None = None
+    memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
+    remat: str = "auto"  # which blocks are run again in the backward: one of problem.remat.LEVELS for all, "auto" as memory wants it
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for an unknown level of remat."""
+        if self.remat not in ("auto", *LEVELS):
+            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}")
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a plan may fill on each device."""
+        return self.cluster.device.usable_memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def remat_level(self) -> str:
+        """The level that is asked for; "none" where that is left open, or nothing is trained."""
+        return "none" if self.remat == "auto" or not self.settings.training else self.remat
+
+    def say(self, what: str) -> None:
+        """Tell `progress` what happens now."""
+        if self.progress is not None:
+            self.progress(what)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from autopar.plan import Plan
 from autopar.verify.reference import train_step
 from autopar.verify.step import Light
 from tests.helpers.ranks import living
-from tests.helpers.verify import by_recipe, by_stages, subject
+from tests.helpers.verify import Subject, by_recipe, by_stages, subject
 
 NORM = 1e-3
 
@@ -23,15 +25,18 @@ def _clipped(source: str, light: Light) -> tuple[float, dict[str, Tensor]]:
     return float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
 
 
-def _plans() -> list[Plan]:
+PLANS: dict[str, Callable[[Subject], Plan]] = {
+    "tp": lambda who: by_recipe(who, (4,), "tp"),
+    "zero3": lambda who: by_recipe(who, (4,), "zero3"),
+    "1f1b": lambda who: by_stages(who, (2,), "tp", 2, 2, "1f1b"),
+    "zbv": lambda who: by_stages(who, (1,), "single", 2, 4, "zbv_zero_bubble", 2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_norm_is_that_of_one_device(plan: str) -> None:
     who = subject("hf-gpt2")  # tied: both ends of the pipeline hold the table
-    return [by_recipe(who, (4,), "tp"), by_recipe(who, (4,), "zero3"), by_stages(who, (2,), "tp", 2, 2, "1f1b"),
-            by_stages(who, (1,), "single", 2, 4, "zbv_zero_bubble", 2)]
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_the_norm_is_that_of_one_device(number: int) -> None:
-    who, made = subject("hf-gpt2"), _plans()[number]
+    made = PLANS[plan](who)
     case = who.case(made)
     wanted = train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=True)["gradient"]
     params = [torch.nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]

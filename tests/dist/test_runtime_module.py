@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime import count
 from tests.helpers.emitted import LAYERS, Plain, batch, sharded
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_new_ranks, on_ranks
 
 MESHES = [(2, 2), (1, 2), (2, 1), (1, 4), (4, 1)]
 
@@ -117,5 +117,5 @@ def _compiled(sizes):
 
 
 def test_compiled_blocks_are_equal_and_one_graph_serves_all_instances():
-    graphs = on_ranks(2, _compiled, (2, 1), timeout_s=120)
+    graphs = on_new_ranks(2, _compiled, (2, 1), timeout_s=120)
     assert graphs == [1, 1]

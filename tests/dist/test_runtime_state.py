@@ -11,7 +11,7 @@ from autopar.errors import RunError
 from autopar.runtime import Mesh, Param, ShardedModule, count, gather, reshard
 from autopar.runtime.gradsync import GradSync
 from tests.helpers.emitted import Plain, batch, sharded
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_new_ranks, on_ranks
 
 
 def _plain():
@@ -181,7 +181,7 @@ def test_mutated_buffers_and_the_structure_of_outputs():
 
 def test_another_number_of_ranks_is_an_error():
     with pytest.raises(RunError, match="got 2, wanted 4"):
-        on_ranks(2, sharded((2, 2)))
+        on_new_ranks(2, sharded((2, 2)))
     with pytest.raises(RunError, match="is not initialised"):
         sharded((2, 2))()
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import GraphExecGroup, checkpoint
 from autopar.errors import RunError
 from autopar.runtime import Mesh, Param, ShardedModule, reshard
 from tests.helpers.emitted import Plain, batch, sharded
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_new_ranks, on_ranks
 
 OPTIMIZERS = {
     "loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False, fused=False), "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -154,7 +154,7 @@ def reentrant(others: bool) -> None:
 
 def test_a_reentrant_checkpoint_is_refused_where_its_gradient_may_have_been_summed_already() -> None:
     with pytest.raises(RunError, match="the gradient of w arrived twice in one backward pass.*use_reentrant=False"):
-        on_ranks(2, reentrant, True)
+        on_new_ranks(2, reentrant, True)
 
 
 def test_a_reentrant_checkpoint_that_ends_before_any_other_gradient_is_exact() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import pytest
@@ -21,7 +21,7 @@ from autopar.verify.reference import trainable
 from autopar.verify.step import Light
 from passes.interpret import Interpret
 from tests.helpers.ranks import living
-from tests.helpers.verify import Sizes, by_recipe, by_roles, by_stages, subject
+from tests.helpers.verify import Sizes, Subject, by_recipe, by_roles, by_stages, subject
 
 ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "zero1 on 4": ((4,), (roles.zero1,)),
@@ -156,17 +156,18 @@ def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: local for n, local in module.full_state_dict().items() if n in dict(module.named_parameters())}
 
 
-def _lives() -> Iterable[tuple[str, Plan]]:
+LIVES: dict[str, Callable[[Subject], Plan]] = {
+    "zero1": lambda who: by_recipe(who, (4,), "zero1"),
+    "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
+    "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
+    "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
+}
+
+
+@pytest.mark.parametrize("plan", LIVES)
+def test_a_leaf_is_never_stale(plan: str) -> None:
     who = subject("hf-gpt2")
-    yield "zero1", by_recipe(who, (4,), "zero1")
-    yield "zero1 x tp", by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp")
-    yield "1f1b", by_stages(who, (2,), "zero1", 2, 4, "1f1b")
-    yield "1f1b zero2", by_stages(who, (2,), "zero2", 2, 4, "1f1b")
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_leaf_is_never_stale(number: int) -> None:
-    who, (_, made) = subject("hf-gpt2"), list(_lives())[number]
+    made = LIVES[plan](who)
     case = who.case(made)
     losses, params = alone("hf-gpt2")
     seen: dict[str, None] = {}

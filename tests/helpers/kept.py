@@ -70,6 +70,7 @@ def keeping(anyway: Iterable[Any]) -> Iterator[Kept]:
 
 def kept_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> int:
     """Bytes that the forward of an emitted module leaves on this rank, beside parameters, buffers and inputs."""
+    gc.freeze()  # what earlier jobs on this rank left is not looked at
     module = bundle.build(weights)
     inputs = module.shard_batch(**batch)
     with keeping([*(held.leaf for held in module._held.values()), *inputs]) as kept:

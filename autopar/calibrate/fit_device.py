@@ -35,7 +35,7 @@ def device(base: Device, samples: Sequence[Sample]) -> tuple[Device, Fits]:
     """`base` with what `samples` say; what they do not say stays. The fits say how well each constant explains its samples."""
     fits = Fits()
     made = base
-    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _alone):
+    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions, _alone):
         made = dataclasses.replace(made, **step(made, samples, fits))
     return made, fits
 
@@ -172,6 +172,16 @@ def _update(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     share = min(1.0, max(1e-3, 1 / (per_byte * bandwidth))) if per_byte else 1.0
     fits.add(Fit("update_s", each_s, len(found), error, "torch.optim.AdamW on DTensors"), Fit("update", share, len(found), error, "the same"))
     return {"update_s": each_s, "update": share}
+
+
+def _actions(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
+    """Every further microbatch is one action forward and one backward."""
+    found = fits.sensible(_of(samples, "schedule"), lambda s: s.size[0] / s.seconds, 1e7, "microbatches/s")
+    if len(found) < 2:
+        return {}
+    (_, each_s), error = fit([(1.0, s.size[0]) for s in found], [s.seconds for s in found])
+    fits.add(Fit("action_s", each_s / 2, len(found), error, "torch's GPipe with next to nothing in each stage"))
+    return {"action_s": min(1.0, each_s / 2)}
 
 
 def _alone(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:

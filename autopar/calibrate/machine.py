@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
@@ -115,6 +116,23 @@ def attention(clock: Clock) -> list[Sample]:
     return found
 
 
+def schedules(clock: Clock) -> list[Sample]:
+    """A step of torch's GPipe with next to nothing in each stage, one stage per rank; the size is its microbatches."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks < 2:
+        return []
+    found = []
+    for count in (2 * ranks, 4 * ranks, 8 * ranks):
+        meta = torch.empty(1, 8, device="meta", requires_grad=True)
+        stage = pipelining.PipelineStage(nn.Linear(8, 8).to(clock.kind), rank, ranks, torch.device(clock.kind), input_args=(meta,), output_args=(meta,))
+        schedule = pipelining.ScheduleGPipe(stage, count, loss_fn=lambda output, target: output.sum())
+        rows = torch.randn(count, 8, device=clock.kind)
+        given = (rows,) if rank == 0 else ()
+        wanted = {"target": rows, "return_outputs": False} if rank == ranks - 1 else {}
+        found.append(Sample("schedule", (count,), clock.together_s(lambda step=schedule.step, x=given, y=wanted: step(*x, **y))))  # type: ignore[misc]
+    return found
+
+
 def alone(clock: Clock) -> list[Sample]:
     """A matmul on all ranks at the same time, and on the first one while the others wait."""
     rows, weight = (torch.randn(256, 256, device=clock.kind) for _ in range(2))
@@ -127,5 +145,5 @@ def alone(clock: Clock) -> list[Sample]:
 
 JOBS: dict[str, Callable[[Clock], list[Sample]]] = {
     "memory": streams, "arithmetic": arithmetic, "attention": attention, "starting operators": launches, "optimizer": updates,
-    "one rank alone": alone,
+    "pipelines": schedules, "one rank alone": alone,
 }

@@ -36,6 +36,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cache_bandwidth_bytes_s": (0.0, 1e15, "bytes per second: 50 GB/s is 50e9"),
     "update_s": (0.0, 1.0, "seconds: 10 us is 10e-6"),
     "update": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
+    "action_s": (0.0, 1.0, "seconds: 100 us is 100e-6"),
     "alone": (1.0, 1024.0, "a ratio of speeds, 1 or more"),
     "members": (0, 1 << 20, "a count; 0 is any"),
     "spill_bytes": (0.0, 1e15, "bytes: 1 MiB is 1048576"),

@@ -122,6 +122,7 @@ class Device:
     cache_bytes           bytes that an operator may move at `cache_bandwidth_bytes_s`; what is above goes to memory
     update_s              seconds of the host for each parameter tensor in the optimizer's step, beside its bytes
     update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1: it makes several)
+    action_s              seconds of the host for one action of a pipeline schedule (a microbatch forward or backward in a stage), receiving included
     alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks outnumber cores
     sources               field name -> where the number comes from
     """
@@ -148,6 +149,7 @@ class Device:
     cache_bandwidth_bytes_s: float = 0.0
     update_s: float = 0.0
     update: float = 1.0
+    action_s: float = 0.0
     alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 

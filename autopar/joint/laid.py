@@ -62,7 +62,7 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen,
     plan, parts, peak_bytes = within(inner.limit_bytes, cut, lambda made: made[2])
     seen = views(inner.whole.program, plan) if table.stages > 1 else ()
     times = _times(inner, shape, table, plan, parts, seen)
-    ends = table.ends_s(times, whole=whole)
+    ends = table.ends_s(times, whole=whole, alone=inner.request.cluster.device.alone)
     once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
     if table.places > 1 and inner.request.settings.training:
         for shared in shared_weights(inner.whole.program, plan, seen, inner.line(shape).axes[0]):
@@ -109,8 +109,9 @@ def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequ
     if table.stages == 1:
         return [_stage_time(parts[0], 0.0, split=False, training=inner.request.settings.training)]
     program, axis = inner.planner(shape.microbatches).program, inner.line(shape)
+    action_s = inner.request.cluster.device.action_s if shape.places > 1 else 0.0
     return [_stage_time(part, _send_s(program, plan, view.sends, axis), split=table.schedule.splits_backward and view.separable,
-                        training=inner.request.settings.training)
+                        training=inner.request.settings.training, action_s=action_s)
             for part, view in zip(parts, seen, strict=True)]
 
 
@@ -119,8 +120,9 @@ def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float
     return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
 
 
-def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool) -> StageTime:
-    """A stage's time; of a backward in two parts half is for what was received, half for the weights: as many products each."""
+def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
+    """A stage's time, with `action_s` for each action; of a backward in two parts half is for what was received, half for the weights: as many products each."""
     seconds, forward_s = sum(c.micro_s for c in part), sum(c.forward_s for c in part)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
-    return StageTime(seconds - back_s, back_s / 2 if split else back_s, back_s / 2 if split else 0.0, send_s)
+    whole_s = back_s + action_s
+    return StageTime(seconds - back_s + action_s, back_s / 2 + action_s if split else whole_s, back_s / 2 + action_s if split else 0.0, send_s)

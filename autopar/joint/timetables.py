@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
+from autopar.pipeline import crowded
 from autopar.pipeline.orders import StageTime, finishes_s, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
@@ -69,10 +70,12 @@ class Timetable:
         """For each stage the most microbatches that it keeps at once."""
         return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
 
-    def ends_s(self, times: Sequence[StageTime], *, whole: bool = False) -> list[float]:
-        """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps."""
+    def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
+        """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps; `alone`: how many
+        times as fast a place is when the others wait (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
-        runs = [finishes_s(orders(self.kind.schedule, self.places, self.stages, m), times, self.at) for m in counts]
+        finish = partial(crowded.finishes_s, alone=alone) if alone > 1 else finishes_s
+        runs = [finish(orders(self.kind.schedule, self.places, self.stages, m), times, self.at) for m in counts]
         if len(runs) == 1:
             return runs[0]
         rounds = (self.microbatches - self.short[1]) / self.places

@@ -123,7 +123,7 @@ def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], pl
         for place, line in enumerate(lines):
             while at[place] < len(line):
                 action = line[at[place]]
-                ready = _ready(action, done, times, places)
+                ready = ready_s(action, done, times, places)
                 if ready is None:
                     break
                 clock[place] = done[action] = max(clock[place], ready) + times[action.stage].of(action.kind)
@@ -135,7 +135,7 @@ def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], pl
             raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
 
 
-def _ready(action: Action, done: Mapping[Action, float], times: Sequence[StageTime], places: Sequence[int]) -> float | None:
+def ready_s(action: Action, done: Mapping[Action, float], times: Sequence[StageTime], places: Sequence[int]) -> float | None:
     """When all that `action` needs has arrived; None where that is not known yet."""
     kind, stage, micro = action
     if kind == "W":

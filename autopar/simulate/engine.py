@@ -3,7 +3,8 @@
 A stream runs its tasks one after the other, in the order in which they are given. A task begins when its stream is free and all that it
 waits for has ended. Running tasks slow each other down where they share something:
 
-    links   the tasks on a link have equal parts of it; a task that needs several is as fast as the fullest one lets it be
+    links   the tasks on a link have equal parts of it, but none more than all of its own; a link carries one task at full speed, or as
+            many as its `capacity` says. A task that needs several is as fast as the fullest one lets it be
     units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
 
 Nothing here knows what a task is. The end is never before the longest chain of tasks that wait for each other, and never after the sum of
@@ -16,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
@@ -51,9 +52,9 @@ class Timeline:
         return max(self.end_s, default=0.0)
 
 
-def run(tasks: Sequence[Task]) -> Timeline:
-    """When each task runs. Raises PlanError where tasks wait for each other in a circle."""
-    state = _State(tasks)
+def run(tasks: Sequence[Task], capacity: Mapping[str, float] | None = None) -> Timeline:
+    """When each task runs; `capacity` of links that carry more than one. Raises PlanError where tasks wait for each other in a circle."""
+    state = _State(tasks, capacity or {})
     while state.step():
         pass
     if state.left:
@@ -68,6 +69,7 @@ class _State:
     """What has ended, what runs, what waits."""
 
     tasks: Sequence[Task]
+    capacity: Mapping[str, float]
     now_s: float = 0.0
     alone: list[tuple[float, int]] = field(default_factory=list)  # tasks that share nothing: a heap of (end, position)
     sharing: dict[int, float] = field(default_factory=dict)  # the others that run: seconds of work left
@@ -147,4 +149,4 @@ class _State:
         for index in self.sharing:
             task = self.tasks[index]
             free = 1.0 if task.takes or not task.units else max(0.0, 1.0 - taken[task.units])
-            self.rates[index] = free / max((on[link] for link in task.links), default=1)
+            self.rates[index] = free / max((1.0, *(on[link] / self.capacity.get(link, 1.0) for link in task.links)))

@@ -12,11 +12,14 @@ from autopar.pipeline.orders import Action
 from autopar.simulate.engine import Task
 
 Seconds = Callable[[Action], float]
+CORES = "cores"
+"""The link that places share where their ranks outnumber the cores of their machine."""
 
 
 def tasks(lines: Sequence[Sequence[Action]], places: Sequence[int], action_s: Seconds,
-          send_s: Callable[[int, bool], float]) -> tuple[list[Task], list[Action | None]]:
-    """The tasks of a pipeline, and the action of each (None: a send).
+          send_s: Callable[[int, bool], float], alone: float = 1.0) -> tuple[list[Task], list[Action | None]]:
+    """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone` times as fast while
+    the others wait (Device.alone), the tasks are on the link CORES.
 
     `lines` has the actions of each place, `places` the place of each stage; `action_s` are the seconds of an action, `send_s` those of
     sending what a stage gives to the next one, or with True its gradient back.
@@ -33,7 +36,8 @@ def tasks(lines: Sequence[Sequence[Action]], places: Sequence[int], action_s: Se
             needs[after].append(len(known) + len(sends))
             sends.append(Task(arrow, link(places[action.stage]), sent_s, (index,)))
             actions.append(None)
-    made = [Task(label(action), f"place {places[action.stage]}", action_s(action), tuple(needs[action])) for action in known]
+    links = (CORES,) if alone > 1 else ()
+    made = [Task(label(action), f"place {places[action.stage]}", action_s(action) / alone, tuple(needs[action]), links) for action in known]
     return made + sends, actions
 
 

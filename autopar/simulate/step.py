@@ -55,9 +55,9 @@ def _alone(stages: Stages, held: Holding) -> Place:
                  memory, ran.launches, lambda: spans(ran))
 
 
-def spans(ran: Ran, at_s: float = 0.0) -> list[Span]:
-    """What a rank did, `at_s` later."""
-    return [Span(task.stream, _named(mark.piece.name, mark.instance), mark.piece.kind, at_s + begin, at_s + end, mark.piece.nbytes)
+def spans(ran: Ran, at_s: float = 0.0, pace: float = 1.0) -> list[Span]:
+    """What a rank did, `at_s` later, in `pace` times as long."""
+    return [Span(task.stream, _named(mark.piece.name, mark.instance), mark.piece.kind, at_s + pace * begin, at_s + pace * end, mark.piece.nbytes)
             for task, mark, begin, end in zip(ran.tasks, ran.marks, ran.timeline.begin_s, ran.timeline.end_s, strict=True)]
 
 
@@ -89,11 +89,13 @@ class _Pipeline:
         plan = self.stages.plan
         where = [stage.place for stage in plan.stages]
         sends = {(stage, back): self.stages.send_s(stage, gradients=back) for stage in range(len(where)) for back in (False, True)}
-        seconds = {(kind, stage): ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0
+        device = self.stages.cluster.device
+        alone, host_s = (min(device.alone, plan.places), device.action_s) if plan.places > 1 else (1.0, 0.0)
+        seconds = {(kind, stage): host_s + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
                    for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)}
-        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back])
+        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back], alone)
         ends = self._endings() if self.stages.training else [[] for _ in self.lines]
-        timeline = run(self.tasks)
+        timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]
         for index, action in enumerate(self.actions):
             if action is not None:
@@ -124,8 +126,9 @@ class _Pipeline:
     def _place(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> Place:
         did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
         once_s = {what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what) for what in ("sync", "optimizer")}
-        compute, exposed = sum(ran.compute_s for ran in did), sum(ran.exposed_s for ran in did)
-        hidden = sum(ran.communication_s for ran in did) - exposed
+        pace = self._pace(sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine), sum(ran.length_s for ran in did))
+        compute, exposed = (pace * sum(times) for times in ([ran.compute_s for ran in did], [ran.exposed_s for ran in did]))
+        hidden = pace * sum(ran.communication_s for ran in did) - exposed
         exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
         times = [(timeline.begin_s[index], timeline.end_s[index]) for index in mine]
         if ending:
@@ -136,6 +139,11 @@ class _Pipeline:
         held = tuple(i for i, stage in enumerate(self.stages.plan.stages) if stage.place == place)
         return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, memory,
                      sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
+
+    def _pace(self, took_s: float, work_s: float) -> float:
+        """How many times as long as alone something took: less than 1 where cores are free meanwhile, more with the host's work for actions."""
+        device = self.stages.cluster.device
+        return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 
     def _action(self, index: int) -> Action:
         action = self.actions[index]
@@ -152,7 +160,8 @@ class _Pipeline:
             made.append(span(index, "actions", "action"))
             ran = self.ran(self._action(index))
             if ran is not None and (detailed or self._action(index).microbatch in (0, last)):
-                made += spans(ran, timeline.begin_s[index])
+                took_s = timeline.end_s[index] - timeline.begin_s[index]
+                made += spans(ran, timeline.begin_s[index], self._pace(took_s, ran.length_s))
         for index, _, sums in ending:
             made.append(span(index, "actions", "action"))
             made += spans(sums, timeline.begin_s[index]) if sums is not None else []

@@ -22,7 +22,7 @@ def machine(ranks: int = 4) -> Cluster:
         Protocol(f"{kind}{n}", "direct" if kind in ALGORITHMS["direct"] else "ring", 1e-4 * n, 0.0, 0.5, "known", (kind,), n, 4e6, 2.0)
         for kind in KINDS for n in range(2, ranks + 1) if ranks % n == 0)
     device = dataclasses.replace(base.device, peak_flops={"float32": 50e9, "float64": 25e9}, tile=6, launch_s=7e-6, memory_bandwidth_bytes_s=5e9,
-                                 cache_bytes=2 << 20, cache_bandwidth_bytes_s=20e9, vector_flops=4e9, update_s=3e-4, update=0.3, alone=2.0)
+                                 cache_bytes=2 << 20, cache_bandwidth_bytes_s=20e9, vector_flops=4e9, update_s=3e-4, update=0.3, alone=2.0, action_s=4e-4)
     return Cluster("known", (base.levels[0], dataclasses.replace(base.levels[1], bandwidth_bytes_s=2e9, protocols=protocols)), device)
 
 
@@ -44,6 +44,8 @@ def samples(cluster: Cluster, noise: float, seed: int) -> list[tuple[int, Sample
     add(-1, "launch", (8,), device.launch_s)
     for elements in (1 << 10, 1 << 17, 1 << 20):
         add(-1, "update", (elements,), device.update_s + 28 * elements / (device.memory_bandwidth_bytes_s * device.update))
+    for count in (8, 16, 32):
+        add(-1, "schedule", (count,), 1e-3 + count * 2 * device.action_s)
     add(-1, "matmul beside others", (256,) * 3, 2e-3)
     add(-1, "matmul alone", (256,) * 3, 1e-3)
     level = cluster.levels[1]

@@ -27,7 +27,7 @@ def fit(known: list[tuple[int, Sample]]) -> Calibration:
 def test_a_known_machine_is_found_again(seed: int) -> None:
     known = machine()
     found = fit(samples(known, 0.02, seed)).cluster
-    for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone"):
+    for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone", "action_s"):
         assert getattr(found.device, name) == pytest.approx(getattr(known.device, name), rel=0.1), name
     for m, n, k in ((128, 128, 128), (512, 512, 512), (96, 700, 300)):
         for dtype in known.device.peak_flops:

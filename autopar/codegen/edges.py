@@ -83,9 +83,13 @@ class Reshard:
 
     def gathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether it is a gathered weight that the backward needs, in blocks that are run again and in others."""
+        return self.saved and self.gradient and self.fetches(sizes)
+
+    def fetches(self, sizes: tuple[int, ...]) -> bool:
+        """Whether it gathers a weight where it is used, which can begin before (runtime.ahead)."""
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
-        return self.weight and self.saved and self.gradient and any(s.kind == "all_gather" for s in self.forward(sizes))
+        return self.weight and self.role != "sync" and any(s.kind == "all_gather" for s in self.forward(sizes))
 
     @property
     def in_first(self) -> Reshard:

@@ -164,11 +164,12 @@ class ScopeWriter:
         return self.names[ref]
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
-        """The call of the runtime helper; weights that are gathered again in the backward go through `gather`."""
+        """The call of the runtime helper; weights go through `gather`, which begins ahead and, if need be, gathers again in the backward."""
         shape = self.context.whole_sizes(reshard.ref)
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
-        return (f'{"gather" if reshard.gathers(self.context.sizes) else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
-                f"grad={grad}, shape={shape}, mesh=MESH)")
+        fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
+        return (f'{"gather" if fetches else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
+                f"grad={grad}, shape={shape}, mesh=MESH{', again=False' if fetches and reshard.gradient and not gathers else ''})")
 
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""

@@ -73,6 +73,19 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
     return min(line.seconds(nbytes) for line in affine(kind, axis))
 
 
+def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:
+    """By level of the cluster, the share of its link that a collective takes while it runs: all of the slowest level's, less where starts
+    and hops are most of its seconds."""
+    way, line = min(_priced_ways(kind, axis), key=lambda priced: priced[1].seconds(nbytes))
+    whole_s = line.seconds(nbytes)
+    return {part.span.level.name: min(1.0, part.slope_s * nbytes / whole_s) if whole_s > 0 else 0.0 for part in way}
+
+
+@lru_cache(maxsize=4096)
+def _priced_ways(kind: str, axis: MeshAxis) -> tuple[tuple[Way, Line], ...]:
+    return tuple((way, way_line(way)) for way in fastest_ways(kind, axis))
+
+
 def copy_s(nbytes: float, device: Device) -> float:
     """Seconds to read and write `nbytes` once on the device."""
     return device.launch_s + device.memory_s(2 * nbytes)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autopar.cost.memory import itemsize, rests_in
 from autopar.layout import BUCKET_BYTES
+from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, workspace
@@ -15,7 +16,7 @@ from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
 LATE_BYTES = 2 * BUCKET_BYTES
-"""Whole gradients that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
+"""Whole gradients of other blocks that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
 
 
 class Backward:
@@ -26,12 +27,16 @@ class Backward:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.scattering = stay, scattering
         self.final: list[Storage] = []  # gradients of parameters
-        self.late: deque[Storage] = deque()
+        self.late: deque[tuple[Storage, object]] = deque()
         self.again: dict[Storage, Storage] = {}
+        self.units: list[Unit] = []  # what is gathered again, block by block
+        self.block: Unit | None = None  # that of the block that is walked
         self.waiting_bytes = 0.0  # gradients that wait for the weights' part of a backward that is taken apart
 
     def walk(self) -> None:
         """From the ends of the forward to its start."""
+        self.book.step("the backward begins")
+        start = self.book.now
         for value in (*self.forward.ends, *self.forward.sent):
             if value.grad_bytes and value.slot is None:
                 value.slot = self.book.new("pipeline buffers", value.ref[0], "", 0.0)
@@ -40,21 +45,22 @@ class Backward:
                 self._blocks(step)
             else:
                 self._step(step, {})
+        begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
         for value in self.forward.sent:
             self.book.use(value.storage)  # torch's stages keep what they sent until the backward is done
-        for storage in (*self.final, *self.late):
+        for storage in (*self.final, *(whole for whole, _ in self.late)):
             self.book.use(storage)
         for ref in self.forward.part.receives:
             self.book.use(self.forward.values[ref].slot)
 
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""
-        before = self.waiting_bytes
-        self._pass(blocks, {})
+        before, gathered = self.waiting_bytes, self._pass(blocks, {})
         self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
         for storage in blocks.others:
             self.book.use(storage)
         if blocks.count > 1:
+            self.units += [Unit(self.units[-1].nbytes)] * (blocks.count - 2) if gathered else []
             self._between(blocks)
             self._pass(blocks, blocks.twins)
         for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
@@ -62,8 +68,10 @@ class Backward:
                 self._arrived(feed, port.slot)
             port.slot = None
 
-    def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None]) -> None:
+    def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None]) -> bool:
+        """One block; whether it gathers weights."""
         self.again.clear()
+        self.block = Unit()
         stored = [twins.get(storage, storage) for storage in blocks.stored]
         if blocks.again:
             twins = {**twins, **self._run_again(blocks)}
@@ -71,11 +79,24 @@ class Backward:
             self._step(step, twins)
         for storage in stored:
             self.book.use(storage)
+        gathered, self.block = bool(self.block.storages), None
+        return gathered
+
+    def _fetched(self, storage: Storage) -> None:
+        """A weight that is gathered for the block that is walked, or for an operator of the model itself."""
+        unit = self.block if self.block is not None else Unit()
+        if not unit.storages:
+            self.units.append(unit)
+        unit.add(storage)
 
     def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
         """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward needs."""
         self.book.step(f"{blocks.run.scope} run again")
-        return {storage: self.book.like(storage, self.book.now) for storage in blocks.made}
+        made = {storage: self.book.like(storage, self.book.now) for storage in blocks.made}
+        for storage in made.values():
+            if storage.kind == "gathered weights":
+                self._fetched(storage)
+        return made
 
     def _between(self, blocks: Blocks) -> None:
         """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there."""
@@ -135,20 +156,21 @@ class Backward:
         grad = self._own("reshards", source)
         node = self.forward.program.ops[source.ref[0]]
         self.book.new("temporaries", node.name, node.where, workspace(back, lambda layout: self.shares.value(source.ref, layout)))
-        if source.leaf is not None and reshard.gathers(self.shares.plan.mesh) and "P" not in source.pair.grad and self.scattering:
-            self._scatter_later(moved.slot)
+        if source.leaf is not None and reshard.fetches(self.shares.plan.mesh) and back[-1].kind == "reduce_scatter" and self.scattering:
+            self._scatter_later(moved.slot, self.block or object())
         self._arrived(source, grad)
 
-    def _scatter_later(self, whole: Storage) -> None:
-        """Whole gradients wait for their reduce-scatter, so many bytes at a time."""
-        self.late.append(whole)
-        while sum(storage.nbytes for storage in self.late) > LATE_BYTES:
-            self.book.use(self.late.popleft())
+    def _scatter_later(self, whole: Storage, unit: object) -> None:
+        """Whole gradients wait for their reduce-scatter: those of one block, and so many bytes more (runtime.late)."""
+        self.late.append((whole, unit))
+        while self.late[0][1] != unit and sum(storage.nbytes for storage, _ in self.late) - self.late[0][0].nbytes > LATE_BYTES:
+            self.book.use(self.late.popleft()[0])
 
     def _gathered_again(self, storage: Storage) -> Storage:
         """A weight that the backward gathers again, once for all who need it in one block."""
         if storage not in self.again:
             self.again[storage] = self.book.like(storage, self.book.now)
+            self._fetched(self.again[storage])
         return self.again[storage]
 
     def _own(self, kind: str, value: Value) -> Storage:
@@ -174,7 +196,7 @@ class Backward:
                 self.final.append(grad)
             return
         grad.kind = "whole gradients"
-        self._scatter_later(grad)
+        self._scatter_later(grad, grad)
         rest = self.shares.value(value.ref, lies.rest)
         self.final.append(self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
                                         / op.out_dtypes[0].itemsize))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
 from autopar.memory.moves import fresh, workspace
 from autopar.memory.operators import COPIED, Local, forward_bytes
@@ -96,6 +97,8 @@ class Forward:
         self.frame: list[Storage | None] = []
         self.sent: list[Value] = []
         self.ends: list[Value] = []  # the loss
+        self.units: list[Unit] = []  # what is gathered where it is used, block by block
+        self.block: Unit | None = None  # that of the block that is walked
 
     def walk(self) -> None:
         """All of the part, to the end of its forward."""
@@ -116,6 +119,7 @@ class Forward:
                 self._op(op, self.steps)
         self.sent = [self._sendable(self.values[ref]) for ref in self.part.sends]
         self._close(self.frame)
+        begin_ahead(self.book, self.units)
 
     def _sendable(self, value: Value) -> Value:
         """What goes to the next stage is a copy of what has no gradient or is a view (runtime.stepping._sendable)."""
@@ -163,11 +167,20 @@ class Forward:
             op = self.program.ops[ref[0]]
             storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
             storage.regathered = reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
+            if op.role == "param" and reshard.fetches(self.sizes):
+                self._fetched(storage)
             self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
         steps.append(Step((source,), (value,), reshard=reshard))
         return value
+
+    def _fetched(self, storage: Storage) -> None:
+        """A weight that is gathered for an operator of the block that is walked, or of the model itself."""
+        unit = self.block if self.block is not None else Unit()
+        if not unit.storages:
+            self.units.append(unit)
+        unit.add(storage)
 
     def _op(self, op: Op, steps: list[Step] | list[Step | Blocks]) -> None:
         ins = tuple(self.arrive(ref, self.shares.asked(op.name, i), "edge", op.scope, steps) for i, ref in enumerate(op.operands))
@@ -225,11 +238,14 @@ class Forward:
         self.plain = {run.scope: None} if again < count else {}
         steps: list[Step] = []
         outer, self.frame = self.frame, [v.storage for v in ports]
+        self.block, before = Unit(), len(self.units)
         for op in self.program.ops.values():
             if op.scope == run.scope and op.role == "op":
                 self._op(op, steps)
         self._close(self.frame)
-        self.frame = outer
+        if self.block.storages:
+            self.units[before:before] = [Unit(self.block.nbytes)] * (count - 1)
+        self.frame, self.block = outer, None
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]
         blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])

@@ -155,6 +155,6 @@ def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, pric
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
     again, first = link.asked_by(lambda op, i: op.needs_again(i)), link.asked_by(lambda op, i: op.needs_again(i, first=True))
     cost = step_s(link, prices, again, first)
-    name = f"{link.ref[0]}:{link.ref[1]}"
+    name, shown = f"{link.ref[0]}:{link.ref[1]}", 1.0 if link.opening else prices.contention
     return Net(name, link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again), group if link.weight else -1,
-               prices.contention if link.weight else 0.0)
+               shown if link.weight else 0.0)

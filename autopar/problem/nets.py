@@ -57,6 +57,16 @@ class Link:
         return self.program.is_weight(self.ref)
 
     @cached_property
+    def opening(self) -> bool:
+        """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,
+        and its gradient is there when nothing computes any more."""
+        blocks = [name for run in self.program.runs.values() for name in run.ports]
+        if not self.weight or not blocks or self.readers[0][0].scope:
+            return False
+        order = {name: i for i, name in enumerate(self.program.ops)}
+        return any(order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers)
+
+    @cached_property
     def size_bytes(self) -> float:
         """Bytes of the whole value."""
         return self.program.bytes_of(self.ref)
@@ -141,8 +151,10 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
     saved = link.asked_by(lambda op, operand: (op.name, operand) in keeps.reads)
     fresh, held = prices.made_bytes(link.rows, link.columns, link.size_bytes)
     if link.weight:
-        # a gathered weight lives only while its block runs, so it counts once, not once per block; one that is not gathered again stays
-        return held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, 1)
+        # a gathered weight lives only while its block and the one before it run (runtime.ahead), so it counts twice, not once per block; one that
+        # is not gathered again stays
+        alive = 2 if link.readers[0][0].scope and link.count > 1 else 1
+        return held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, alive)
     stays = np.array([link.way in keeps.moved or c in saved for c in range(len(link.columns))])
     return stays * np.where(fresh, held * link.count, _owned(link, keeps, prices)[:, None])
 

@@ -4,15 +4,15 @@ Autograd accumulates into local leaves. Parameters whose gradient is partial on 
 scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
 there, while the backward goes on, and all are finished when the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
-scattered in the background, a bounded number of bytes at a time. A parameter that a backward did not reach keeps its `grad` (None at first),
+scattered in the background (`runtime.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
 as on one device.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,13 @@ from torch import Tensor
 from autopar._torch import at_end_of_backward, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
+from autopar.runtime.ahead import Orders
 from autopar.runtime.count import counting, record
+from autopar.runtime.late import Queue
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout_later, step_bytes
 from autopar.runtime.params import Held
 from autopar.runtime.together import KINDS, Finish, start
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A gradient on its way to its shard, of `nbytes` before."""
-
-    held: Held
-    finish: Callable[[], Tensor]
-    nbytes: int
 
 
 @dataclass(eq=False)
@@ -59,10 +52,13 @@ class GradSync:
         self.held_of = {id(h.leaf): h for h in held}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
-        self.late: deque[Late] = deque()
+        self.late = Queue(2 * bucket_bytes)
+        self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
+        self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends
+        self.moved: dict[str, None] = {}
         self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
         self.pending: dict[str, Held] = {}
-        self.limit_bytes = 2 * bucket_bytes
+        self.orders = Orders(self.of, mesh)
 
     @staticmethod
     def watching(held: Mapping[str, Held], mesh: Mesh) -> GradSync:
@@ -88,36 +84,56 @@ class GradSync:
                 self.attach(one)
 
     def reset(self) -> None:
-        """Forget a backward that ended in an error."""
+        """A step begins: forget a backward that ended in an error."""
+        self.orders.step()
+        self.coming = {}
         for held in self.held_of.values():
             held.leaf.grad = None
         self._clear()
 
     def _clear(self) -> None:
-        self.reached, self.started, self.scattered, self.pending = {}, [], {}, {}
-        self.late.clear()
+        self.reached, self.started, self.scattered, self.pending, self.moved = {}, [], {}, {}, {}
+        self.late.waiting.clear()
         for bucket in self.buckets:
             bucket.ready, bucket.begun, bucket.finish = [], False, None
 
-    def sink(self, shard: Tensor) -> Callable[[Tensor, Layout, str], None] | None:
-        """Who scatters the gradient of a gathered `shard`; None for what is no parameter, or is summed in buckets as well."""
-        held = self.held_of.get(id(shard))
-        if held is None or held.leaf is not shard or held.info.partial_grad != held.info.entries or not self.scattering:
-            return None
-        return lambda grad, layout, name: self._scatter(held, grad, layout, name)
+    def of(self, leaf: Tensor) -> Held | None:
+        """Whose leaf a tensor is."""
+        held = self.held_of.get(id(leaf))
+        return held if held is not None and held.leaf is leaf else None
 
-    def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str) -> None:
+    def sink(self, shard: Tensor, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
+        """Who scatters the gradient of a `shard` that is gathered in `unit`; None for what is no parameter."""
+        held = self.of(shard)
+        if held is None or not self.scattering:
+            return None
+        if held.info.partial_grad == held.info.entries:
+            return lambda grad, layout, name: self._scatter(held, grad, layout, name, unit)
+        self.coming[held.name] = self.coming.get(held.name, 0) + 1
+        return lambda grad, layout, name: self._send(held, grad, layout, held.info.partial_grad, name, unit, self._partly)
+
+    def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str, unit: Any) -> None:
+        self._send(held, grad, layout, held.info.entries, name, unit, self._rests)
+
+    def _send(self, held: Held, grad: Tensor, src: Layout, dst: Layout, name: str, unit: Any, done: Callable[[Held, Tensor], None]) -> None:
+        """Move a gradient in the background, then give it to `done`."""
         self._queue()
         self.pending[held.name] = held
         grad = grad.to(held.local.dtype)  # before it is summed
-        finish = relayout_later(grad, layout, held.info.entries, held.info.shape, self.mesh, name)
-        self.late.append(Late(held, finish, grad.numel() * grad.element_size()))
-        while sum(late.nbytes for late in self.late) > self.limit_bytes:
-            self._finish_oldest()
+        finish = relayout_later(grad, src, dst, held.info.shape, self.mesh, name)
+        self.late.add(lambda: done(held, finish()), grad.numel() * grad.element_size(), unit)
 
-    def _finish_oldest(self) -> None:
-        late = self.late.popleft()
-        self._rests(late.held, late.finish())
+    @torch.no_grad()
+    def _partly(self, held: Held, grad: Tensor) -> None:
+        """A part of the gradient of a leaf, one for each gather of it; the last one is followed by the sum over ranks."""
+        before = held.leaf.grad
+        held.leaf.grad = grad if before is None else before + grad
+        self.coming[held.name] = self.coming.get(held.name, 0) - 1
+        if self.deferred and not held.info.each:
+            return
+        self.reached[held.name] = held
+        if not self.coming[held.name] and held.name not in self.mixed:
+            self._move(held)
 
     def _rests(self, held: Held, grad: Tensor) -> None:
         """Note a part of the gradient of `held` that lies as it rests."""
@@ -135,14 +151,15 @@ class GradSync:
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
-        for held in self.reached.values():
-            self._move(held)
         self._finish()
 
     def _arrived(self, held: Held) -> None:
         if self.deferred and not held.info.each:
             return
         self._queue()
+        if held.name in self.coming:  # other readers gather it, and their parts may still be coming
+            self.mixed[held.name], self.reached[held.name] = None, held
+            return
         if held.name in self.reached:
             raise RunError(f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
                            "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)")
@@ -152,6 +169,7 @@ class GradSync:
     @torch.no_grad()
     def _move(self, held: Held) -> None:
         """Send the gradient of a leaf to where it rests, with its bucket when that is full."""
+        self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
             bucket.ready.append(held)
@@ -159,7 +177,7 @@ class GradSync:
                 self._start(bucket)
         elif held.info.partial_grad != held.info.entries:
             grad, held.leaf.grad = _grad(held), None
-            self._scatter(held, grad, held.info.partial_grad, held.name)
+            self._scatter(held, grad, held.info.partial_grad, held.name, held)
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
@@ -180,13 +198,20 @@ class GradSync:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self.late.drain()
+        for held in list(self.reached.values()):
+            if held.name not in self.moved:
+                self._move(held)
         for bucket in self.buckets:
             if bucket.ready and not bucket.begun:  # some of its parameters were not reached: the same ones on all ranks
                 self._start(bucket)
+        for held in self.reached.values():
+            if held.name in self.bucket_of and held.leaf.grad is not None:  # a part that came when the bucket had left
+                grad, held.leaf.grad = held.leaf.grad, None
+                self._scatter(held, grad, held.info.partial_grad, held.name, held)
         for bucket in self.started:
             self._complete(bucket)
-        while self.late:
-            self._finish_oldest()
+        self.late.drain()
         for held in (self.reached | self.pending).values():
             own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
             _deposit(held, [g for g in (own, self.scattered.get(held.name)) if g is not None])

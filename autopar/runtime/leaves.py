@@ -56,6 +56,9 @@ class Leaves:
         self.done = self.begun = len(self.buckets)
         last = {number: index for index, bucket in enumerate(self.buckets) for h in bucket.members for number in _readers(h, owners)}
         self.before = last.get(-1, -1)
+        for index, bucket in enumerate(self.buckets):
+            for h in bucket.members:
+                h.ready = partial(self.finish, index)
         for number, block in enumerate(blocks):
             if number in last:
                 block.ready = partial(self.finish, last[number])

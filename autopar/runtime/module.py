@@ -19,6 +19,7 @@ from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
+from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
@@ -51,7 +52,8 @@ class Block(nn.Module):
         """Run the block, as soon as its leaves are there."""
         if self.ready is not None:
             self.ready()
-        return super().__call__(*args, **kwargs)
+        with within(self):
+            return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As nn.Module.compile. torch runs nothing compiled again from outside, so what is run again is compiled as such."""
@@ -150,6 +152,7 @@ class ShardedModule(Scope):
         values = self._run(args, kwargs)
         loss = values[self._loss_number(self._results())]
         del values  # other results (logits) need not outlive the forward
+        self._turn()
         loss.backward()
         return loss.detach()
 
@@ -177,8 +180,7 @@ class ShardedModule(Scope):
         self.rng.advance()
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
-            if torch.is_grad_enabled():
-                stack.enter_context(regather.regathering(self._sync))
+            self._turn = stack.enter_context(regather.regathering(self._sync))
             values = list(super().__call__(*inputs))
         if self.OUTPUTS and len(values) != len(self.OUTPUTS):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")

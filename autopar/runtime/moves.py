@@ -13,11 +13,11 @@ from torch import Tensor
 from autopar._torch import profiling
 from autopar.layout import Layout, Step, dim_of, is_placed, local_shape, placed_on, steps
 from autopar.runtime.collectives import (
-    all_gather,
     all_reduce,
     all_to_all,
     broadcast,
     reduce_scatter,
+    start_all_gather,
     start_reduce_scatter,
 )
 from autopar.runtime.count import counting, record
@@ -41,10 +41,11 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
 
 
 def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "") -> Callable[[], Tensor]:
-    """`relayout` whose last step, where that is a reduce-scatter, runs in the background; call the result to get the tensor."""
+    """`relayout` whose last step, where that is an all-gather or a reduce-scatter, runs in the background; call the result to get the
+    tensor. `x` must not change until then."""
     check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
     todo = steps(src, dst, mesh.sizes)
-    late = bool(todo) and todo[-1].kind == "reduce_scatter" and mesh.sizes[todo[-1].axis] > 1
+    late = bool(todo) and todo[-1].kind in _START and mesh.sizes[todo[-1].axis] > 1
     for step in todo[:-1] if late else todo:
         x = _do(x, step, shape, mesh, name)
     if not late:
@@ -52,12 +53,11 @@ def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh
     _note(x, todo[-1], shape, mesh, name)
     marked = _marked(x, todo[-1], shape, mesh)
     with mark(*marked):
-        parts, dim, length = scatter_parts(x, todo[-1], shape, mesh)
-        done = start_reduce_scatter(parts, todo[-1].axis, mesh)
+        done = _START[todo[-1].kind](x, todo[-1], shape, mesh)
 
     def finish() -> Tensor:
         with mark(*marked):
-            return done().narrow(dim, 0, length)
+            return done()
 
     return finish
 
@@ -88,12 +88,15 @@ def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
 
 
 def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+    return _start_gather(x, step, shape, mesh)()
+
+
+def _start_gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Callable[[], Tensor]:
     dim = dim_of(step.before[step.axis])
     how = cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
-    if how.even and dim == 0:
-        return all_gather(x, step.axis, mesh).flatten(0, 1)
-    parts = all_gather(pad(x, dim, max(how.lengths)), step.axis, mesh)
-    return join(parts.unbind(0), dim, how)
+    plain = how.even and dim == 0
+    finish = start_all_gather(x if plain else pad(x, dim, max(how.lengths)), step.axis, mesh)
+    return (lambda: finish().flatten(0, 1)) if plain else (lambda: join(finish().unbind(0), dim, how))
 
 
 def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
@@ -103,6 +106,12 @@ def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
 def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
     parts, dim, length = scatter_parts(x, step, shape, mesh)
     return reduce_scatter(parts, step.axis, mesh).narrow(dim, 0, length)
+
+
+def _start_scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Callable[[], Tensor]:
+    parts, dim, length = scatter_parts(x, step, shape, mesh)
+    finish = start_reduce_scatter(parts, step.axis, mesh)
+    return lambda: finish().narrow(dim, 0, length)
 
 
 def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tensor, int, int]:
@@ -156,6 +165,7 @@ def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
     here = mesh.coord[step.axis] == (placed_on(before) if is_placed(before) else 0)
     return x if here else _blank(x, step, shape, mesh)
 
+
 _RUN: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
@@ -165,3 +175,4 @@ _RUN: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {
     "reduce_scatter": _scatter,
     "slice": _slice,
 }
+_START: dict[str, Callable[[Tensor, Step, Shape, Mesh], Callable[[], Tensor]]] = {"all_gather": _start_gather, "reduce_scatter": _start_scatter}

@@ -104,6 +104,7 @@ class Held:
     readers: list[tuple[dict[str, Tensor], str]]  # the `w` or `b` tables that hold the leaf, and the name there
     leaf: Tensor
     version: tuple[int, ...] = ()  # of the registered tensor when the leaf was last gathered from it
+    ready: Callable[[], None] | None = None  # waits until the leaf is filled, where it is another tensor
 
     @property
     def tensor(self) -> Tensor:

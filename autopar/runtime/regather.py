@@ -2,16 +2,18 @@
 
 `gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it
 keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The
-copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters
-it while the backward goes on. Outside compiled code only: a compiled block keeps what its partitioner decides.
+copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it
+while the backward goes on. In both directions gathers begin ahead of their use (`runtime.ahead`). Outside compiled code only: a compiled
+block gathers when it needs a weight and keeps what its partitioner decides.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.layout import Layout
+from autopar.runtime.ahead import Orders, unit_here
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
-_sinks: list[Sinks] = []  # of the regathering() contexts that are open, innermost last
+_open: list[Pass] = []  # of the regathering() and again() contexts that are open, innermost last
 
 
 Sink = Callable[[Tensor, Layout, str], None]  # takes a whole gradient, its layout, and a name for the count
@@ -34,16 +37,28 @@ Sink = Callable[[Tensor, Layout, str], None]  # takes a whole gradient, its layo
 class Sinks(Protocol):
     """Who takes the gradients of which shards."""
 
-    def sink(self, shard: Tensor) -> Sink | None:
-        """Who takes the gradient of `shard`; None where autograd is to accumulate it."""
+    orders: Orders
+
+    def sink(self, shard: Tensor, unit: Any) -> Sink | None:
+        """Who takes the gradient of a `shard` that is gathered in `unit`; None where autograd is to accumulate it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward, or (without `back`) blocks that run again in a backward: how it gathers, who takes gradients, and how the backward
+    behind it gathers."""
+
+    take: Callable[..., Tensor]
+    sinks: Sinks | None = None
+    back: Callable[..., Tensor] | None = None
 
 
 class Handle:
     """How to gather one weight again. `saved` counts what autograd saved and has not used yet."""
 
-    def __init__(self, shard: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str) -> None:
+    def __init__(self, shard: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, take: Callable[..., Tensor]) -> None:
         self.shard, self.version = shard.detach(), shard._version
-        self.src, self.dst, self.shape, self.mesh, self.name = src, dst, shape, mesh, name
+        self.src, self.dst, self.shape, self.mesh, self.name, self.take = src, dst, shape, mesh, name, take
         self.saved = 0
         self.whole: Tensor | None = None
 
@@ -54,7 +69,7 @@ class Handle:
                            f"version {self.shard._version}, wanted {self.version}; step the optimizer after the backward")
         if self.whole is None:
             with torch.no_grad():
-                self.whole = relayout(self.shard, self.src, self.dst, self.shape, self.mesh, self.name)
+                self.whole = self.take(self.shard, self.src, self.dst, self.shape, self.mesh, self.name)
         whole = self.whole
         self.saved -= 1
         if self.saved <= 0:
@@ -72,18 +87,20 @@ class Saved:
     offset: int
 
 
-def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
-    """As `reshard`; inside `regathering()` the result is not kept for the backward but gathered again."""
-    if torch.compiler.is_compiling() or not _sinks or grad is None or not x.requires_grad:
+def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", again: bool = True) -> Tensor:
+    """As `reshard`; inside `regathering()` it begins ahead, and the result is not kept for the backward but gathered `again`."""
+    if torch.compiler.is_compiling() or not _open:
         return reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
-    sink = _sinks[-1].sink(x)
-    if sink is None:
-        out = reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
+    now, unit = _open[-1], unit_here()
+    take = partial(now.take, leaf=x, unit=unit)
+    sink = now.sinks.sink(x, unit) if now.sinks is not None and x.requires_grad and grad is not None else None
+    if sink is None or grad is None:
+        out = reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name, move=take)
     else:
-        out = _Gather.apply(x, *arrow(change), arrow(grad)[0], tuple(shape), mesh, name, sink)
+        out = _Gather.apply(x, *arrow(change), arrow(grad)[0], tuple(shape), mesh, name, sink, take)
     address = out.untyped_storage().data_ptr()
-    if out.numel() and address != x.untyped_storage().data_ptr():
-        _registry[address] = Handle(x, *arrow(change), tuple(shape), mesh, name)
+    if again and now.back is not None and out.requires_grad and out.numel() and address != x.untyped_storage().data_ptr():
+        _registry[address] = Handle(x, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, unit=unit))
         weakref.finalize(out, _registry.pop, address, None)
     return out
 
@@ -91,31 +108,56 @@ def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], me
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, consumed: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
-                sink: Sink) -> Tensor:
+                sink: Sink, take: Callable[..., Tensor]) -> Tensor:
         ctx.consumed, ctx.name, ctx.sink = consumed, name, sink
-        out = once(lambda: relayout(x, src, dst, shape, mesh, name))
+        out = once(lambda: take(x, src, dst, shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         ctx.sink(grads[0], ctx.consumed, ctx.name)
-        return (None,) * 8
-
-
-class _NoSinks:
-    def sink(self, shard: Tensor) -> Sink | None:
-        return None
+        return (None,) * 9
 
 
 @contextmanager
-def regathering(sinks: Sinks | None = None) -> Iterator[None]:
-    """Where weights from `gather` are not saved for the backward, and `sinks` take their gradients."""
-    _sinks.append(sinks or _NoSinks())
+def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
+    """A forward: weights from `gather` are not saved for its backward, `sinks` take their gradients, and gathers begin ahead as
+    the orders of `sinks` say. Where no gradients are recorded there is the last only. Call what it gives where the backward comes at once."""
+    training = torch.is_grad_enabled()
+    going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
+    back = sinks.orders.going("backward") if sinks is not None and training else None
+    back_take = _at_once if back is None else back.take_back
+    _open.append(Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-            yield
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if training else nullcontext():
+            yield _nothing if back is None else back.begin
+        if going is not None:
+            going.end()
     finally:
-        _sinks.pop()
+        _open.pop()
+
+
+def _nothing() -> None:
+    """There is no backward that gathers."""
+
+
+def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *, leaf: Tensor, unit: object) -> Tensor:
+    return relayout(x, src, dst, shape, mesh, name)
+
+
+def rerunning() -> Callable[[], AbstractContextManager[None]]:
+    """For blocks of the forward that is running now: what to enter when they run again in its backward."""
+    back = _open[-1].back if _open else None
+    return nullcontext if back is None else partial(_again, Pass(back))
+
+
+@contextmanager
+def _again(backward: Pass) -> Iterator[None]:
+    _open.append(backward)
+    try:
+        yield
+    finally:
+        _open.pop()
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:

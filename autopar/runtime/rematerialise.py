@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import pytree
 from autopar.errors import RunError
-from autopar.runtime import rng
+from autopar.runtime import regather, rng
 from autopar.runtime.module import Block
 from autopar.runtime.names import full_name
 from autopar.runtime.replay import Enough, Tape, recording, running_again
@@ -66,6 +66,7 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.rng = rng.current().copy()
+        self.gathering = regather.rerunning()
         self.before = {name: self.block.b[name].clone() for name in self.block.MUTATES}
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
 
@@ -105,6 +106,7 @@ class _Again:
         call = self.call
         call.check()
         self.stack.enter_context(rng.using(call.rng.copy()))
+        self.stack.enter_context(call.gathering())
         self.stack.enter_context(recording(call.tape, again=True))
         now = call.block.b
         self.stack.callback(setattr, call.block, "b", now)

@@ -179,7 +179,8 @@ def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[
                 received = _receive(model, stage, sizes)
             else:
                 received = local.pop((stage.index, number), ())
-            sends, results = run_stage(model, stage, received, given, sizes)
+            with regather.regathering(model._syncs[stages.index(stage)]):
+                sends, results = run_stage(model, stage, received, given, sizes)
             spreads = iter(stage.spreads)
             for index, value in results.items():
                 lies = next(spreads) if model.OUTPUTS[index][0] == "output" else None

@@ -3,8 +3,8 @@
 A stream runs its tasks one after the other, in the order in which they are given. A task begins when its stream is free and all that it
 waits for has ended. Running tasks slow each other down where they share something:
 
-    links   the tasks on a link have equal parts of it, but none more than all of its own; a link carries one task at full speed, or as
-            many as its `capacity` says. A task that needs several is as fast as the fullest one lets it be
+    links   each task takes a share of its links (all of it, if nothing else is said); where the tasks on a link want more than its `capacity`
+            (1 if nothing else is said), all of them are slower by the same factor. A task that needs several is as fast as the fullest one lets it be
     units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
 
 Nothing here knows what a task is. The end is never before the longest chain of tasks that wait for each other, and never after the sum of
@@ -27,7 +27,7 @@ from autopar.errors import PlanError
 class Task:
     """`work_s` are its seconds when it has everything to itself; `after` are positions of tasks that must have ended.
 
-    `units` is the device that it computes on, or takes the share `takes` of (0: it gets what the others leave).
+    `uses` are the shares of its `links` that it takes when it has everything to itself (empty: all of each). `units` is the device that it computes on, or takes the share `takes` of (0: it gets what the others leave).
     """
 
     name: str
@@ -37,6 +37,7 @@ class Task:
     links: tuple[str, ...] = ()
     units: str = ""
     takes: float = 0.0
+    uses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +139,12 @@ class _State:
 
     def _share(self) -> None:
         """How fast each of the running tasks that share something is."""
-        on: dict[str, int] = {}
+        on: dict[str, float] = {}
         taken: dict[str, float] = {}
         for index in self.sharing:
             task = self.tasks[index]
-            for link in task.links:
-                on[link] = on.get(link, 0) + 1
+            for link, use in zip(task.links, task.uses or (1.0,) * len(task.links), strict=True):
+                on[link] = on.get(link, 0.0) + use
             taken[task.units] = taken.get(task.units, 0.0) + task.takes
         self.rates = {}
         for index in self.sharing:

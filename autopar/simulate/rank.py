@@ -2,7 +2,8 @@
 
     blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
-    gathered weights    their gradients are scattered in the background, at most two buckets' worth of whole gradients at a time
+    gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
+                        scattered in the background (runtime.late)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
     on a CPU            all of it shares the cores, so nothing hides
     on a GPU            collectives on the same level of the cluster share its links, and each takes compute units (Prices.contention)
@@ -12,14 +13,16 @@ Operators that are placed on one coordinate of an axis run in a lane of their ow
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cluster import Mesh
 from autopar.codegen.placements import Spot
+from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
+from autopar.runtime.ahead import reach
+from autopar.runtime.late import Queue
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
 from autopar.simulate.work import Turn
@@ -45,6 +48,41 @@ class Bucket:
     each: bool = False
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """A gather that may begin ahead: its pieces, the bytes of its result, and what it belongs to (runtime.ahead)."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: float
+    unit: Hashable
+
+    @cached_property
+    def late(self) -> int:
+        """The piece that runs in the background: the last collective."""
+        return max(i for i, piece in enumerate(self.pieces) if piece.axis >= 0)
+
+
+@dataclass(eq=False)
+class Ahead:
+    """The gathers of one direction in their order: which have begun (with their task), and how far the rank has come."""
+
+    plan: Sequence[Fetch]
+    begun: dict[int, int] = field(default_factory=dict)
+    upto: int = 0
+    at: int = 0
+
+    def due(self, limit_bytes: float) -> range:
+        """Those that begin now."""
+        begins = self.at == 0 or self.plan[self.at - 1].unit != self.plan[self.at].unit
+        first, self.upto = self.upto, max(self.upto, reach(self.plan, self.at, limit_bytes) if begins else 0)
+        return range(first, self.upto)
+
+    def take(self) -> int:
+        """The next one."""
+        self.at += 1
+        return self.at - 1
+
+
 @dataclass(eq=False)
 class Rank:
     """Collects the tasks of one rank; `pieces` says on what mesh and device."""
@@ -52,7 +90,6 @@ class Rank:
     pieces: Pieces
     tasks: list[Task] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    limit_bytes: float = 2 * BUCKET_BYTES
 
     def __post_init__(self) -> None:
         self.mesh: Mesh = self.pieces.mesh
@@ -60,62 +97,95 @@ class Rank:
         self.during, self.instance = "forward", -1
         self._waiting: list[int] = []  # what computes next waits for these
         self._last: dict[Spot | None, int] = {}  # of each lane
-        self._late: deque[tuple[int, float]] = deque()
+        self._late = Queue(2 * BUCKET_BYTES)
         self._started: dict[int, int] = {}
+        self._ahead = Ahead([])
+        self._left: dict[int, int] = {}  # gradients that buckets wait for
 
     # -- pieces
 
     def forward(self, turns: Sequence[Turn]) -> None:
         """The forward of a stage."""
-        self.during = "forward"
+        self.during, self._ahead = "forward", Ahead([Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches])
         for turn in turns:
             self.instance = turn.instance
-            self._do(turn.item.forward, turn.item.lane)
+            self._moved(turn, turn.item.forward)
 
-    def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward") -> None:
-        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on."""
-        self.during = part
+    def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *,
+                 at_once: bool = False) -> None:
+        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`: it follows its forward,
+        so that its first gathers begin with it."""
+        self.during, self._ahead = part, Ahead(_fetches_back(turns) if part != "weights" else [])
+        if at_once and self._ahead.plan:
+            self._begin()
         missing = {member: bucket for bucket in buckets for member in bucket.members}
-        left = {id(bucket): len(bucket.members) for bucket in buckets}
+        self._left = {id(bucket): len(bucket.members) for bucket in buckets}
         arrivals = _arrivals(turns, missing)
         for index in reversed(range(len(turns))):
             turn = turns[index]
             if index + 1 == len(turns) or (turns[index + 1].unit, turns[index + 1].instance) != (turn.unit, turn.instance):
                 self._replay(turns, index, part)
             self.instance = turn.instance
-            self._back(turn, part)
-            for member in arrivals.get(index, ()):
-                bucket = missing[member]
-                left[id(bucket)] -= 1
-                if not left[id(bucket)]:
-                    self.start(bucket)
-        while self._late:
-            self._waiting.append(self._late.popleft()[0])
+            self._back(turn, part, [missing[member] for member in arrivals.get(index, ())])
+        self._late.drain()
         self.finish(buckets)
+
+    def _arrived(self, buckets: Sequence[Bucket]) -> None:
+        """One more gradient of each of some buckets is there; full ones start."""
+        for bucket in buckets:
+            self._left[id(bucket)] -= 1
+            if not self._left[id(bucket)]:
+                self.start(bucket)
 
     def _replay(self, turns: Sequence[Turn], last: int, part: str) -> None:
         """Run again what the backward of the block that ends at `last` needs."""
-        first = last
-        while first > 0 and (turns[first - 1].unit, turns[first - 1].instance) == (turns[last].unit, turns[last].instance):
-            first -= 1
         self.during, self.instance = "recompute", turns[last].instance
-        for turn in turns[first:last + 1] if part != "weights" else ():
-            self._do(turn.item.replay, turn.item.lane)
+        for turn in turns[_first(turns, last):last + 1] if part != "weights" else ():
+            self._moved(turn, turn.item.replay)
         self.during = part
 
-    def _back(self, turn: Turn, part: str) -> None:
+    def _moved(self, turn: Turn, pieces: Sequence[Piece]) -> None:
+        """What an item does in a forward, or in one that runs again."""
+        if turn.item.fetches and pieces:
+            self._fetch()
+        else:
+            self._do(pieces, turn.item.lane)
+
+    def _fetch(self) -> None:
+        """Take the next gather of the plan; those that are to have begun by now begin."""
+        self._begin()
+        number = self._ahead.take()
+        self._waiting.append(self._ahead.begun.pop(number))
+        fetch = self._ahead.plan[number]
+        self._do(fetch.pieces[fetch.late + 1:], None)
+
+    def _begin(self) -> None:
+        for number in self._ahead.due(BUCKET_BYTES):
+            fetch = self._ahead.plan[number]
+            self._do(fetch.pieces[:fetch.late], None)
+            self._ahead.begun[number] = self._collective(fetch.pieces[fetch.late])
+
+    def _back(self, turn: Turn, part: str, buckets: Sequence[Bucket]) -> None:
+        """The backward of an item, behind which gradients for some buckets are there."""
         item = turn.item
-        if part != "weights":
-            self._do(item.again, None)
+        for _ in item.again if part != "weights" else ():
+            self._fetch()
         share = {"backward": 1.0, "inputs": 1.0 - item.weights, "weights": item.weights}[part]
         if share <= 0.0:
+            self._arrived(buckets)
             return
         found = [Piece(p.name, p.kind, p.axis, p.seconds * share, p.nbytes) for p in item.backward] if share < 1.0 else item.backward
         self._do(found[:-1] if item.later else found, item.lane)
-        if item.later:
-            self._late.append((self._collective(found[-1]), item.held_bytes))
-            while sum(nbytes for _, nbytes in self._late) > self.limit_bytes:
-                self._waiting.append(self._late.popleft()[0])
+        if not item.later:
+            self._arrived(buckets)
+            return
+        late = self._collective(found[-1])
+
+        def scattered() -> None:
+            self._waiting.append(late)
+            self._arrived(buckets)
+
+        self._late.add(scattered, item.held_bytes, _unit(turn))
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
         """Gather the leaves of some buckets, one after the other."""
@@ -165,10 +235,10 @@ class Rank:
 
     def _collective(self, piece: Piece) -> int:
         axis = self.mesh.axes[piece.axis]
-        links = ("cores",) if self.shared else tuple(span.level.name for span in axis.spans)
+        links = {"cores": 1.0} if self.shared else link_shares(piece.kind, piece.nbytes, axis)
         after = (*dict.fromkeys((*self._waiting, *self._last.values())),)
         units, takes = ("", 0.0) if self.shared else ("device", self.pieces.prices.contention)
-        return self._add(Task(piece.name, axis.name, piece.seconds, after, links, units, takes), piece)
+        return self._add(Task(piece.name, axis.name, piece.seconds, after, tuple(links), units, takes, tuple(links.values())), piece)
 
     def _add(self, task: Task, piece: Piece) -> int:
         self.tasks.append(task)
@@ -216,6 +286,31 @@ class Ran:
     def _spans(self, *, computing: bool) -> list[tuple[float, float]]:
         return [(a, b) for a, b, mark in zip(self.timeline.begin_s, self.timeline.end_s, self.marks, strict=True)
                 if (mark.piece.kind in ("compute", "copy")) == computing]
+
+
+def _unit(turn: Turn) -> Hashable:
+    """What the gathers of an item belong to: its block, or outside of blocks itself."""
+    return (turn.unit, turn.instance) if turn.instance >= 0 else id(turn)
+
+
+def _first(turns: Sequence[Turn], last: int) -> int:
+    """Where the block or operator begins that ends at `last`."""
+    first = last
+    while first > 0 and (turns[first - 1].unit, turns[first - 1].instance) == (turns[last].unit, turns[last].instance):
+        first -= 1
+    return first
+
+
+def _fetches_back(turns: Sequence[Turn]) -> list[Fetch]:
+    """The gathers of a backward in their order: of blocks that run again, and of weights that are gathered again."""
+    found, last = list[Fetch](), len(turns) - 1
+    while last >= 0:
+        first = _first(turns, last)
+        here = turns[first:last + 1]
+        found += [Fetch(t.item.replay, t.item.full_bytes, _unit(t)) for t in here if t.item.fetches and t.item.replay]
+        found += [Fetch(pieces, nbytes, _unit(t)) for t in reversed(here) for pieces, nbytes in t.item.again]
+        last = first - 1
+    return found
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -84,7 +84,7 @@ class Stages:
         rank.gather(buckets)
         rank.forward(turns)
         if self.training:
-            rank.backward(turns, buckets)
+            rank.backward(turns, buckets, at_once=True)
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 

@@ -24,23 +24,24 @@ from passes import facts
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One operator or reshard. `again` are weights that its backward gathers first, `replay` is what of its forward runs again when its
-    block does; `weights` is the share of its backward that is for
+    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `replay` is what of its
+    forward runs again when its block does; `weights` is the share of its backward that is for
     weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
 
-    Of a reshard of a weight, `later` says that the last collective of its backward runs in the background, `held_bytes` what that keeps
-    alive on the rank.
+    Of a reshard of a parameter, `fetches` says that it is a gather that may begin ahead, `later` that the last collective of its backward
+    runs in the background; `full_bytes` are those of the gathered weight on the rank, `held_bytes` those of its gradient.
     """
 
     name: str
     forward: tuple[Piece, ...] = ()
     backward: tuple[Piece, ...] = ()
-    again: tuple[Piece, ...] = ()
+    again: tuple[tuple[tuple[Piece, ...], float], ...] = ()
     replay: tuple[Piece, ...] = ()
     weights: float = 0.0
     lane: Spot | None = None
-    gathers: bool = False
+    fetches: bool = False
     later: bool = False
+    full_bytes: float = 0.0
     held_bytes: float = 0.0
     reads: tuple[str, ...] = ()  # parameters, by the names of their Ops
 
@@ -138,7 +139,7 @@ class Walk:
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
-        again = tuple(piece for reshard in self._gathered_again(op) for piece in self._way(reshard, "again"))
+        again = tuple((pieces, self._full_bytes(reshard)) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again")))
         reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
         replay = forward if self._again and self.edges.runs_again(op) else ()
         mine = Item(op.name, forward, backward, again, replay, _weights(op), spot_of(node), reads=reads)
@@ -167,21 +168,19 @@ class Walk:
             found.setdefault(reshard.ref, []).append(reshard)
         return found
 
-    @cached_property
-    def _summed(self) -> dict[Ref, None]:
-        """Parameters whose gradients are summed in buckets."""
-        return {reshard.ref: None for reshard in self.edges.reshards if reshard.role == "sync"}
-
     def _reshard(self, reshard: Reshard) -> Item:
-        backward = self._way(reshard, "backward")
+        forward, backward = self._way(reshard, "forward"), self._way(reshard, "backward")
         ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
-        gathers = reshard.regathers(self.plan.mesh)
-        sunk = gathers and producer.role == "param" and ref not in self._summed and not self.splits
+        fetches = reshard.fetches(self.plan.mesh) and producer.role == "param" and bool(forward)
+        sunk = fetches and not self.splits
         held = self.pieces.prices.local_bytes(self.gradient_bytes(ref), reshard.dst.value)
-        return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", self._way(reshard, "forward"), backward,
-                    replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), gathers=gathers,
-                    later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", held_bytes=held,
+        return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
+                    replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
+                    later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", full_bytes=self._full_bytes(reshard), held_bytes=held,
                     reads=(ref[0],) if producer.role == "param" else ())
+
+    def _full_bytes(self, reshard: Reshard) -> float:
+        return self.pieces.prices.local_bytes(self.bytes_of(reshard.ref), reshard.dst.value)
 
     def _way(self, reshard: Reshard, way: str) -> tuple[Piece, ...]:
         name = f"{reshard.ref[0]}{ {'forward': '', 'backward': ' gradient', 'again': ' again'}[way]}"

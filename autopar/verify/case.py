@@ -42,7 +42,7 @@ class Case:
     @property
     def light(self) -> Light:
         """What a rank needs of it: no graph."""
-        return Light(self.plan, self.weights, self.constants, self.batch)
+        return Light(self.plan, self.weights, self.constants, self.batch, any(r.fetches(self.plan.mesh) for r in self.edges()[1].reshards))
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""

@@ -133,7 +133,7 @@ def _module(limit):
     x = torch.randn(8, 4, dtype=torch.float64)
     whole = {name: value.clone().requires_grad_() for name, value in state.items()}
     model = Twice().load_full(state)
-    model._sync.limit_bytes = limit
+    model._sync.late.limit_bytes = limit
     for _ in range(2):  # gradients accumulate
         y = F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]), whole["a"]).tanh()
         F.linear(y, whole["c"]).square().sum().backward()

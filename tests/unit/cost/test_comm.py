@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, MeshAxis, Span, presets
 from autopar.cluster.types import COLLECTIVES
-from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, step_s, steps_s
+from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, link_shares, step_s, steps_s
 from autopar.errors import ClusterError
 from autopar.layout import Step, parse, steps
 
@@ -36,6 +36,14 @@ def axes(draw: st.DrawFn) -> MeshAxis:
 
 
 sizes = st.floats(1.0, 1e11)
+
+
+@given(axes(), st.sampled_from(GATHERING), sizes)
+def test_a_collective_takes_shares_of_links_and_a_large_one_all_of_the_slowest(axis: MeshAxis, kind: str, nbytes: float) -> None:
+    if axis.size > 1:
+        found = link_shares(kind, nbytes, axis)
+        assert set(found) <= {span.level.name for span in axis.spans} and all(0.0 <= share <= 1.0 for share in found.values())
+        assert max(link_shares(kind, 1e13, axis).values()) > 0.5
 
 
 @pytest.mark.parametrize("text, kind, size, table, tolerance, fitted", COMPARED)

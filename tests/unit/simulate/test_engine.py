@@ -26,7 +26,8 @@ def programs(draw: st.DrawFn, *, sharing: bool = True) -> list[Task]:
         takes = draw(st.sampled_from([0.0, 0.25])) if units else 0.0
         computes = bool(units) and not takes
         links = draw(st.lists(st.sampled_from(["a", "b"]), unique=True, max_size=2)) if sharing and not computes else []
-        tasks.append(Task(f"t{index}", draw(st.sampled_from(["x", "y", "z"])), draw(SECONDS), tuple(after), tuple(links), units, takes))
+        uses = tuple(draw(st.sampled_from([0.1, 0.5, 1.0])) for _ in links) if draw(st.booleans()) else ()
+        tasks.append(Task(f"t{index}", draw(st.sampled_from(["x", "y", "z"])), draw(SECONDS), tuple(after), tuple(links), units, takes, uses))
     return tasks
 
 
@@ -74,6 +75,12 @@ def test_time_has_no_unit(tasks: list[Task], factor: float) -> None:
 def test_two_on_a_link_have_half_of_it_each() -> None:
     found = run([Task("long", "a", 3.0, links=("l",)), Task("short", "b", 1.0, links=("l",))])
     assert found.end_s == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(("first", "second", "ends"), [(0.25, 0.75, (3.0, 1.0)), (0.5, 1.0, (3.5, 1.5)), (1.0, 1.0, (4.0, 2.0))])
+def test_on_a_link_that_is_not_full_nothing_is_slower(first: float, second: float, ends: tuple[float, float]) -> None:
+    found = run([Task("long", "a", 3.0, links=("l",), uses=(first,)), Task("short", "b", 1.0, links=("l",), uses=(second,))])
+    assert found.end_s == pytest.approx(ends)
 
 
 def test_what_a_collective_takes_is_what_the_search_charges_for_it() -> None:

@@ -22,7 +22,7 @@ from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stage
 
 
 def _alone_s(turns: Sequence[Turn]) -> float:
-    return sum(piece.seconds for turn in turns for way in (turn.item.forward, turn.item.again, turn.item.backward) for piece in way)
+    return sum(piece.seconds for turn in turns for way in (turn.item.forward, *(pieces for pieces, _ in turn.item.again), turn.item.backward) for piece in way)
 
 
 def _simulated_s(stages: Stages, sync: Sync) -> float:

@@ -1,0 +1,139 @@
+"""Gathers that begin ahead: learned in the first step, one block in front in both directions, exact, and as many as before."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autopar.runtime import Block, Mesh, Param, ShardedModule, count, gather, remat, reshard
+from autopar.runtime.count import record
+from tests.helpers.ranks import living
+
+WIDTH, LAYERS = 4, 4
+RERUN, PLAIN = "run again", "kept"
+
+
+def _model(how):
+    """Blocks of two gathered weights, one of which ranks sum over as well (HSDP); marks say when a block computes, forward and back."""
+    mesh = Mesh((2, 2), ("x", "y"), "cpu")
+    square = {"shape": (WIDTH, WIDTH), "mesh": mesh}
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            record("forward", -1, 0, name)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            record("backward", -1, 0, ctx.name)
+            return grad, None
+
+    class Layer(Block):
+        PARAMS = {"a": Param((WIDTH, WIDTH), "float64", "S0,S1"), "b": Param((WIDTH, WIDTH), "float64", "R,S0", sync=(0,))}  # noqa: RUF012
+
+        def forward(self, h):
+            a = gather(self.w["a"], "S0,S1 -> R,R", grad="P,P -> S0,S1", name=f"{self.naming}.a", **square)
+            h = Mark.apply(F.linear(h, a).tanh(), self.naming)
+            b = gather(self.w["b"], "R,S0 -> R,R", grad="P,P -> P,S0", name=f"{self.naming}.b", **square)
+            return F.linear(h, b).tanh()
+
+    class Model(ShardedModule):
+        MESH = mesh
+        INPUTS = {"x": "S0,S0"}  # noqa: RUF012
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS = {"first": Param((WIDTH, WIDTH), "float64", "S0,S1"), "last": Param((WIDTH, WIDTH), "float64", "R,S1", sync=(0,))}  # noqa: RUF012
+        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(LAYERS)])}  # noqa: RUF012
+
+        def forward(self, x):
+            h = F.linear(x, gather(self.w["first"], "S0,S1 -> R,R", grad="P,P -> S0,S1", name="first", again=False, **square))
+            for block in self.runs["layers"]:
+                h = remat(block, h) if how == RERUN else block(h)
+            last = gather(self.w["last"], "R,S1 -> R,R", grad="P,P -> P,S1", name="last", **square)
+            loss = F.linear(h, last).square().sum() + self.w["last"].square().sum() / 2  # autograd has a part of it too
+            return (reshard(loss, "P,P -> R,R", grad="R,R -> R,R", shape=(), mesh=mesh),)
+
+    torch.manual_seed(0)
+    return Model
+
+
+def _alone(state, x):
+    whole = {name: value.clone().requires_grad_() for name, value in state.items()}
+    h = F.linear(x, whole["first"])
+    for i in range(LAYERS):
+        h = F.linear(F.linear(h, whole[f"layers.{i}.a"]).tanh(), whole[f"layers.{i}.b"]).tanh()
+    (F.linear(h, whole["last"]).square().sum() + whole["last"].square().sum()).backward()
+    return {name: value.grad for name, value in whole.items()}
+
+
+def _steps(how, limit_bytes):
+    """Three steps of one rank, each compared with one device, with what it counted in order."""
+    kind = _model(how)
+    state = {name: torch.randn(WIDTH, WIDTH, dtype=torch.float64) * 0.5 for name in ("first", *(f"layers.{i}.{w}" for i in range(LAYERS) for w in "ab"), "last")}
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    wanted = _alone(state, x)
+    model = kind().load_full(state)
+    model._sync.orders.ahead_bytes = limit_bytes
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        with count() as seen:
+            model.train_step(*model.shard_batch(x))
+        for name, grad in model.full_grads().items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        found.append([(c.kind, c.name) for c in seen])
+    return found
+
+
+@pytest.mark.parametrize("how", [PLAIN, RERUN])
+@pytest.mark.parametrize("limit_bytes", [1, 300, 10**9])
+def test_one_block_ahead_and_exact(how: str, limit_bytes: int) -> None:
+    for first, second, third in living(4).run(_steps, how, limit_bytes):
+        assert Counter(first) == Counter(second) == Counter(third) and second == third
+        for step, ahead in ((first, 0), (second, {1: 1, 300: 2}.get(limit_bytes, LAYERS))):
+            for i in range(LAYERS):
+                begun = {name for kind, name in step[:step.index(("forward", f"layers.{i}"))] if kind == "all_gather"}
+                wanted = {f"layers.{j}.a" for j in range(min(LAYERS, i + ahead + 1))}
+                assert {name for name in begun if name.startswith("layers") and name.endswith("a")} == wanted, (i, ahead)
+                until = step[:step.index(("backward", f"layers.{i}"))]
+                if ahead and i:  # it takes two steps, over two axes, and was gathered in the forward
+                    assert until.count(("all_gather", f"layers.{i - 1}.a")) > 2, i
+
+
+def _changing():
+    """Parameters frozen and thawed between steps, evaluation in between, two forwards before a backward."""
+    kind = _model(PLAIN)
+    names = ("first", *(f"layers.{i}.{w}" for i in range(LAYERS) for w in "ab"), "last")
+    state = {name: torch.randn(WIDTH, WIDTH, dtype=torch.float64) * 0.5 for name in names}
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    wanted = _alone(state, x)
+    model = kind().load_full(state)
+    batch = model.shard_batch(x)
+
+    def right(factor: float, frozen: str = "") -> None:
+        for name, grad in model.full_grads().items():
+            if name == frozen:
+                assert grad is None
+            else:
+                torch.testing.assert_close(grad, factor * wanted[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        model.zero_grad()
+
+    for frozen in ("", "layers.1.a", "layers.1.a", "", ""):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name != frozen)
+        with torch.no_grad():
+            before = model(*batch)
+        assert torch.equal(model.train_step(*batch), next(iter(before.values())) if isinstance(before, dict) else before[0])
+        right(1.0, frozen)
+    (sum(next(iter(v.values())) if isinstance(v := model(*batch), dict) else v[0] for _ in range(2))).backward()
+    right(2.0)
+    model.train_step(*batch)
+    right(1.0)
+
+
+def test_what_changes_between_steps_is_learned_anew() -> None:
+    living(4).run(_changing)

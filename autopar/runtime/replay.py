@@ -5,8 +5,9 @@
     enough()                                            the second run ends here: the backward needs nothing of what follows
 
 Inside a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, both just call and `enough` does nothing. The second time the operators
-still pass through autograd, so that what their backward needs of their operands is there: only their kernels do not run.
-Views always run: a stored view would hold what it looks at.
+still pass through autograd, so that what their backward needs of their operands is there: only their kernels do not run. Of what `skip` is
+around, that is the last kernel alone: a product of several dims copies its operands into order, and autograd saves the copies. Views
+always run: a stored view would hold what it looks at.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ class _Region(TorchDispatchMode):
     def _result(self, run: Callable[[], Any]) -> Any:
         if self.again:
             self.at += 1
+            if not self.stores and self.at < len(self.part):
+                return run()  # what prepares operands for the last kernel, such as their order in memory: autograd saves that instead of them
             return pytree.tree_map_only(_Kept, _Kept.tensor, self.part[self.at - 1])
         made = run()
         self.part.append(pytree.tree_map_only(Tensor, self._kept, made))

@@ -29,6 +29,7 @@ FAST: list[tuple[str, Sizes, str, str]] = [
     ("hf-llama-2kv", (2, 2), "tp_zero3", "selective"), ("hf-llama-2kv", (2, 2), "tp_zero3", "full"), ("gpt", (2, 2), "searched", "selective"),
     ("hf-t5", (2,), "zero3", "selective"), ("hf-t5", (4,), "random 2", "all"), ("hf-resnet", (2,), "ddp", "full"), ("hf-neox", (2,), "tp_sp", "full"),
     ("hf-mixtral", (2,), "zero3", "full"), ("hf-bert", (2,), "cp", "selective"),
+    ("moe", (2,), "ddp", "full"), ("moe", (2,), "tp_sp", "all"),  # products of several dims, which save copies of their operands
     ("hf-gpt2", (2,), "tp_sp", "random 0"), ("hf-llama-2kv", (2, 2), "tp_zero3", "random 1"), ("hf-t5", (4,), "random 2", "random 2"),
 ]
 SLOW = [case for model in TINY for sizes, how in (((2,), "ddp"), ((2,), "zero3"), ((2,), "tp_sp"), ((2, 2), "tp_zero3"), ((2, 2), "searched"),

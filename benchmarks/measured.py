@@ -1,10 +1,11 @@
 """Predicted against measured step times of emitted modules on local gloo ranks.
 
-    python -m benchmarks.measured [--ranks 4] [--rounds 7] [--seconds 60] [--cluster FILE] [--json FILE]
+    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 20] [--json FILE]
 
-Calibrates this machine with as many ranks as the plans have (or takes a file that `autopar calibrate` wrote), plans a transformer and an MLP in twelve
-ways on that cluster, and runs all of them in turns, one step of each per round, on the same ranks: the machine's speed drifts, what takes turns drifts alike. The
-median over rounds is compared with the price of the search and with the simulation. Nothing is fitted to the plans.
+Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and runs all of them in turns on the same
+ranks, one step of each per round. Calibration and rounds take turns too, `passes` times, so that both see the machine as it is all the while; medians count: the
+constants are fitted to the median of each of the calibration's own measurements, never to a plan. The plans were made on the first pass; they are priced by
+the search and simulated with the constants of all passes. A plan that the search would make in another way with these has no price.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from tabulate import tabulate
 
 import autopar
 from autopar.bundle import Bundle
-from autopar.calibrate import calibrate
+from autopar.calibrate import fitted, here, middle, taken
 from autopar.cluster import Cluster
 from autopar.runtime.launch import Ranks
+from autopar.simulate import simulate
 from models import gpt, mlp
 
 WARM = 2
@@ -60,11 +62,11 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan: seconds of a step as the search priced it, as the simulation has it, and of every measured round."""
+    """One plan: seconds of a step as the search prices it (None: it would plan another way), as the simulation has it, and of every measured round."""
 
     case: str
     mesh: str
-    priced_s: float
+    priced_s: float | None
     simulated_s: float
     rounds_s: tuple[float, ...]
 
@@ -85,13 +87,22 @@ def ordered(rows: Sequence[Row], predicted: Sequence[float]) -> float:
     return right / len(pairs) if pairs else 1.0
 
 
-def run(bundles: Sequence[Bundle], batches: Sequence[dict[str, Any]], rounds: int) -> list[list[float]]:
-    """On each rank: seconds of every round of every plan, the slowest rank's."""
+_PLANS: list[tuple[Any, torch.optim.Optimizer, Any]] = []
+"""What a rank runs, from one job to the next."""
+
+
+def prepare(bundles: Sequence[Bundle], batches: Sequence[dict[str, Any]]) -> None:
+    """On each rank: build all modules, and run each for some steps."""
     torch.manual_seed(0)
-    plans = [_prepared(bundle, batch) for bundle, batch in zip(bundles, batches, strict=True)]
-    found: list[list[float]] = [[] for _ in plans]
-    for turn in range(WARM + rounds):
-        for seconds, (module, optimizer, batch) in zip(found, plans, strict=True):
+    _PLANS[:] = [_prepared(bundle, batch) for bundle, batch in zip(bundles, batches, strict=True)]
+    run(WARM)
+
+
+def run(rounds: int) -> list[list[float]]:
+    """On each rank: seconds of every round of every plan, the slowest rank's."""
+    found: list[list[float]] = [[] for _ in _PLANS]
+    for _ in range(rounds):
+        for seconds, (module, optimizer, batch) in zip(found, _PLANS, strict=True):
             dist.barrier()
             begin = time.perf_counter()
             optimizer.zero_grad()
@@ -99,8 +110,7 @@ def run(bundles: Sequence[Bundle], batches: Sequence[dict[str, Any]], rounds: in
             optimizer.step()
             took = torch.tensor([time.perf_counter() - begin])
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if turn >= WARM:
-                seconds.append(float(took))
+            seconds.append(float(took))
     return found
 
 
@@ -122,14 +132,43 @@ def planned(case: Case, cluster: Cluster) -> tuple[Any, dict[str, Any]]:
     return compiled, dict(zip(compiled.captured.input_names, batch, strict=True))
 
 
-def measure(cases: Sequence[Case], cluster: Cluster, ranks: int, rounds: int) -> list[Row]:
-    """Plan, predict and run `cases`."""
-    plans = [(case, *planned(case, cluster)) for case in cases]
-    simulated = [compiled.simulate().step_s for _, compiled, _ in plans]
+def measure(cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds: float) -> tuple[list[Row], Cluster]:
+    """Calibrate, plan and run `cases` in turns; then predict them."""
+    base, sizes, samples, times = here("cpu"), (1, ranks), [], [list[float]() for _ in cases]
+    plans: list[tuple[Any, dict[str, Any]]] = []
     with Ranks(ranks) as team:
-        times = team.run(run, [compiled.bundle for _, compiled, _ in plans], [batch for *_, batch in plans], rounds)[0]
-    return [Row(str(case), _shape(compiled.plan), compiled.plan.predicted.step_s, sim_s, tuple(took))
-            for (case, compiled, _), sim_s, took in zip(plans, simulated, times, strict=True)]
+        for number in range(passes):
+            say(f"pass {number + 1} of {passes}: calibrating")
+            samples.append(taken(lambda job, clock: team.run(job, clock)[0], base, sizes, seconds, lambda *_: None))
+            if not plans:
+                cluster = fitted(base, sizes, samples[0]).cluster
+                plans = [said(planned, case, cluster) for case in cases]
+                team.run(prepare, [compiled.bundle for compiled, _ in plans], [batch for _, batch in plans])
+            say(f"pass {number + 1} of {passes}: running")
+            for all_s, more in zip(times, team.run(run, rounds)[0], strict=True):
+                all_s += more
+    cluster = fitted(base, sizes, middle(samples)).cluster
+    return [row(case, compiled, cluster, took) for case, (compiled, _), took in zip(cases, plans, times, strict=True)], cluster
+
+
+def row(case: Case, compiled: Any, cluster: Cluster, took: Sequence[float]) -> Row:
+    """The plan that ran, predicted on `cluster`."""
+    say(f"predicting {case}")
+    plan = replace(compiled.plan, cluster=cluster.to_dict())
+    now = planned(case, cluster)[0].plan
+    same = (now.nodes, now.mesh, now.stages, now.microbatches, now.remat) == (plan.nodes, plan.mesh, plan.stages, plan.microbatches, plan.remat)
+    return Row(str(case), _shape(plan), now.predicted.step_s if same else None, simulate(compiled.captured.gm, plan).step_s, tuple(took))
+
+
+def said(make: Callable[[Case, Cluster], Any], case: Case, cluster: Cluster) -> Any:
+    """`make`, told."""
+    say(f"planning {case}")
+    return make(case, cluster)
+
+
+def say(text: str) -> None:
+    """What is being done, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _shape(plan: Any) -> str:
@@ -139,28 +178,32 @@ def _shape(plan: Any) -> str:
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table and the summary."""
-    table = [[row.case, row.mesh, row.measured_s * 1e3, f"{min(row.rounds_s) * 1e3:.0f}-{max(row.rounds_s) * 1e3:.0f}", row.priced_s * 1e3,
-              100 * row.error(row.priced_s), row.simulated_s * 1e3, 100 * row.error(row.simulated_s)] for row in rows]
-    print(tabulate(table, headers=["plan", "mesh", "measured ms", "range", "priced ms", "error %", "simulated ms", "error %"], floatfmt=".1f", tablefmt="github"))
-    for what, predicted in (("priced", [row.priced_s for row in rows]), ("simulated", [row.simulated_s for row in rows])):
-        errors = [abs(row.error(value)) for row, value in zip(rows, predicted, strict=True)]
-        print(f"{what}: mean error {100 * statistics.mean(errors):.1f} %, worst {100 * max(errors):.1f} %, {sum(e <= 0.15 for e in errors)} of "
-              f"{len(rows)} within 15 %; {100 * ordered(rows, predicted):.1f} % of pairs in the right order")
+    def cells(row: Row, predicted_s: float | None) -> list[float | None]:
+        return [None, None] if predicted_s is None else [predicted_s * 1e3, 100 * row.error(predicted_s)]
+
+    table = [[row.case, row.mesh, row.measured_s * 1e3, f"{min(row.rounds_s) * 1e3:.0f}-{max(row.rounds_s) * 1e3:.0f}",
+              *cells(row, row.priced_s), *cells(row, row.simulated_s)] for row in rows]
+    print(tabulate(table, headers=["plan", "mesh", "measured ms", "range", "priced ms", "error %", "simulated ms", "error %"], floatfmt=".1f",
+                   missingval="-", tablefmt="github"))
+    for what in ("priced", "simulated"):
+        found = [(row, predicted) for row in rows if (predicted := getattr(row, f"{what}_s")) is not None]
+        errors = [abs(row.error(predicted)) for row, predicted in found]
+        if errors:
+            print(f"{what}: mean error {100 * statistics.mean(errors):.1f} %, worst {100 * max(errors):.1f} %, {sum(e <= 0.15 for e in errors)} of {len(errors)} "
+                  f"within 15 %; {100 * ordered([row for row, _ in found], [predicted for _, predicted in found]):.1f} % of pairs in the right order")
 
 
 def main() -> None:
     """Calibrate, plan, run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the calibration")
-    parser.add_argument("--cluster", help="a measured cluster file; without it the machine is calibrated first")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each pass")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each pass of the calibration")
     parser.add_argument("--json", metavar="FILE", help="write rows and cluster here as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"calibrating with {options.ranks} ranks" if not options.cluster else f"cluster {options.cluster}", file=sys.stderr)
-    cluster = Cluster.parse(options.cluster) if options.cluster else calibrate("cpu", options.ranks, seconds=options.seconds).cluster
-    rows = measure(CASES, cluster, options.ranks, options.rounds)
+    rows, cluster = measure(CASES, options.ranks, options.passes, options.rounds, options.seconds)
     show(rows)
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n")

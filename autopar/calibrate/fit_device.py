@@ -31,12 +31,13 @@ ONE_PASS = 7 * 4
 """Bytes per element of one pass of AdamW in float32: reads weight, gradient and two states, writes all but the gradient (`Prices.update_s`)."""
 
 
-def device(base: Device, samples: Sequence[Sample]) -> tuple[Device, Fits]:
-    """`base` with what `samples` say; what they do not say stays. The fits say how well each constant explains its samples."""
+def device(base: Device, samples: Sequence[Sample], ranks: int = 1) -> tuple[Device, Fits]:
+    """`base` with what `samples` of `ranks` ranks say; what they do not say stays. The fits say how well each constant explains its samples."""
     fits = Fits()
     made = base
-    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions, _alone):
+    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions):
         made = dataclasses.replace(made, **step(made, samples, fits))
+    made = dataclasses.replace(made, **_alone(made, samples, fits, ranks))
     return made, fits
 
 
@@ -184,10 +185,15 @@ def _actions(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, A
     return {"action_s": min(1.0, each_s / 2)}
 
 
-def _alone(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
-    beside, alone = _of(samples, "matmul beside others"), _of(samples, "matmul alone")
-    if base.kind != "cpu" or not beside or not alone or min(beside[0].seconds, alone[0].seconds) <= 0:
+def _alone(base: Device, samples: Sequence[Sample], fits: Fits, ranks: int) -> dict[str, Any]:
+    """All ranks together are no slower than one: more than as many times as fast as beside the others is one on its own never."""
+    alone = fits.sensible(_of(samples, "matmul alone"), lambda s: 1 / s.seconds, 1e8, "matmuls/s")
+    if base.kind != "cpu" or not alone:
         return {}
-    ratio = max(1.0, beside[0].seconds / alone[0].seconds)
+    least_s = alone[0].seconds
+    beside = fits.sensible(_of(samples, "matmul beside others"), lambda s: s.seconds / least_s, float(ranks), "times as long as alone")
+    if not beside:
+        return {}
+    ratio = max(1.0, beside[0].seconds / least_s)
     fits.add(Fit("alone", ratio, 2, 0.0, "a matmul on all ranks, and on one while the others wait"))
     return {"alone": ratio}

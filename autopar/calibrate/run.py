@@ -7,6 +7,7 @@ import datetime
 import functools
 import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,11 @@ def here(device: str) -> Cluster:
 
 def measure(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress) -> Calibration:
     """Run all jobs by `team` on (nodes, ranks per node) of `sizes`, and fit the constants of `base`."""
+    return fitted(base, sizes, taken(team, base, sizes, seconds, progress))
+
+
+def taken(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress) -> list[tuple[int, Sample]]:
+    """All samples of one calibration, each with its level (-1: of a device)."""
     clock = Clock(base.device.kind, window_s=WINDOW * seconds)
     jobs = _jobs(base.device, sizes)
     samples: list[tuple[int, Sample]] = []
@@ -81,7 +87,15 @@ def measure(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, p
         progress(number, len(jobs), what)
         samples += [(level, sample) for sample in team(job, clock)]
     progress(len(jobs), len(jobs), "fitting")
-    return fitted(base, sizes, samples, datetime.date.today().isoformat())
+    return samples
+
+
+def middle(passes: Sequence[Sequence[tuple[int, Sample]]]) -> list[tuple[int, Sample]]:
+    """One calibration out of several: the median of what each took."""
+    times: dict[tuple[int, str, tuple[int, ...], int], list[float]] = {}
+    for level, sample in (each for one in passes for each in one):
+        times.setdefault((level, sample.what, sample.size, sample.members), []).append(sample.seconds)
+    return [(level, Sample(what, size, statistics.median(seconds), members)) for (level, what, size, members), seconds in times.items()]
 
 
 def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
@@ -95,12 +109,12 @@ def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
     return made
 
 
-def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, Sample]], date: str) -> Calibration:
-    """The cluster that explains `samples` (level or -1, sample) best; `date` goes into the sources."""
-    kind, ranks = base.device.kind, math.prod(sizes)
+def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, Sample]], date: str = "") -> Calibration:
+    """The cluster that explains `samples` (level or -1, sample) best; `date` (today) goes into the sources."""
+    kind, ranks, date = base.device.kind, math.prod(sizes), date or datetime.date.today().isoformat()
     how = f"gloo, {ranks} ranks of 1 thread on {_cores()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
     source = f"measured {date}, torch {torch.__version__}, {how}"
-    device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0])
+    device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0], ranks)
     device = dataclasses.replace(device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)})
     levels = []
     for index, (level, size) in enumerate(zip(base.levels, sizes, strict=True)):

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.calibrate import Sample
 from autopar.calibrate.network import KINDS, SIZES
-from autopar.calibrate.run import Calibration, fitted
+from autopar.calibrate.run import Calibration, fitted, middle
 from autopar.calibrate.samples import sensible
 from autopar.cluster import Cluster, MeshAxis
 from autopar.cluster.mesh import Span
@@ -78,3 +78,17 @@ def test_a_small_message_that_took_longer_than_a_large_one_is_left_out() -> None
     kept, left = sensible(disturbed, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s")
     assert kept == [*times[:3], *times[4:]] and "longer than send of" in left[0].why
     assert sensible(times, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s") == (times, [])
+
+
+@pytest.mark.parametrize("beside_s, kept", [(2e-3, 2.0), (13e-3, 1.0), (0.5e-3, 1.0)])
+def test_one_rank_alone_is_no_faster_than_all_together(beside_s: float, kept: float) -> None:
+    known = [(level, dataclasses.replace(s, seconds=beside_s) if s.what == "matmul beside others" else s) for level, s in samples(machine(), 0.0, 0)]
+    found = fit(known)
+    assert found.cluster.device.alone == pytest.approx(kept)
+    assert [str(r.sample) for r in found.fits.rejected] == (["matmul beside others of 256x256x256"] if beside_s > 4e-3 else [])
+
+
+def test_several_passes_count_by_their_median() -> None:
+    one = samples(machine(), 0.0, 0)
+    slow = [(level, dataclasses.replace(s, seconds=50 * s.seconds)) for level, s in one]
+    assert middle([one, slow, one]) == one

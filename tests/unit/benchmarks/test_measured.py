@@ -1,0 +1,29 @@
+"""The measured comparison: what it counts, and that its plans are what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.measured import CASES, MODELS, Row, ordered, show
+
+
+def row(measured_s: float, predicted_s: float | None) -> Row:
+    return Row("gpt tp", "4", predicted_s, predicted_s or 1.0, (measured_s, 0.5 * measured_s, 9 * measured_s))
+
+
+def test_pairs_in_the_right_order() -> None:
+    rows = [row(1.0, 1.1), row(2.0, 1.9), row(3.0, 1.5)]
+    assert ordered(rows, [1.1, 1.9, 1.5]) == pytest.approx(2 / 3)
+    assert ordered(rows, [3.0, 2.0, 1.0]) == 0.0 and ordered(rows, [1.0, 2.0, 3.0]) == 1.0
+    assert rows[0].measured_s == 1.0 and rows[1].error(1.9) == pytest.approx(-0.05)
+
+
+def test_a_plan_without_a_price_is_left_out_of_the_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    show([row(1.0, 1.1), row(2.0, None), row(3.0, 3.9)])
+    said = capsys.readouterr().out
+    assert "priced: mean error 20.0 %, worst 30.0 %, 1 of 2 within 15 %; 100.0 % of pairs" in said and "of 3 within" in said
+
+
+def test_twelve_plans_of_all_kinds() -> None:
+    assert len(CASES) == len(set(CASES)) == 12 and {case.model for case in CASES} == set(MODELS)
+    assert {case.recipe for case in CASES} >= {"ddp", "zero3", "tp", "tp_zero3", "1f1b"}

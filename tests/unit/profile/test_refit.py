@@ -1,0 +1,49 @@
+"""A refit: what took twice as long as predicted is priced twice as high, what was predicted right stays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar import joint
+from autopar.cluster import Cluster
+from autopar.cost.comm import collective_s
+from autopar.planner import Request
+from autopar.problem.graph import read
+from autopar.profile import Profile, Row, refit
+from autopar.profile.predicted import predicted
+from autopar.profile.profile import _rows
+from tests.helpers.planned import BATCH, graph
+
+
+def profile(times: dict[str, float]) -> tuple[Cluster, dict[str, float], Cluster]:
+    """The cluster refitted to a profile in which rows of some kinds took longer; the ratios; the cluster before."""
+    cluster = Cluster.parse("cpu:1x4")
+    plan = joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    foreseen = predicted(graph(), plan)
+    rows = [dataclasses.replace(row, measured_s=row.predicted_s * times.get(row.what, 1.0)) for row in _rows(plan, 0, {}, foreseen)]
+    assert all(isinstance(row, Row) for row in rows) and sum(foreseen.values()) == pytest.approx(plan.predicted.step_s, rel=0.03)
+    found = Profile("stack", "cpu", 1.0, 1.0, plan.predicted.step_s, 0.0, tuple(rows))
+    return *refit(cluster, plan, read(graph(), plan.hints, training=True), found, "2026-11-21"), cluster
+
+
+def test_what_was_right_stays() -> None:
+    made, ratios, cluster = profile({})
+    assert all(ratio == pytest.approx(1.0) for ratio in ratios.values())
+    assert made.device.peak_flops["float32"] == pytest.approx(cluster.device.peak_flops["float32"])
+
+
+def test_slow_collectives_and_a_slow_optimizer() -> None:
+    made, ratios, cluster = profile({"collective": 2.0, "gradients": 2.0, "optimizer": 3.0})
+    assert ratios["all_reduce"] == pytest.approx(2.0) and ratios["optimizer"] == pytest.approx(3.0) and ratios["matmul"] == pytest.approx(1.0)
+    for nbytes in (1e3, 1e7):
+        slow, before = (collective_s("all_reduce", nbytes, c.mesh((1, 4)).axes[1]) for c in (made, cluster))
+        assert slow == pytest.approx(2 * before)
+        assert collective_s("broadcast", nbytes, made.mesh((1, 4)).axes[1]) == collective_s("broadcast", nbytes, cluster.mesh((1, 4)).axes[1])
+    assert made.device.update == pytest.approx(1 / 3) and made.device.sources["update"].startswith("refitted 2026-11-21")
+
+
+def test_nothing_is_scaled_beyond_reason() -> None:
+    made, ratios, cluster = profile({"operator": 1000.0})
+    assert ratios["matmul"] == 10.0 and made.device.peak_flops["float32"] == pytest.approx(cluster.device.peak_flops["float32"] / 10)

@@ -21,7 +21,6 @@ from autopar.errors import InfeasibleError
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
-from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
@@ -66,27 +65,45 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
     best: Found | None = None
     tried: list[Alternative] = []
     why: list[str] = []
-    proven: dict[Shape, float] = {}
+    walks: list[Explorer] = []
     for space in spaces:
-        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, proven)
+        wider = walks[0].pricing.proven if walks else {}
+        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, wider)
+        walks.append(walk)
         found = walk.run()
-        proven = proven or walk.pricing.proven
         why += walk.why[:3]
         tried += [Alternative(space.name, (shape.places, *shape.mesh), f.step_s, f.memory_bytes) for shape, f in walk.fit.items()]
         tried += [] if walk.fit else [Alternative(space.name, (inner.request.cluster.devices,), None, None, walk.reason)]
         if found is not None and found.step_s < known_s * (1 - CLOSE):
             best, known_s = found, found.step_s
+    bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
     if best is None and flat is not None:
-        return flat
+        return _among_all(flat, tried, bound_s)
     if best is None:
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
                               + ("; ".join(why[-3:]) or f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
-    return _finished(inner, best, flat, tried, about)
+    return _finished(inner, best, flat, tried, bound_s, about)
 
 
-def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
-    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0)
+def _bound_s(inner: Inner, flat: Plan | None) -> float:
+    """Seconds that no plan of one stage and one microbatch beats: what its own search has proven, or the least work."""
+    if flat is not None and flat.predicted.bound_s > 0:
+        return flat.predicted.bound_s
+    return inner.work.step_s(inner.request.cluster.devices, 1, 1)
+
+
+def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
+    """`flat` as the best of all that was tried; what is proven of all plans is less than what is proven of those of one stage."""
+    alone_s, notes = flat.predicted.bound_s, flat.notes
+    if alone_s > bound_s:
+        notes = (*notes, f"proven of plans of one stage and one microbatch: none is faster than {1e3 * alone_s:.4g} ms")
+    predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
+    return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
+
+
+def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
+    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s))
     notes = (*about.get("notes", ()), *rule_notes(inner.whole.program, inner.request.rules))
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

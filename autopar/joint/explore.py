@@ -63,6 +63,11 @@ class Explorer:
         return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
 
     @property
+    def least_floor_s(self) -> float:
+        """Seconds that no plan of the space beats: the least work there is, and the wait that no schedule avoids."""
+        return min((self._floor_s(shape) for shape in self.floors), default=math.inf)
+
+    @property
     def reason(self) -> str:
         """Why there is no answer."""
         if self.why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cluster import Cluster
 from autopar.cost.memory import OPTIMIZERS
 from autopar.layout import BUCKET_BYTES
 from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting
@@ -13,6 +14,8 @@ from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
 from autopar.pipeline.orders import Action
 from autopar.pipeline.views import View
+from autopar.problem.graph import Op
+from autopar.problem.resting import EACH
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Holding:
             before = after
         if training:
             late = sum(e.nbytes for e in gradients if e.kind == "gradients")
-            found += [Level(base + held, base + held + self.bucket_bytes(), base + late), Level(base + late, base + late + self.update_bytes(), base + late)]
+            found += [Level(base + held, base + held + self.sums_bytes(), base + late), Level(base + late, base + late + self.update_bytes(), base + late)]
         return found
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int]) -> float:
@@ -144,13 +147,23 @@ class Holding:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in gradients)
-        yield Moment(base + summed + self.bucket_bytes(), "sums of gradients", -1, 0, nothing, nothing, True)
+        yield Moment(base + summed + self.sums_bytes(), "sums of gradients", -1, 0, nothing, nothing, True)
         whole = sum(e.nbytes for e in gradients if e.kind == "gradients")
         yield Moment(base + whole + self.update_bytes(), "update", -1, 0, nothing, nothing, True)
 
-    def bucket_bytes(self) -> float:
-        """The largest flat copy of gradients that are summed together."""
-        ops = [op for op in self.shares.program.ops.values() if op.role == "param" and op.name in self.synced]
+    def sums_bytes(self) -> float:
+        """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients that are scattered
+        (ZeRO-1 and 2) also the whole ones of the bucket, unless they have waited for more microbatches and so rest; and on the CPU the
+        copy that gloo's reduce-scatter sums in."""
+        plan, ops = self.shares.plan, self.shares.program.ops
+        scattered = {name: None for name in self.synced if self.shares.lies((name, 0)).gathered}
+        wait = {name: None for name in scattered if plan.microbatches > 1 and EACH not in plan.nodes[name].runs}
+        staged = Cluster.from_dict(dict(plan.cluster)).device.kind == "cpu"
+        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (self._bucket_bytes([ops[name] for name in scattered]) if staged else 0.0)
+        return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
+
+    def _bucket_bytes(self, ops: Sequence[Op]) -> float:
+        """The largest flat copy of gradients of `ops` that are summed together."""
         sizes = [self.shares.elements(op.call.outs[0].sizes, self.shares.lies((op.name, 0)).value) * op.out_dtypes[0].itemsize for op in ops]
         together = sum(size * op.count for size, op in zip(sizes, ops, strict=True))
         return float(min(together, max([BUCKET_BYTES, *sizes])))
@@ -178,7 +191,7 @@ class Holding:
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
         else:
-            nbytes = self.bucket_bytes() if peak.phase == "sums of gradients" else self.update_bytes()
+            nbytes = self.sums_bytes() if peak.phase == "sums of gradients" else self.update_bytes()
             found += [Entry("gradient sums" if peak.phase == "sums of gradients" else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
 

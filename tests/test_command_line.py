@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_cli import autopar
+from tests.helpers.command import autopar
 
 
-def done(*arguments: str) -> subprocess.CompletedProcess[str]:
-    result = autopar(*arguments)
+def done(*arguments: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    result = autopar(*arguments, fresh=fresh)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -30,7 +30,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_question_gives_the_same_bytes(plan: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
-    shown = done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--recipe", "tp", "-o", str(again))
+    shown = done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--recipe", "tp", "-o", str(again), fresh=True)
     assert again.read_bytes() == plan.read_bytes()
     assert "MLP on cpu:1x4, train" in shown.stdout and "weights of layers.0" in shown.stdout
 
@@ -45,7 +45,7 @@ def test_explain(plan: Path) -> None:
 
 
 def test_emit(plan: Path, tmp_path: Path) -> None:
-    done("emit", str(plan), "-o", str(tmp_path / "out"))
+    done("emit", str(plan), "-o", str(tmp_path / "out"), fresh=True)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "constants.pt", "plan.json", "sharded.py"]
     compile((tmp_path / "out" / "sharded.py").read_text(), "sharded.py", "exec")
 
@@ -60,7 +60,7 @@ def test_simulate(plan: Path, tmp_path: Path) -> None:
 
 
 def test_run(plan: Path, tmp_path: Path) -> None:
-    shown = done("run", str(plan), "--steps", "2", "--json", str(tmp_path / "run.json"))
+    shown = done("run", str(plan), "--steps", "2", "--json", str(tmp_path / "run.json"), fresh=True)
     steps = json.loads((tmp_path / "run.json").read_text())["steps"]
     assert shown.stdout.count("loss") == 2 and len(steps) == 2
     assert steps[1]["loss"] < steps[0]["loss"]  # the same batch twice

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autopar.cli.console import write_json
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def autopar(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a fresh process."""
-    code = "from autopar.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+from tests.helpers.command import autopar
 
 
 def test_help_lists_every_command() -> None:
-    done = autopar("--help")
+    done = autopar("--help", fresh=True)
     assert done.returncode == 0
     for name in ("plan", "emit", "run", "verify", "explain", "simulate", "memory", "recipes", "clusters"):
         assert f"\n  {name} " in done.stdout
 
 
 def test_wrong_usage_is_exit_code_2() -> None:
-    done = autopar("plan")
+    done = autopar("plan", fresh=True)
     assert done.returncode == 2 and "MODEL" in done.stderr and not done.stdout
 
 
@@ -38,7 +27,7 @@ def test_lists(tmp_path: Path) -> None:
     done = autopar("clusters", "--json", "-")
     names = [cluster["name"] for cluster in json.loads(done.stdout)]
     assert {"h100", "cpu"} <= set(names)
-    table = autopar("clusters").stdout
+    table = autopar("clusters", fresh=True).stdout
     assert all(name in table for name in names)
     done = autopar("recipes", "--json", str(tmp_path / "recipes.json"))
     recipes = json.loads((tmp_path / "recipes.json").read_text())
@@ -64,6 +53,12 @@ def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: ") and said in done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_fresh_process_says_the_same() -> None:
+    """Here with what is imported already, there without."""
+    here, there = (autopar("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4", fresh=fresh) for fresh in (False, True))
+    assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
 
 
 def test_debug_shows_the_traceback_wherever_it_stands() -> None:

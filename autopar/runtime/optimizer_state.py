@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
+from autopar.errors import RunError
 from autopar.runtime.checkpoint import at_rest, unsection
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
@@ -31,8 +32,16 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
                               mesh: Mesh) -> None:
-    """The inverse of `optimizer_state_dict`."""
-    set_optimizer_state_dict(model, optimizer, _mapped(state, held, lambda value, h: at_rest(value, h, mesh)))
+    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a pipeline,
+    or under another plan, they have other members: options are taken of them, members are this optimizer's own.
+
+    Raises RunError where the numbers of groups differ.
+    """
+    own = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    if len(own) != len(state["param_groups"]):
+        raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
+    groups = [{**saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]
+    set_optimizer_state_dict(model, optimizer, _mapped({**state, "param_groups": groups}, held, lambda value, h: at_rest(value, h, mesh)))
 
 
 @torch.no_grad()

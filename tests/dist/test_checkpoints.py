@@ -83,7 +83,7 @@ PAIRS = [("tp_zero3 on 2x2", "tp on 4"), ("tp_zero3 on 2x2", "ddp on 2"), ("tp o
          ("searched on 4", "zero3 on 3"), ("random on 2x2", "tp on 4"), ("ddp on 2", "random on 2x2"),
          ("zero1 on 4", "zero3 on 4"), ("zero1 on 4", "pp2 x zero1"), ("pp2 x zero1", "zero3 on 3"), ("zero3 on 4", "zero1 on 4"), ("zero1 on 4", "tp on 4"),
          ("zero2 on 2", "pp2 x tp, interleaved"), ("pp2 x tp, interleaved", "pp2 x zero1"), ("pp2 x zero3, zbv", "zero2 on 2")]
-FAST = [PAIRS[0], PAIRS[3], PAIRS[7], PAIRS[8]]
+FAST = [PAIRS[0], PAIRS[3], PAIRS[7], PAIRS[8], PAIRS[13]]
 
 
 @pytest.mark.parametrize(("first", "then"), [*FAST, *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in FAST)])

@@ -37,7 +37,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     Raises RunError where the numbers of groups differ.
     """
-    own = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
     if len(own) != len(state["param_groups"]):
         raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
     groups = [{**saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]

@@ -26,8 +26,8 @@ from tests.helpers.verify import subject
 from tests.unit.decisions.test_memory import activations
 
 BATCH, SEQ = 4, 32
-FAST = [("hf-gpt2", "tp_sp", "selective"), ("hf-gpt2", "zero3", "full"), ("hf-gpt2", "single", "selective"), ("hf-t5", "zero3", "full"), ("hf-t5", "tp_sp", "selective"),
-        ("hf-llama-2kv", "tp_sp", "selective"), ("hf-resnet", "single", "full"), ("hf-vit", "tp_sp", "full"), ("hf-neox", "zero3", "selective")]
+FAST = [("hf-gpt2", "tp_sp", "selective"), ("hf-t5", "zero3", "full"), ("hf-gpt2", "single", "selective"), ("hf-llama-2kv", "tp_sp", "selective"),
+        ("hf-resnet", "single", "full"), ("hf-vit", "tp_sp", "full"), ("hf-neox", "zero3", "selective")]
 SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") for level in ("selective", "full", "all")
         if (case := (name, recipe, level)) not in FAST]
 

@@ -19,6 +19,7 @@ from tests.helpers.export import export_graph
 from tests.helpers.tiny import TINY
 
 ONLY_BATCH = ("hf-bert", "recommender", "mlp")  # they have no sequence, or a fixed one
+FAST = ("gpt", "moe", "cnn", "recommender", "hf-t5", "hf-mixtral", "hf-resnet")  # every kind of operator; dist/test_verify.py plans and emits all models
 
 
 def graph(name: str, train: bool):
@@ -38,7 +39,7 @@ def graph(name: str, train: bool):
         return run(export_graph(loaded.model, loaded.args, dict(loaded.kwargs), names | dict(kwargs)), NORMALIZE)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY if name not in FAST)])
 def test_every_call_has_a_row_and_most_can_be_split(name):
     gm = graph(name, train=True)
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem and facts.tensors(n)]

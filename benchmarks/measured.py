@@ -1,11 +1,14 @@
 """Predicted against measured step times of emitted modules on local gloo ranks.
 
-    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 20] [--json FILE]
+    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 20] [--cpu-time] [--json FILE]
 
 Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and runs all of them in turns on the same
 ranks, one step of each per round. Calibration and rounds take turns too, `passes` times, so that both see the machine as it is all the while; medians count: the
 constants are fitted to the median of each of the calibration's own measurements, never to a plan. The plans were made on the first pass; they are priced by
 the search and simulated with the constants of all passes. A plan that the search would make in another way with these has no price.
+
+With --cpu-time both the calibration and the steps count what the ranks compute, over the cores, and not the time on the wall: other work of the machine is no part of
+that. What it cannot see is waiting with idle cores, as in the bubbles of pipelines.
 """
 
 from __future__ import annotations
@@ -15,19 +18,18 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 
 import autopar
 from autopar.bundle import Bundle
-from autopar.calibrate import fitted, here, middle, taken
+from autopar.calibrate import Clock, cores_here, fitted, here, middle, taken
 from autopar.cluster import Cluster
 from autopar.runtime.launch import Ranks
 from autopar.simulate import simulate
@@ -98,20 +100,20 @@ def prepare(bundles: Sequence[Bundle], batches: Sequence[dict[str, Any]]) -> Non
     run(WARM)
 
 
-def run(rounds: int) -> list[list[float]]:
-    """On each rank: seconds of every round of every plan, the slowest rank's."""
+def run(rounds: int, cores: int = 0) -> list[list[float]]:
+    """On each rank: seconds of every round of every plan, the slowest rank's, or what all ranks compute over `cores`."""
     found: list[list[float]] = [[] for _ in _PLANS]
+    clock = Clock("cpu", cores=cores)
     for _ in range(rounds):
-        for seconds, (module, optimizer, batch) in zip(found, _PLANS, strict=True):
-            dist.barrier()
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            module.train_step(*batch)
-            optimizer.step()
-            took = torch.tensor([time.perf_counter() - begin])
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            seconds.append(float(took))
+        for seconds, made in zip(found, _PLANS, strict=True):
+            seconds.append(clock.runs_s(partial(_step, *made)))
     return found
+
+
+def _step(module: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    optimizer.zero_grad()
+    module.train_step(*batch)
+    optimizer.step()
 
 
 def _prepared(bundle: Bundle, batch: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, Any]:
@@ -132,20 +134,20 @@ def planned(case: Case, cluster: Cluster) -> tuple[Any, dict[str, Any]]:
     return compiled, dict(zip(compiled.captured.input_names, batch, strict=True))
 
 
-def measure(cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds: float) -> tuple[list[Row], Cluster]:
+def measure(cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds: float, cores: int = 0) -> tuple[list[Row], Cluster]:
     """Calibrate, plan and run `cases` in turns; then predict them."""
     base, sizes, samples, times = here("cpu"), (1, ranks), [], [list[float]() for _ in cases]
     plans: list[tuple[Any, dict[str, Any]]] = []
     with Ranks(ranks) as team:
         for number in range(passes):
             say(f"pass {number + 1} of {passes}: calibrating")
-            samples.append(taken(lambda job, clock: team.run(job, clock)[0], base, sizes, seconds, lambda *_: None))
+            samples.append(taken(lambda job, clock: team.run(job, clock)[0], base, sizes, seconds, lambda *_: None, cores))
             if not plans:
                 cluster = fitted(base, sizes, samples[0]).cluster
                 plans = [said(planned, case, cluster) for case in cases]
                 team.run(prepare, [compiled.bundle for compiled, _ in plans], [batch for _, batch in plans])
             say(f"pass {number + 1} of {passes}: running")
-            for all_s, more in zip(times, team.run(run, rounds)[0], strict=True):
+            for all_s, more in zip(times, team.run(run, rounds, cores)[0], strict=True):
                 all_s += more
     cluster = fitted(base, sizes, middle(samples)).cluster
     return [row(case, compiled, cluster, took) for case, (compiled, _), took in zip(cases, plans, times, strict=True)], cluster
@@ -201,9 +203,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each pass")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each pass of the calibration")
     parser.add_argument("--json", metavar="FILE", help="write rows and cluster here as well")
+    parser.add_argument("--cpu-time", action="store_true", help="count what ranks compute, over the cores, not the time on the wall: for a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, cluster = measure(CASES, options.ranks, options.passes, options.rounds, options.seconds)
+    rows, cluster = measure(CASES, options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
     show(rows)
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n")

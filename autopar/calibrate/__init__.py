@@ -15,9 +15,10 @@ What is not measured (the memory's usable share, a GPU's peak) comes from the pr
 
 from __future__ import annotations
 
+from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fit, Fits
-from autopar.calibrate.run import Calibration, calibrate, fitted, here, middle, taken
+from autopar.calibrate.run import Calibration, calibrate, cores_here, fitted, here, middle, taken
 from autopar.calibrate.samples import Rejected, Sample
 from autopar.calibrate.write import write
 
-__all__ = ["Calibration", "Fit", "Fits", "Rejected", "Sample", "calibrate", "fitted", "here", "middle", "taken", "write"]
+__all__ = ["Calibration", "Clock", "Fit", "Fits", "Rejected", "Sample", "calibrate", "cores_here", "fitted", "here", "middle", "taken", "write"]

@@ -17,18 +17,23 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`window_s` is how long something is repeated, `repeats` how often that is done; the median counts. `kind`: "cpu" or "cuda"."""
+    """`window_s` is how long something is repeated, `repeats` how often that is done; the median counts. `kind`: "cpu" or "cuda".
+
+    With `cores` seconds are not those of the wall but those that all ranks spend computing, over so many cores: what something takes on a
+    CPU that does nothing else and never waits, measured while it does have other work.
+    """
 
     kind: str
     window_s: float = 0.06
     repeats: int = 4
+    cores: int = 0
 
     def apart_s(self, run: Callable[[], object]) -> float:
         """Seconds of one `run` that talks to nobody: the median over windows, then the mean over ranks."""
         run()
         mean = torch.tensor([statistics.median(self._window(run) for _ in range(self.repeats))], dtype=torch.float64, device=self.kind)
         dist.all_reduce(mean)
-        return float(mean) / dist.get_world_size()
+        return float(mean) / (self.cores or dist.get_world_size())
 
     def alone_s(self, run: Callable[[], object]) -> float:
         """Seconds of one `run` on the first rank while all others wait; told to all."""
@@ -48,29 +53,34 @@ class Clock:
         """Seconds of one `run` in which ranks wait for each other: as many on all, the slowest rank counts."""
         run()
         count = 2
-        count = max(2, min(1000, int(self.window_s / max(self._runs(run, count), 1e-7))))
-        return statistics.median(self._runs(run, count) for _ in range(self.repeats))
+        count = max(2, min(1000, int(self.window_s / max(self.runs_s(run, count), 1e-7))))
+        return statistics.median(self.runs_s(run, count) for _ in range(self.repeats))
 
     def _window(self, run: Callable[[], object]) -> float:
         self._meet()
-        begin, count, until = time.perf_counter(), 0, 0.0
+        begin, count, until = self._now(), 0, 0.0
         while until < self.window_s:
             run()
             count += 1
             if self.kind == "cpu" or count % 16 == 0:  # a GPU must not be asked for more than it does meanwhile
                 self._done()
-                until = time.perf_counter() - begin
+                until = self._now() - begin
         return until / count
 
-    def _runs(self, run: Callable[[], object], count: int) -> float:
+    def runs_s(self, run: Callable[[], object], count: int = 1) -> float:
+        """Seconds of one of `count` runs in a row on the slowest rank, or of all ranks over the cores."""
         self._meet()
-        begin = time.perf_counter()
+        begin = self._now()
         for _ in range(count):
             run()
         self._done()
-        slowest = torch.tensor([(time.perf_counter() - begin) / count], dtype=torch.float64, device=self.kind)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest)
+        took = torch.tensor([(self._now() - begin) / count], dtype=torch.float64, device=self.kind)
+        dist.all_reduce(took, dist.ReduceOp.SUM if self.cores else dist.ReduceOp.MAX)
+        return float(took) / (self.cores or 1)
+
+    def _now(self) -> float:
+        """Seconds of the clock in use; those of a process are of all its threads."""
+        return time.process_time() if self.cores else time.perf_counter()
 
     def _meet(self) -> None:
         self._done()

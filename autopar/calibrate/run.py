@@ -78,9 +78,9 @@ def measure(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, p
     return fitted(base, sizes, taken(team, base, sizes, seconds, progress))
 
 
-def taken(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress) -> list[tuple[int, Sample]]:
-    """All samples of one calibration, each with its level (-1: of a device)."""
-    clock = Clock(base.device.kind, window_s=WINDOW * seconds)
+def taken(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress, cores: int = 0) -> list[tuple[int, Sample]]:
+    """All samples of one calibration, each with its level (-1: of a device); `cores` as Clock has it."""
+    clock = Clock(base.device.kind, window_s=WINDOW * seconds, cores=cores)
     jobs = _jobs(base.device, sizes)
     samples: list[tuple[int, Sample]] = []
     for number, (what, level, job) in enumerate(jobs):
@@ -112,7 +112,7 @@ def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
 def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, Sample]], date: str = "") -> Calibration:
     """The cluster that explains `samples` (level or -1, sample) best; `date` (today) goes into the sources."""
     kind, ranks, date = base.device.kind, math.prod(sizes), date or datetime.date.today().isoformat()
-    how = f"gloo, {ranks} ranks of 1 thread on {_cores()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
+    how = f"gloo, {ranks} ranks of 1 thread on {cores_here()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
     source = f"measured {date}, torch {torch.__version__}, {how}"
     device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0], ranks)
     device = dataclasses.replace(device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)})
@@ -154,7 +154,8 @@ def _memory(device: Device, sizes: tuple[int, int]) -> dict[str, Any]:
     return {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sizes[1]}
 
 
-def _cores() -> int:
+def cores_here() -> int:
+    """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,0 +1,26 @@
+"""The clock of a calibration on real ranks: windows, runs in common, and what ranks compute however much else the machine does."""
+
+from __future__ import annotations
+
+import time
+
+from autopar.calibrate.clock import Clock
+from autopar.runtime.launch import launch
+
+
+def _measured() -> dict[str, float]:
+    def work() -> int:
+        return sum(range(20000))
+
+    wall, busy = Clock("cpu", 0.02, 3), Clock("cpu", 0.02, 3, cores=1)
+    return {"apart": wall.apart_s(work), "together": wall.together_s(work), "alone": wall.alone_s(work), "sleep": wall.runs_s(lambda: time.sleep(0.05)),
+            "busy": busy.apart_s(work), "busy together": busy.together_s(work), "busy alone": busy.alone_s(work), "busy sleep": busy.runs_s(lambda: time.sleep(0.05))}
+
+
+def test_seconds_of_the_wall_and_of_what_ranks_compute() -> None:
+    first, second = launch(_measured, 2)
+    assert {name: second[name] for name in first} == first  # all ranks are told the same
+    assert 0 < first["apart"] < 0.5 and 0 < first["together"] < 0.5 and 0 < first["alone"] < 0.5
+    assert first["sleep"] >= 0.05 and first["busy sleep"] < 0.04  # who waits computes nothing
+    assert 1.2 < first["busy"] / first["busy alone"] < 3.5  # two ranks on one core
+    assert first["busy"] > first["apart"] * 0.1

@@ -26,6 +26,7 @@ from autopar.problem.remat import LEVELS, levels, price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe
 from autopar.recipes.free import space, spaces
+from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES, ilp
@@ -128,7 +129,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
-        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
+        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES, *OFFLOADS))}")
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []

@@ -164,6 +164,7 @@ def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str,
     request, ops = planner.request, planner.program.ops
     return Plan(
         model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
+        offload=request.settings.offload,
         hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in mesh.axes),
         mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
         nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),

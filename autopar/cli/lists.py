@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.cli.console import show, write_json
 from autopar.cluster import Cluster, presets
 from autopar.recipes import RECIPES
+from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.report.grid import grid
 from autopar.report.text import gibibytes
@@ -14,6 +15,7 @@ def recipes_command(json: str | None) -> None:
     """List the named strategies."""
     rows = [{"name": r.name, "axes": len(r.roles), "about": r.about} for r in RECIPES.values()]
     rows += [{"name": p.name, "axes": 1 + len(p.roles), "about": p.about} for p in PIPELINES.values()]
+    rows += [{"name": o.name, "axes": len(RECIPES[o.base].roles), "about": o.about} for o in OFFLOADS.values()]
     if write_json(json, rows):
         return
     table = grid("recipes: --recipe NAME", "name", "mesh axes", "what it does")

@@ -89,7 +89,7 @@ def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
 
 def settings(plan: Plan) -> Settings:
     """What a plan was priced for."""
-    return Settings(plan.mode, plan.optimizer, plan.precision)
+    return Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload)
 
 
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:

@@ -41,9 +41,12 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "members": (0, 1 << 20, "a count; 0 is any"),
     "spill_bytes": (0.0, 1e15, "bytes: 1 MiB is 1048576"),
     "spill": (1.0, 1000.0, "a ratio of times, 1 or more"),
+    "host_memory_bytes": (0, 1 << 50, "bytes: 256 GB is 256000000000; 0 where none is known"),
+    "host_link_bytes_s": (0.0, 1e13, "bytes per second: 50 GB/s is 50e9; 0 where none is known"),
+    "host_bandwidth_bytes_s": (0.0, 1e13, "bytes per second: 50 GB/s is 50e9; 0 where none is known"),
     "usable_memory": (1e-3, 1.0, "a share of the memory, over 0 and at most 1"),
 }
-INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members")
+INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members", "host_memory_bytes")
 TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
 

@@ -63,6 +63,7 @@ def _parameter(context: Context, op: Op) -> str:
     own = str(op.out_dtypes[0]).removeprefix("torch.")
     dtype = rests_in(own, context.plan.precision) if op.call.outs[0].grad else own
     leaf += f', compute="{own}"' if dtype != own else ""
+    leaf += ", host=True" if context.plan.offload and op.role == "param" and op.node.meta.get("requires_grad", True) else ""
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"

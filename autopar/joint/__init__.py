@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from autopar import onestage
+from autopar.codegen.edges import options
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.explore import CLOSE, Explorer
@@ -23,6 +24,10 @@ from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
+from autopar.problem.graph import read
+from autopar.problem.prices import Prices
+from autopar.recipes import offload as offloads
+from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 
@@ -32,7 +37,21 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
+    if request.recipe in OFFLOADS:
+        return _offloaded(gm, hints, request, **about)
     return best(Inner(gm, hints, request), **about)
+
+
+def _offloaded(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
+    """The plan of a recipe that rests on the host. Raises InfeasibleError where device or host is too small."""
+    offload, settings = OFFLOADS[str(request.recipe)], replace(request.settings, offload=True)
+    offloads.checked(offload.name, request.cluster, settings)
+    made = replace(best(Inner(gm, hints, replace(request, recipe=offload.base, settings=settings)), **about), strategy=offload.name)
+    prices = Prices(request.cluster.mesh(made.mesh), request.cluster.device, settings)
+    program = read(gm, hints, training=True, device=request.cluster.device.kind)
+    host_bytes = sum(prices.host_bytes(op, options(made.nodes[op.name])) for op in program.ops.values() if op.role == "param")
+    offloads.fits(offload.name, host_bytes, request.cluster)
+    return replace(made, notes=(*made.notes, f"parameters, gradients and optimizer state rest on the host: {host_bytes / 2**30:.3g} GiB for each device"))
 
 
 def best(inner: Inner, **about: Any) -> Plan:

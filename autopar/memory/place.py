@@ -171,6 +171,8 @@ class Holding:
     def update_bytes(self) -> float:
         """torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
         _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
+        if self.shares.plan.offload:
+            return 0.0  # on the host
         return (2.0 if OPTIMIZERS[self.shares.plan.optimizer] > 1 else 0.0) * largest_state(self.shares, self.views)
 
     def _when(self, peak: Moment) -> str:

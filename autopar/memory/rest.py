@@ -43,7 +43,7 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
         rest = shares.elements(op.call.outs[0].sizes, lies.rest)
         held = parameter_bytes(rest * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
                                optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad,
-                               leaf=numel * count if lies.gathered else None)
+                               leaf=numel * count if lies.gathered else None, offload=plan.offload)
         if lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
             held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
         for kind, nbytes in asdict(held).items():

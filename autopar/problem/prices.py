@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
-from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in
+from autopar.cost.memory import OPTIMIZERS, ParameterBytes, itemsize, parameter_bytes, rests_in
 from autopar.layout import Layout, fraction, most_elements
 from autopar.problem.between import Between, routes_on
 from autopar.problem.graph import Op
@@ -168,10 +168,25 @@ class Prices:
         held = self._held(op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
+        if self.settings.offload:
+            return self._host_update_s(op, held.gradients)
         rests = held.master or held.weights
         moved = 2 * (rests + held.optimizer) + held.gradients + self._cast_bytes(op, rests)
         moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
         return moved_s + self.device.update_s * op.count
+
+    def _host_update_s(self, op: Op, rests: float) -> float:
+        """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed with is cast and comes back."""
+        state = rests * OPTIMIZERS[self.settings.optimizer]
+        back = rests * op.out_dtypes[0].itemsize / itemsize(self._rest_dtype(op))
+        passed_s = (2 * (rests + state) + rests + self._cast_bytes(op, rests)) / self.device.host_bandwidth_bytes_s
+        return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count
+
+    def host_bytes(self, op: Op, options: Sequence[Option]) -> float:
+        """Bytes in the memory of the host for one parameter, all its instances: what rests, its gradient, the optimizer's state."""
+        if op.role != "param" or not self.settings.offload:
+            return 0.0
+        return self._held(op, Resting.of(options)).gradients * (2 + OPTIMIZERS[self.settings.optimizer])
 
     def _cast_bytes(self, op: Op, rests: float) -> float:
         """Bytes read and written when what rests is cast to the dtype of the computation."""
@@ -190,7 +205,7 @@ class Prices:
         numel, dtype = self._elements(op, lies.rest) * op.count, str(op.out_dtypes[0]).removeprefix("torch.")
         return parameter_bytes(numel, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
                                training=self.settings.training and op.call.outs[0].grad,
-                               leaf=self._elements(op, lies.leaf) * op.count if lies.gathered else None)
+                               leaf=self._elements(op, lies.leaf) * op.count if lies.gathered else None, offload=self.settings.offload)
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """Bytes that one rank has of a tensor of `size_bytes`."""

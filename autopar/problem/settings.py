@@ -12,6 +12,7 @@ class Settings:
     `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
     (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
+    `offload`: trained parameters rest in the memory of the host, with the optimizer's state, and are updated there.
     """
 
     mode: str = "train"
@@ -21,6 +22,7 @@ class Settings:
     matmul: str = ""
     attention: float = 1.0
     dealt: bool = False
+    offload: bool = False
 
     @property
     def training(self) -> bool:

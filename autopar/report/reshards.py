@@ -46,7 +46,7 @@ class Row:
 def prices_of(plan: Plan) -> Prices:
     """The prices that `plan` was made with."""
     cluster = Cluster.from_dict(dict(plan.cluster))
-    return Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+    return Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
 
 
 def reshards(program: Program, plan: Plan) -> list[Row]:

@@ -53,7 +53,7 @@ def full_state_dict(held: Iterable[Held], aliases: Mapping[str, str], mesh: Mesh
 
 def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
     """The whole tensor of a local part that lies as `h` does (the parameter, its gradient, a moment of the optimizer)."""
-    out = relayout(local.detach(), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
+    out = relayout(local.detach().to(mesh.device), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
     return out.clone() if out.data_ptr() == local.data_ptr() else out
 
 
@@ -64,7 +64,7 @@ def plain(layout: Layout) -> Layout:
 
 def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
     """A local part as a DTensor in original order, for a parameter at rest in sections."""
-    moved = relayout(local.detach(), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
+    moved = relayout(local.detach().to(mesh.device), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
     return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
 
 
@@ -95,7 +95,7 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     if not isinstance(value, DTensor):
         if tuple(value.shape) != h.info.shape:
             return value  # load_state_dict reports it with all the others
-        local = own(value, h.info.entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
+        local = own(value, h.info.entries, mesh.sizes, mesh.coord).contiguous().to(h.local.device)
     elif h.info.sectioned:
         wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh)
         assert isinstance(wanted, DTensor), "a mesh with DTensor parameters has a device mesh"

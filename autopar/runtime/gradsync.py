@@ -258,7 +258,7 @@ def _grad(held: Held) -> Tensor:
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
     """Add to `param.grad`, in memory as the parameter lies: fused optimizers read both as flat arrays without looking at strides."""
     param, local = held.tensor, held.local
-    for grad in grads:
+    for grad in (grad.to(local.device) for grad in grads):
         if param.grad is None:
             param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:

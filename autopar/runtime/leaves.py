@@ -90,7 +90,7 @@ class Leaves:
             self.begun += 1
             if bucket.steps:
                 with torch.no_grad():
-                    bucket.finish = start(bucket.steps, [h.local.detach().to(h.leaf.dtype) for h in bucket.members], [h.info.shape for h in bucket.members], self.mesh)
+                    bucket.finish = start(bucket.steps, [h.on_device(h.leaf.dtype) for h in bucket.members], [h.info.shape for h in bucket.members], self.mesh)
                 self._count(bucket)
 
     def _count(self, bucket: _Bucket) -> None:
@@ -104,7 +104,7 @@ class Leaves:
             bucket.finish = None
         else:
             with torch.no_grad():
-                wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.local.detach().to(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
+                wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
         for held, whole in zip(bucket.members, wholes, strict=True):
             held.fill(partial(_copy, whole))
 

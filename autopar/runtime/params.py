@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar._torch import keeping_version, local_of
+from autopar._torch import keeping_version, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, parse, sections_of
 from autopar.runtime.mesh import Mesh
@@ -31,7 +31,8 @@ class Param:
     `leaf`: the layout that the forward reads, where that is another one ("": as it rests): whole on axes on which it rests cut. The
     leaf is gathered once per step, and its gradient, partial on these axes, is scattered back; `each`: after every microbatch.
     `compute`: the dtype of the leaf, where that is another one; gradients add up, are summed and kept in `dtype`.
-    `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
+    `host`: it rests in the memory of the host (pinned, where the mesh is of accelerators), with its gradient, so that an optimizer steps there;
+    the leaf is on the device. `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
     gradient. `persistent`: whether a buffer belongs to the state dict.
     """
 
@@ -44,6 +45,7 @@ class Param:
     leaf: str = ""
     each: bool = False
     compute: str = ""
+    host: bool = False
 
     @property
     def entries(self) -> Layout:
@@ -58,7 +60,7 @@ class Param:
     @property
     def apart(self) -> bool:
         """Whether the leaf is another tensor than what rests."""
-        return bool(self.compute) or self.leaf_entries != self.entries
+        return self.host or bool(self.compute) or self.leaf_entries != self.entries
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -120,7 +122,7 @@ class Held:
     def stale(self) -> bool:
         """Whether the registered tensor no longer is the one that `leaf` is made of (moved, cast, frozen, replaced)."""
         local, leaf = self.local, self.leaf
-        same = leaf.device == local.device if self.info.apart else local.data_ptr() == leaf.data_ptr()
+        same = self.info.host or leaf.device == local.device if self.info.apart else local.data_ptr() == leaf.data_ptr()
         return not same or leaf.dtype != self._computes_in or leaf.requires_grad != self.tensor.requires_grad
 
     @property
@@ -131,12 +133,17 @@ class Held:
     def renew(self, mesh: Mesh) -> None:
         """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the readers."""
         local = self.local
-        leaf = local.new_empty(self.info.leaf_shape(mesh), dtype=self._computes_in) if self.info.apart else local.detach()
+        where = mesh.device if self.info.host else local.device
+        leaf = torch.empty(self.info.leaf_shape(mesh), dtype=self._computes_in, device=where) if self.info.apart else local.detach()
         self.leaf, self.version = leaf.requires_grad_(self.tensor.requires_grad), ()
         if leaf.requires_grad and leaf.dtype != local.dtype:
             leaf.grad_dtype = local.dtype  # autograd casts each gradient before it adds it
         for table, key in self.readers:
             table[key] = self.leaf
+
+    def on_device(self, dtype: torch.dtype) -> Tensor:
+        """What rests, in another dtype, on the device of the leaf."""
+        return self.local.detach().to(dtype).to(self.leaf.device, non_blocking=True)
 
     def fill(self, make: Callable[[Tensor], None]) -> None:
         """Let `make` write the leaf. Where the registered tensor is unchanged since, it writes what is there, and graphs that keep the
@@ -172,13 +179,17 @@ def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh
     if mesh.device_mesh is None:
         return local
     stride = torch.empty(shape, device="meta").stride()
+    if local.device.type != mesh.device_type:  # from_local would bring it to the device
+        like = DTensor.from_local(local.new_empty(0, device=mesh.device), mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+        return wrap_like(local, like)
     return DTensor.from_local(local, mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
     """A parameter or buffer with uninitialised content. Buffers that rest whole are plain tensors."""
     try:
-        local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device=mesh.device)
+        local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device="cpu" if info.host else mesh.device,
+                            pin_memory=info.host and mesh.device.type == "cuda")
     except IndexError as error:
         raise RunError(f"{name}: layout {info.layout} does not belong to {mesh}") from error
     if buffer:

@@ -43,7 +43,7 @@ class Stages:
         plan = self.plan
         self.line: MeshAxis | None = self.cluster.mesh((plan.places, *plan.mesh)).axes[0] if plan.places > 1 else None
         self.mesh: Mesh = self.cluster.place_mesh(plan.places, plan.mesh)
-        self.pieces = Pieces(self.mesh, self.cluster.device, Settings(plan.mode, plan.optimizer, plan.precision))
+        self.pieces = Pieces(self.mesh, self.cluster.device, Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
         self.edges: Edges = edges(self.program, plan)
         self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (whole(self.program),)
         schedule = SCHEDULES.get(plan.schedule)

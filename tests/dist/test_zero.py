@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar import joint
 from autopar._torch import local_of
+from autopar.cluster import Cluster
 from autopar.codegen.edges import Pair
 from autopar.errors import InfeasibleError, RunError
 from autopar.layout import most_elements
 from autopar.plan import Plan
+from autopar.problem.settings import Settings
 from autopar.recipes import roles
-from autopar.runtime import ShardedModule, count
+from autopar.request import Request
+from autopar.runtime import Mesh, Param, ShardedModule, count
 from autopar.verify import Report
 from autopar.verify.reference import trainable
 from autopar.verify.step import Light
@@ -79,6 +84,21 @@ def test_pipelines_equal_one_device(name: str, sizes: Sizes, used: tuple[roles.R
                                     virtual: int) -> None:
     who = subject(name)
     _right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
+
+
+def offloaded(who: Subject, sizes: Sizes) -> Plan:
+    """zero_offload, planned as users do."""
+    request = Request(Cluster.parse(f"cpu:1x{sizes[0]}"), Settings(who.mode), recipe="zero_offload", mesh=sizes, time_limit_s=20.0)
+    return joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-llama", (2,), marks=pytest.mark.slow)])
+def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Sizes) -> None:
+    who = subject(name)
+    made = offloaded(who, sizes)
+    assert made.offload and made.strategy == "zero_offload" and Plan.from_json(made.to_json()) == made
+    assert "host=True" in who.case(made).source()
+    _right(who.verified(made))
 
 
 def test_plans_say_when_gradients_are_scattered() -> None:
@@ -167,6 +187,7 @@ LIVES: dict[str, Callable[[Subject], Plan]] = {
     "zero1": lambda who: by_recipe(who, (4,), "zero1"),
     "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
     "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
+    "zero_offload": lambda who: offloaded(who, (4,)),
     "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
 }
 
@@ -241,3 +262,31 @@ def test_what_a_rank_holds_and_how_often_it_talks() -> None:
         longest = sum(min(most_elements(tuple(p.shape), (f"S{d}",), (4,)) for d in range(p.dim())) for p in params)
         assert 8 * (whole + 2 * whole / 4) * 0.99 < held < 8 * (whole + 2 * longest) * 1.02
         assert kinds == {"all_gather": len(params), "reduce_scatter": len(params)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_an_accelerator_what_rests_is_pinned_on_the_host() -> None:
+    """One device: the leaf is there, the parameter and its gradient are not, and a step is that of the CPU."""
+    class Model(ShardedModule):
+        MESH = Mesh((1,), ("x",), "cuda")
+        INPUTS: ClassVar = {"x": "R"}
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS: ClassVar = {"w": Param((8, 4), "float32", "R", host=True)}
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (torch.nn.functional.linear(x, self.w["w"]).square().sum(),)
+
+    weight, x = torch.randn(8, 4), torch.randn(3, 4)
+    alone = weight.clone().requires_grad_()
+    model = Model().load_full({"w": weight})
+    held = dict(model.named_parameters())["w"]
+    for _ in range(2):
+        torch.nn.functional.linear(x, alone).square().sum().backward()
+        model.train_step(x.cuda())
+        assert held.grad is not None and local_of(held).is_pinned() and local_of(held.grad).device.type == "cpu" and model.w["w"].is_cuda
+        torch.testing.assert_close(local_of(held.grad), alone.grad, rtol=1e-4, atol=1e-4)
+        for parameter in (held, alone):
+            torch.optim.AdamW([parameter], lr=1e-2).step()
+            parameter.grad = None
+    torch.testing.assert_close(local_of(held).detach(), alone.detach(), rtol=1e-4, atol=1e-4)

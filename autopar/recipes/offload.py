@@ -1,0 +1,45 @@
+"""Named strategies whose trained parameters rest on the host: another recipe, with the optimizer's step there (ZeRO-Offload)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.problem.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """`base` is the recipe that says how parameters lie; `about` is one line for users."""
+
+    name: str
+    base: str
+    about: str
+
+
+_TABLE = (
+    Offload("zero_offload", "zero1", "ZeRO-1 with float32 parameters and optimizer state in the memory of the host, where the optimizer steps"),
+)
+
+OFFLOADS: dict[str, Offload] = {offload.name: offload for offload in _TABLE}
+
+
+def checked(name: str, cluster: Cluster, settings: Settings) -> None:
+    """Raise PlanError where nothing is trained, or where the cluster does not say what its hosts have."""
+    device = cluster.device
+    if not settings.training:
+        raise PlanError(f"recipe {name} puts the state of an optimizer on the host, and mode {settings.mode} has none; use another recipe")
+    known = {key: getattr(device, key) for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s")}
+    missing = [key for key, value in known.items() if not value]
+    if missing:
+        raise PlanError(f"recipe {name} needs to know the hosts of {cluster.label}, whose device says nothing of {', '.join(missing)}: give them in a "
+                        "cluster file (docs/clusters.md)")
+
+
+def fits(name: str, host_bytes: float, cluster: Cluster) -> None:
+    """Raise InfeasibleError where the host has less than `host_bytes` for each device."""
+    there = cluster.device.host_memory_bytes
+    if host_bytes > there:
+        raise InfeasibleError(f"recipe {name} needs {host_bytes / 2**30:.2f} GiB of the host for each device, {there / 2**30:.2f} GiB are there: use "
+                              "more devices, or keep optimizer state on disk (autopar.runtime.disk_state)", missing_bytes=host_bytes - there)

@@ -1,0 +1,47 @@
+"""Parameters and optimizer state on the host: less memory, priced copies and a priced step, refused where hosts are not known or too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar import joint
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.plan import Plan
+from autopar.problem.settings import Settings
+from autopar.request import Request
+from autopar.simulate import simulate
+from tests.helpers.planned import BATCH, graph
+
+CLUSTER = Cluster.parse("cpu:1x4")
+
+
+def _planned(recipe: str, cluster: Cluster = CLUSTER, mode: str = "train") -> Plan:
+    return joint.plan(graph(), {"b": BATCH}, Request(cluster, Settings(mode), recipe=recipe, time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+
+
+def _with(**host: float) -> Cluster:
+    return replace(CLUSTER, device=replace(CLUSTER.device, **host))
+
+
+def test_the_device_keeps_weights_and_gradients_and_the_step_pays_for_the_host() -> None:
+    plain, made = _planned("zero1"), _planned("zero_offload")
+    assert made.offload and not plain.offload and made.strategy == "zero_offload" and "rest on the host" in made.notes[-1]
+    assert made.predicted.memory_bytes < plain.predicted.memory_bytes
+    later_s = simulate(graph(), made).step_s - simulate(graph(), plain).step_s
+    assert later_s == pytest.approx(made.predicted.step_s - plain.predicted.step_s, rel=0.01) and later_s > 0
+    slower = _planned("zero_offload", _with(host_link_bytes_s=1e8))
+    elements = 4 * (2 * 512 + 512 * 2048 * 2 + 2048 + 512) + 512 * 8 + 8
+    more_s = 2 * 4 * elements / 4 * (1 / 1e8 - 1 / CLUSTER.device.host_link_bytes_s)  # a quarter of all gradients down, of all parameters up
+    assert slower.predicted.step_s - made.predicted.step_s == pytest.approx(more_s, rel=0.01)
+
+
+def test_what_is_not_known_or_too_small_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"needs to know the hosts of .*host_memory_bytes"):
+        _planned("zero_offload", _with(host_memory_bytes=0))
+    with pytest.raises(InfeasibleError, match=r"zero_offload needs 0\.03 GiB of the host for each device, 0\.01 GiB are there"):
+        _planned("zero_offload", _with(host_memory_bytes=10_000_000))
+    with pytest.raises(PlanError, match="mode inference has none"):
+        _planned("zero_offload", mode="inference")

@@ -62,7 +62,7 @@ EVERYWHERE = ("megatron", "tp", "naive_mp", "gpipe", "1f1b", "interleaved", "zer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "where"), [*((recipe, where) for where in (CPU, GPUS) for recipe in EVERYWHERE), ("ddp", GPUS), ("3d", GPUS)])
+@pytest.mark.parametrize(("recipe", "where"), [*((recipe, where) for where in (CPU, GPUS) for recipe in EVERYWHERE), ("ddp", GPUS), ("zero3", GPUS), ("3d", GPUS)])
 def test_gpt2(recipe: str, where: tuple[str, int, int, str]) -> None:
     cluster, batch, seq, precision = where
     captured = _gpt2(seq, batch, getattr(torch, precision))

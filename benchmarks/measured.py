@@ -1,6 +1,6 @@
 """Predicted against measured step times of emitted modules on local gloo ranks.
 
-    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 20] [--cpu-time] [--json FILE]
+    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 15] [--cpu-time] [--json FILE]
 
 Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and runs all of them in turns on the same
 ranks, one step of each per round. Calibration and rounds take turns too, `passes` times, so that both see the machine as it is all the while; medians count: the
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="of each pass")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each pass of the calibration")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each pass of the calibration")
     parser.add_argument("--json", metavar="FILE", help="write rows and cluster here as well")
     parser.add_argument("--cpu-time", action="store_true", help="count what ranks compute, over the cores, not the time on the wall: for a busy machine")
     options = parser.parse_args()

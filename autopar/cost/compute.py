@@ -12,7 +12,7 @@ tiles of output that one multiprocessor works on at a time (TILES) and over cuts
     reuse   area / (area + reuse (width + height))                small tiles read more for each multiplication
     depth   k / (k + tile / 2)                                    filling and draining the pipeline of one tile
 
-Rows of 16-bit operands that do not start at multiples of 16 bytes are read element by element, at UNALIGNED of the rate.
+On accelerators rows of operands that do not start at multiples of 16 bytes are read element by element, at UNALIGNED of the rate.
 The best shapes that were measured fill whole waves: 1024 x 10240 on 108 multiprocessors is 2.96 waves of 256 x 128, 2048 x 2048
 on 132 is 0.97, 1792 x 16128 on 148 is 2.98 of 256 x 256. No operator gets faster when it grows.
 """

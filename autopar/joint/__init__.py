@@ -91,8 +91,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
         walks.append(walk)
         found = walk.run()
         why += walk.why[:3]
-        tried += [Alternative(space.name, (shape.places, *shape.mesh), f.step_s, f.memory_bytes) for shape, f in walk.fit.items()]
-        tried += [] if walk.fit else [Alternative(space.name, (inner.request.cluster.devices,), None, None, walk.reason)]
+        tried += _rows(walk)
         if found is not None and found.step_s < known_s * (1 - CLOSE):
             best, known_s = found, found.step_s
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
@@ -103,6 +102,17 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
                               + ("; ".join(why[-3:]) or f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
     return _finished(inner, best, flat, tried, bound_s, about)
+
+
+def _rows(walk: Explorer) -> list[Alternative]:
+    """What a walk came to: for each number of places the best that was found, or why there is nothing."""
+    best: dict[int, Found] = {}
+    for shape, found in walk.fit.items():
+        if shape.places not in best or found.step_s < best[shape.places].step_s:
+            best[shape.places] = found
+    if not best:
+        return [Alternative(walk.space.name, (walk.inner.request.cluster.devices,), None, None, walk.reason)]
+    return [Alternative(walk.space.name, (*((f.shape.places,) if f.shape.places > 1 else ()), *f.shape.mesh), f.step_s, f.memory_bytes) for f in best.values()]
 
 
 def _bound_s(inner: Inner, flat: Plan | None) -> float:

@@ -70,11 +70,9 @@ class Explorer:
     @property
     def reason(self) -> str:
         """Why there is no answer."""
-        if self.why:
-            return self.why[0]
         if not self.floors:
-            return "no shape of the cluster that its weights fit on"
-        return f"no shape can be faster than {min(self.floors.values()):.4g} s" if not self.found else "all shapes are slower"
+            return "its weights fit on no shape of the cluster"
+        return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {self.known_s:.4g} s"
 
     @property
     def least_s(self) -> float:

@@ -99,7 +99,8 @@ class _Shard:
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
         turned = BACKWARD if direction and any(op.weight) else 1.0
-        aligned = 1.0 if all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k)) else UNALIGNED
+        whole_rows = device.kind == "cpu" or all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k))
+        aligned = 1.0 if whole_rows else UNALIGNED
         return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
 
     def _moved(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -88,12 +89,16 @@ def kinds(nodes: Mapping[str, NodePlan]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+WHY = 72
+"""Characters of a reason in a table; all of it is in the plan."""
+
+
 def _alternatives(plan: Plan) -> Table:
     table = grid("recipes priced", "recipe", "mesh", "step", "x chosen", "memory", "")
     best = plan.predicted.step_s
     for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
         ratio = "-" if other.step_s is None or best <= 0 else f"{other.step_s / best:.2f}"
-        note = "does not fit" if other.step_s is None else "chosen" if _is(other, plan) else ""
+        note = shorten(other.why or "does not fit", WHY) if other.step_s is None else "chosen" if _is(other, plan) else ""
         table.add_row(other.name, times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
     return table
 

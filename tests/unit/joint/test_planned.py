@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -11,8 +12,9 @@ from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import staged
+from autopar.joint.explore import Explorer
 from autopar.joint.inner import Inner
-from autopar.joint.spaces import SEARCH
+from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
@@ -41,7 +43,9 @@ def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
 def test_stages_where_nothing_else_fits() -> None:
     """With an eighth more memory than the thriftiest named pipeline keeps the plan is a pipeline, and right; with far less there is none."""
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
-    needed = min(other.memory_bytes or 1e18 for name in ("1f1b", "3d", "pp_zero3") for other in _planned(who, base, name, 64).alternatives)
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(base, Settings("train")))
+    walks = [Explorer(inner, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60) for name in ("1f1b", "3d", "pp_zero3")]
+    needed = min(found.memory_bytes for walk in walks if walk.run() for found in walk.fit.values())
     made = _planned(who, _with_memory(base, 1.12 * needed), None, 64)
     assert made.pipelined and made.predicted.memory_bytes <= 1.12 * needed
     report = who.verified(made, 64)

@@ -143,6 +143,13 @@ def cutters(layout: Layout, dim: int) -> tuple[int, ...]:
 
 
 @cache
+def crowded(layout: Layout) -> tuple[int, ...]:
+    """The tensor dims that several axes cut."""
+    dims = [dim_of(e) for e in layout if is_shard(e)]
+    return tuple(sorted({dim for dim in dims if dims.count(dim) > 1}))
+
+
+@cache
 def consistent(layout: Layout) -> bool:
     """Whether all the axes that cut one dim agree on its sections (otherwise no rank order describes the pieces)."""
     found: dict[int, tuple[int, ...]] = {}

@@ -97,7 +97,7 @@ class Explorer:
         while (at := self._promising()) is not None:
             self.expanded.add(at)
             for shape in neighbours(at, shapes):
-                self.visit(shape)
+                self.visit(shape, NEARER)
 
     def _polish(self, found: Found) -> None:
         """Solve the best shape to the end, and lay it out as it runs. Where less than the glance promised comes of it, what was beaten by
@@ -132,7 +132,7 @@ class Explorer:
         """Visit `shape`, and the same with fewer and fewer microbatches while that gets better."""
         before_s = math.inf
         while True:
-            self.visit(shape)
+            self.visit(shape, self._near)
             here_s = self._reached_s(shape)
             fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
             if here_s >= before_s or not fewer:
@@ -147,14 +147,14 @@ class Explorer:
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def visit(self, shape: Shape) -> None:
-        """Price one shape, once, if it can be better than what is known."""
+    def visit(self, shape: Shape, near: float) -> None:
+        """Price one shape, once, if it can be better than what is known; no further than to see that it takes `near` times that."""
         if shape in self.found or self._late() or self.floors[shape] > self.least_s * (1 - CLOSE):
             return
         self.inner.request.say(f"{self.space.name}: {shape}")
         self.found[shape] = None
         try:
-            self.found[shape] = self.pricing.glance(shape, self.least_s * self._near)
+            self.found[shape] = self.pricing.glance(shape, self.least_s * near)
         except Beaten:
             self.beaten.add(shape)
         except InfeasibleError as error:
@@ -166,7 +166,7 @@ class Explorer:
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 
-NEAR, NEARER = 1.2, 1.05  # neighbours of what is this close to the best are visited; of many shapes, only of the nearer
+NEAR, NEARER = 1.2, 1.05  # neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the nearer
 MANY = 100
 FEW = 32  # so many shapes are all visited
 

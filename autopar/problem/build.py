@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.layout import cutters, fits
+from autopar.layout import crowded, fits
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
@@ -122,19 +122,19 @@ def fits_together(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bo
             return False
         if op.role == "op" and not agree(options):
             return False
+        uses = [(*option.ins, *option.outs) for option in options]
         for index, tensor in enumerate(op.tensors):
-            layout = tuple((*j.options[member].ins, *j.options[member].outs)[index].value for j in combo)
-            for dim in range(len(tensor.shape)):
-                if len(cutters(layout, dim)) > 1 and not fits(tensor.sizes, layout, sizes, (dim,)):
-                    return False
+            layout = tuple([each[index].value for each in uses])
+            shared = crowded(layout)
+            if shared and not fits(tensor.sizes, layout, sizes, shared):
+                return False
     return True
 
 
 def _can_rest(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> bool:
     """Whether a parameter can be cut at rest as all axes together say (dims that several cut divide evenly)."""
     lies, shape = Resting.of(options), op.call.outs[0].sizes
-    crowded = [dim for dim in range(len(shape)) if len(cutters(lies.rest, dim)) > 1]
-    return one_cadence(options) and (not lies.gathered or fits(shape, lies.rest, sizes, crowded))
+    return one_cadence(options) and (not lies.gathered or fits(shape, lies.rest, sizes, crowded(lies.rest)))
 
 
 def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, prices: Prices, group: int) -> Node:

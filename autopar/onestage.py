@@ -58,7 +58,8 @@ def plan_with(planner: Planner, **about: Any) -> Plan:
             tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
                                      f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
             continue
-        found, said, more, bound = _at_one_level(planner, deadline, about)
+        known_s = best.cost.time_s if best is not None else math.inf
+        found, said, more, bound = _at_one_level(planner, deadline, known_s, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
@@ -71,12 +72,14 @@ def plan_with(planner: Planner, **about: Any) -> Plan:
     return finish(planner, best, min(bounds), tried, about)
 
 
-def _at_one_level(planner: Planner, deadline: float, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
-    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound."""
+def _at_one_level(planner: Planner, deadline: float, known_s: float,
+                  about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
+    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that
+    another level has."""
     best, tried = _recipes(planner, deadline)
     if planner.request.recipe is not None:
         return best, about, tried, 0.0
-    found, bound = _search(planner, deadline, best)
+    found, bound = _search(planner, deadline, best, known_s)
     return (*_simplest(found, best, about), tried, bound)
 
 
@@ -152,7 +155,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
-def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[Candidate | None, float]:
+def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: float) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
@@ -160,7 +163,7 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
     meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
     if search is ilp.search:
-        return _best_first(planner, meshes, deadline, best)
+        return _best_first(planner, meshes, deadline, min(known_s, best.cost.time_s if best is not None else math.inf))
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
@@ -176,12 +179,11 @@ def _search(planner: Planner, deadline: float, best: Candidate | None) -> tuple[
     return found, min(bounds, default=0.0)
 
 
-def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float,
-                best: Candidate | None) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best."""
+def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float) -> tuple[Candidate | None, float]:
+    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best and `known`
+    seconds."""
     request = planner.request
     seen: list[Candidate] = []
-    known = best.cost.time_s if best is not None else math.inf
     for sizes in meshes:
         request.say(f"search on {'x'.join(map(str, sizes))}")
         with suppress(InfeasibleError):

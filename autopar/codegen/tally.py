@@ -88,7 +88,7 @@ class Tally:
         scope = self.program.ops[reshard.ref[0]].scope
         if not scope or reshard.role == "sync":
             return 0
-        start, stop = view.blocks[scope]
+        start, stop = view.blocks.get(scope, (0, 0))  # a stage may read what blocks of another one made
         reader = 1 if reshard.role == "carry" else 0
         return self.plan.microbatches * (start <= reader < stop)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.cluster import Device
 from autopar.cost.compute import BACKWARD, vector_rate
 from autopar.problem.graph import Op, Program
-from autopar.problem.kernels import ATTENTION
+from autopar.problem.kernels import ATTENTION, matmul_dtype, multiplies
 from autopar.problem.settings import Settings
 
 
@@ -44,9 +44,9 @@ def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> 
 
 def _best_rate(op: Op, direction: int, device: Device, settings: Settings) -> float:
     """FLOP/s that no shard of `op` is above: what Prices has for sizes that fill the device."""
-    if sum(len(t.sizes) > 1 for t in op.call.ins) < 2:
+    if not multiplies(op):
         return vector_rate(op.dtype, device)
-    dtype = settings.matmul if settings.matmul and any(op.weight) else op.dtype
+    dtype = matmul_dtype(op, settings)
     if op.target is ATTENTION and device.attention is not None:
         return device.flops(dtype) * min(1.0, settings.attention * device.attention[direction])
     turned = BACKWARD if direction and any(op.weight) else 1.0

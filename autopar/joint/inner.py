@@ -25,7 +25,7 @@ from autopar.planner import Planner
 from autopar.problem.build import Frame, Model
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
-from autopar.problem.remat import levels, rematerialised
+from autopar.problem.remat import Levels, levels, rematerialised
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
 from autopar.recipes import roles
@@ -94,6 +94,7 @@ class Inner:
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
         self._shared: dict[int, Microbatching] = {}
         self._held: dict[str, float] = {}
+        self._levels: dict[str, Levels] = {}
         self.limit_bytes = request.limit_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
@@ -161,11 +162,17 @@ class Inner:
                     ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s))
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto")
 
+    def levels(self, level: str) -> Levels:
+        """What all blocks keep at one of problem.remat.LEVELS, found once."""
+        if level not in self._levels:
+            self._levels[level] = levels(self.whole.program, level)
+        return self._levels[level]
+
     def held_bytes(self, shape: Shape, level: str) -> float:
         """Bytes of each device if all that is held were cut evenly over all of them, each place with one microbatch at least."""
         if level not in self._held:
             self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
-                                            self.request.settings, levels(self.whole.program, level))
+                                            self.request.settings, self.levels(level))
         rest = self.rest_bytes / self.request.cluster.devices
         return rest + (self._held[level] - rest) / shape.microbatches
 

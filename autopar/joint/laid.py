@@ -23,7 +23,6 @@ from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
 from autopar.planner import bare_plan
-from autopar.problem.remat import levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen,
 def _assembled(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen, cuts: Cuts) -> Plan:
     """The plan, without a prediction."""
     rerun = chosen.all_again or any(cuts.again)
-    remat = levels(inner.whole.program, chosen.level) if rerun else {}
+    remat = inner.levels(chosen.level) if rerun else {}
     flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, remat)
     made = pipelined(flat, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
     if chosen.all_again or not rerun:

@@ -42,6 +42,16 @@ class Kernels:
         return self._found[key]
 
 
+def multiplies(op: Op) -> bool:
+    """Whether an Op runs on the matrix units: products, convolutions, attention."""
+    return op.flops > 0 and bool(op.call.outs[0].sizes) and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
+
+
+def matmul_dtype(op: Op, settings: Settings) -> str:
+    """The dtype in which an Op multiplies."""
+    return settings.matmul if settings.matmul and any(op.weight) else op.dtype
+
+
 def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[object, ...]:
     """What tells apart shards of an Op: how many ways each factor is cut; where an algorithm splits it, on which axis too."""
     if any(option.run for option in options):
@@ -78,7 +88,7 @@ class _Shard:
     def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
         """Seconds of the kernels of one direction (0 forward, 1 backward)."""
         op = self.op
-        dtype = self.settings.matmul if self.settings.matmul and any(op.weight) and matmul else op.dtype
+        dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
         seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
         if dtype != op.dtype:  # what comes in (a gradient in the backward) is read, and written once by rows and once by columns
@@ -116,7 +126,7 @@ class _Shard:
     def _matmul(self, share: float) -> Shape | None:
         """Local (m, n, k) of a contraction with one output, from its FLOPs 2 m n k and the output's last dim."""
         op = self.op
-        if op.flops <= 0 or not op.call.outs[0].sizes or sum(len(t.sizes) > 1 for t in op.call.ins) < 2:
+        if not multiplies(op):
             return None
         layout = tuple(o.outs[0].value for o in self.options)
         sizes = op.call.outs[0].sizes

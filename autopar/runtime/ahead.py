@@ -11,8 +11,8 @@ What begins when follows from what runs alone, not from values or from what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from autopar.layout import BUCKET_BYTES, Layout, most_elements, steps
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout, relayout_later
 from autopar.runtime.params import Held
+from autopar.runtime.stack import pushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,9 @@ def _unit_end(plan: Sequence[Part], at: int) -> int:
 _units: list[Any] = []  # blocks that are running, innermost last
 
 
-@contextmanager
-def within(unit: Any) -> Iterator[None]:
+def within(unit: Any) -> AbstractContextManager[None]:
     """Where what is gathered belongs to `unit`."""
-    _units.append(unit)
-    try:
-        yield
-    finally:
-        _units.pop()
+    return pushed(_units, unit)
 
 
 def unit_here() -> Any:

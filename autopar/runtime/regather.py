@@ -26,6 +26,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
+from autopar.runtime.stack import pushed
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
 _open: list[Pass] = []  # of the regathering() and again() contexts that are open, innermost last
@@ -127,14 +128,12 @@ def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
     going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
     back = sinks.orders.going("backward") if sinks is not None and training else None
     back_take = _at_once if back is None else back.take_back
-    _open.append(Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None))
-    try:
+    here = Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None)
+    with pushed(_open, here):
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if training else nullcontext():
             yield _nothing if back is None else back.begin
         if going is not None:
             going.end()
-    finally:
-        _open.pop()
 
 
 def _nothing() -> None:
@@ -148,16 +147,7 @@ def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: 
 def rerunning() -> Callable[[], AbstractContextManager[None]]:
     """For blocks of the forward that is running now: what to enter when they run again in its backward."""
     back = _open[-1].back if _open else None
-    return nullcontext if back is None else partial(_again, Pass(back))
-
-
-@contextmanager
-def _again(backward: Pass) -> Iterator[None]:
-    _open.append(backward)
-    try:
-        yield
-    finally:
-        _open.pop()
+    return nullcontext if back is None else partial(pushed, _open, Pass(back))
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:

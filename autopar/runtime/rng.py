@@ -7,13 +7,13 @@ communication, does not depend on other random operators, and is the same again 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
 from autopar.layout import Layout, is_shard
+from autopar.runtime.stack import pushed
 
 
 @dataclass
@@ -50,14 +50,9 @@ def current() -> Rng:
     return _current[-1]
 
 
-@contextmanager
-def using(rng: Rng) -> Iterator[None]:
+def using(rng: Rng) -> AbstractContextManager[None]:
     """Draw from `rng` inside."""
-    _current.append(rng)
-    try:
-        yield
-    finally:
-        _current.pop()
+    return pushed(_current, rng)
 
 
 def manual_seed(seed: int) -> None:

@@ -18,11 +18,14 @@ from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.balance import Cost
 from autopar.pipeline.costs import costs
+from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
+from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Frame, Model
+from autopar.problem.graph import Ref
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
 from autopar.problem.remat import Levels, levels, rematerialised
@@ -94,6 +97,7 @@ class Inner:
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
         self._shared: dict[int, Microbatching] = {}
         self._held: dict[str, float] = {}
+        self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
         self._levels: dict[str, Levels] = {}
         self.limit_bytes = request.limit_bytes
 
@@ -194,6 +198,14 @@ class Inner:
             self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
                                                  microbatches, self.request.cluster, self.request.settings)
         return self._shared[microbatches]
+
+    def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
+        """What a cut in front of each piece sends: the same for all plans of this graph."""
+        shared = self.shared(microbatches)
+        totals = shared.totals if shared is not None else ()
+        if totals not in self._crossing:
+            self._crossing[totals] = crossing(self.whole.program, plan, totals)
+        return self._crossing[totals]
 
     @cached_property
     def sharable(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s
@@ -23,6 +23,7 @@ from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
 from autopar.planner import bare_plan
+from autopar.problem.graph import Program, Ref
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +46,35 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen,
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
+    flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name)
+    even, times = _cut(inner, flat, shape, table, chosen, (), whole=whole)
+    if table.stages == 1 or not _waits_for_links(times):
+        return even
+    with suppress(InfeasibleError):
+        other, _ = _cut(inner, flat, shape, table, chosen, _sends_s(inner, shape, flat), whole=whole)
+        return min(even, other, key=lambda found: found.step_s)
+    return even
+
+
+def _waits_for_links(times: Sequence[StageTime]) -> bool:
+    """Whether some link is busy for longer than any stage, so that other cuts may be faster than the most even ones."""
+    return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
+
+
+def _cut(inner: Inner, flat: Plan, shape: Shape, table: Timetable, chosen: Chosen, sends_s: Sequence[float], *,
+         whole: bool) -> tuple[Found, Sequence[StageTime]]:
+    """`flat` under `table`, cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
     pieces = chosen.again if chosen.all_again else chosen.pieces
 
     def cut(limit_bytes: float) -> tuple[Plan, list[list[Cost]], float]:
-        cuts = balance(pieces, table.flying, limit_bytes / table.kind.virtual, chosen.again)
+        cuts = balance(pieces, table.flying, limit_bytes / table.kind.virtual, chosen.again, sends_s)
         parts = cuts.parts(pieces, chosen.again)
         held = _held(parts, table)
         for place, nbytes in enumerate(held):
             if nbytes > limit_bytes:
                 raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there",
                                       missing_bytes=nbytes - limit_bytes)
-        plan = _assembled(inner, name, shape, table, chosen, cuts)
+        plan = _assembled(inner, flat, shape, table, chosen, cuts)
         return plan, parts, predict(inner.whole.program, plan).peak_bytes if whole else max(held)
 
     plan, parts, peak_bytes = within(inner.limit_bytes, cut, lambda made: made[2])
@@ -68,15 +87,15 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen,
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
-    return Found(plan, shape, table, chosen.level, step_s, peak_bytes, max(busy))
+    return Found(plan, shape, table, chosen.level, step_s, peak_bytes, max(busy)), times
 
 
-def _assembled(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen, cuts: Cuts) -> Plan:
-    """The plan, without a prediction."""
+def _assembled(inner: Inner, flat: Plan, shape: Shape, table: Timetable, chosen: Chosen, cuts: Cuts) -> Plan:
+    """`flat` cut into stages, without a prediction."""
     rerun = chosen.all_again or any(cuts.again)
     remat = inner.levels(chosen.level) if rerun else {}
-    flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, remat)
-    made = pipelined(flat, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
+    run_again = replace(flat, remat={scope: tuple(names) for scope, names in remat.items()})
+    made = pipelined(run_again, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
     if chosen.all_again or not rerun:
         return made
     stages = [replace(stage, again=_counts(inner.units[first:first + count], stage))
@@ -114,7 +133,17 @@ def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequ
             for part, view in zip(parts, seen, strict=True)]
 
 
-def _send_s(program: Any, plan: Plan, sends: Sequence[Any], line: Mesh) -> float:
+def _sends_s(inner: Inner, shape: Shape, flat: Plan) -> list[float]:
+    """Seconds of sending what a cut in front of each piece takes apart, in one microbatch."""
+    program, line = inner.planner(shape.microbatches).program, inner.line(shape)
+    known: dict[tuple[Ref, ...], float] = {}
+    for sends in (crossings := inner.crossing(flat, shape.microbatches)):
+        if sends not in known:
+            known[sends] = _send_s(program, flat, sends, line)
+    return [known[sends] for sends in crossings]
+
+
+def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], line: Mesh) -> float:
     """Seconds of sending what leaves a stage in one microbatch."""
     return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
 

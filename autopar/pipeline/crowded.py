@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.pipeline.orders import Action, StageTime, ready_s
+from autopar.pipeline.orders import Action, Arrivals, StageTime
 
 
 def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int], alone: float) -> list[float]:
     """As `orders.finishes_s`, with the speeds above."""
     count = len(lines)
-    done: dict[Action, float] = {}
+    arrivals = Arrivals(times, places)
     at, ends, left = [0] * count, [0.0] * count, dict[int, float]()  # `left`: seconds of the running action of each place at speed 1
     now = 0.0
     while any(at[place] < len(line) for place, line in enumerate(lines)):
@@ -22,7 +22,7 @@ def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], pl
         for place, line in enumerate(lines):
             if place in left or at[place] == len(line):
                 continue
-            ready = ready_s(line[at[place]], done, times, places)
+            ready = arrivals.ready_s(line[at[place]])
             if ready is not None and ready <= now:
                 action = line[at[place]]
                 left[place] = times[action.stage].of(action.kind)
@@ -37,6 +37,7 @@ def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], pl
             left[place] -= took * speed
             if left[place] <= 1e-15 + 1e-9 * took:
                 del left[place]
-                done[lines[place][at[place]]] = ends[place] = now
+                ends[place] = now
+                arrivals.ended(lines[place][at[place]], now)
                 at[place] += 1
     return ends

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -116,17 +116,18 @@ def step_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places
 
 def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> list[float]:
     """Seconds until each place is done: it runs its actions in order, each when what it needs has arrived."""
-    done: dict[Action, float] = {}
+    arrivals = Arrivals(times, places)
     clock, at = [0.0] * len(lines), [0] * len(lines)
     while True:
         moved = False
         for place, line in enumerate(lines):
             while at[place] < len(line):
                 action = line[at[place]]
-                ready = ready_s(action, done, times, places)
+                ready = arrivals.ready_s(action)
                 if ready is None:
                     break
-                clock[place] = done[action] = max(clock[place], ready) + times[action.stage].of(action.kind)
+                clock[place] = max(clock[place], ready) + times[action.stage].of(action.kind)
+                arrivals.ended(action, clock[place])
                 at[place] += 1
                 moved = True
         if all(at[place] == len(line) for place, line in enumerate(lines)):
@@ -135,23 +136,49 @@ def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], pl
             raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
 
 
-def ready_s(action: Action, done: Mapping[Action, float], times: Sequence[StageTime], places: Sequence[int]) -> float | None:
-    """When all that `action` needs has arrived; None where that is not known yet."""
-    kind, stage, micro = action
-    if kind == "W":
-        return done.get(Action("I", stage, micro))
-    if kind == "F":
-        if stage == 0:
-            return 0.0
-        before = done.get(Action("F", stage - 1, micro))
-        return None if before is None else before + (times[stage - 1].send_s if places[stage - 1] != places[stage] else 0.0)
-    own = done.get(Action("F", stage, micro))
-    if own is None or stage == len(times) - 1:
-        return own
-    after = done.get(Action("I", stage + 1, micro), done.get(Action("B", stage + 1, micro)))
-    if after is None:
-        return None
-    return max(own, after + (times[stage].send_s if places[stage + 1] != places[stage] else 0.0))
+class Arrivals:
+    """When what actions need is there. A place sends what an action has made when it has ended, one thing after the other over its link,
+    forward and backward, while it computes on."""
+
+    def __init__(self, times: Sequence[StageTime], places: Sequence[int]) -> None:
+        self.places, self.last = places, len(times) - 1
+        self.hops_s = [time.send_s if a != b else 0.0 for time, a, b in zip(times, places, places[1:], strict=False)]  # from each stage to the next
+        self.free_s = dict.fromkeys(places, 0.0)  # when the link of a place is free
+        self.given: dict[tuple[int, int], float] = {}  # (stage, microbatch): what its forward reads
+        self.made: dict[tuple[int, int], float] = {}  # what its forward made
+        self.graded: dict[tuple[int, int], float] = {}  # the gradient of that
+        self.half: dict[tuple[int, int], float] = {}  # what its weights' part of the backward needs
+
+    def ended(self, action: Action, now_s: float) -> None:
+        """`action` has ended."""
+        kind, stage, micro = action
+        if kind == "F":
+            self.made[stage, micro] = now_s
+            if stage < self.last:
+                self.given[stage + 1, micro] = self._arrives_s(self.places[stage], self.hops_s[stage], now_s)
+            else:
+                self.graded[stage, micro] = now_s
+            return
+        if kind == "I":
+            self.half[stage, micro] = now_s
+        if kind != "W" and stage:
+            self.graded[stage - 1, micro] = self._arrives_s(self.places[stage], self.hops_s[stage - 1], now_s)
+
+    def _arrives_s(self, place: int, send_s: float, now_s: float) -> float:
+        if not send_s:
+            return now_s
+        self.free_s[place] = max(self.free_s[place], now_s) + send_s
+        return self.free_s[place]
+
+    def ready_s(self, action: Action) -> float | None:
+        """When all that `action` needs has arrived; None where that is not known yet."""
+        kind, stage, micro = action
+        if kind == "W":
+            return self.half.get((stage, micro))
+        if kind == "F":
+            return self.given.get((stage, micro)) if stage else 0.0
+        own, after = self.made.get((stage, micro)), self.graded.get((stage, micro))
+        return None if own is None or after is None else max(own, after)
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[int]:

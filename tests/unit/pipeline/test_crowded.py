@@ -22,20 +22,22 @@ def drawn(kind: Kind, places: int, send_s: float) -> tuple[Timetable, list[Stage
     return table, [StageTime(x, x if split else 2 * x, x if split else 0.0, send_s) for x in sizes]
 
 
+@pytest.mark.parametrize("send_s", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("places", [2, 4])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.schedule}-{kind.virtual}")
-def test_the_search_says_what_the_engine_says(kind: Kind, places: int) -> None:
-    table, times = drawn(kind, places, 0.0)
+def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: float) -> None:
+    """A place sends one thing after the other: where sending takes longer than computing, links set the pace."""
+    table, times = drawn(kind, places, send_s)
     lines = orders(kind.schedule, places, table.stages, table.microbatches)
     for alone in (1.0, 1.5, 2.0):
         found = max(crowded.finishes_s(lines, times, table.at, alone))
-        tasks, _ = schedule.tasks(lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: 0.0, alone)
+        tasks, _ = schedule.tasks(lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: send_s, alone)
         assert found == pytest.approx(run(tasks, {schedule.CORES: places / alone}).length_s, rel=1e-6), alone
         if alone == 1.0:
             assert found == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)
         work_s = sum(times[a.stage].of(a.kind) for line in lines for a in line)
         plain = max(finishes_s(lines, times, table.at))
-        assert max(plain / alone, work_s / places) * (1 - 1e-9) <= found <= plain * (1 + 1e-9)
+        assert max(0.0 if send_s else plain / alone, work_s / places) * (1 - 1e-9) <= found <= plain * (1 + 1e-9)
 
 
 def test_one_place_after_the_other_has_all_cores() -> None:

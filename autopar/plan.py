@@ -45,7 +45,8 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds per step and bytes per device; `bound_s` is a proven lower bound on any plan's step, 0 if none is proven."""
+    """Seconds per step and bytes per device, at most; `bound_s` is a proven lower bound on any plan's step, 0 if none is proven;
+    `places_bytes` are those of each place of a pipeline (of several)."""
 
     step_s: float
     memory_bytes: float
@@ -53,6 +54,7 @@ class Predicted:
     exposed_s: float
     hidden_s: float
     bound_s: float = 0.0
+    places_bytes: tuple[float, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -124,6 +126,12 @@ class Plan:
     def places(self) -> int:
         """The length of the pipeline axis: how many groups of ranks hold different stages. `mesh` is the mesh of each."""
         return 1 + max(stage.place for stage in self.stages)
+
+    @property
+    def device_kind(self) -> str:
+        """What its ranks run on, `cpu` or `cuda`; the parts of a cluster all have the same."""
+        part = (self.cluster.get("parts") or [self.cluster])[0]
+        return str(part.get("device", {}).get("kind", "cpu"))
 
     @property
     def pipelined(self) -> bool:
@@ -209,7 +217,8 @@ def _plan(data: dict[str, Any]) -> Plan:
                    for s in data["stages"])
     remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
-    rest = {"nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": Predicted(**data["predicted"])}
+    predicted = Predicted(**{**data["predicted"], "places_bytes": tuple(data["predicted"].get("places_bytes", ()))})
+    rest = {"nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": predicted}
     return Plan(**{**data, **tuples, **rest})
 
 

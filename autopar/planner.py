@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.cluster import Mesh
+from autopar.cluster import Cluster, Mesh
 from autopar.decided import node_plan
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
@@ -116,15 +116,16 @@ class Planner:
         return any(joint.options[-1].split for i in inputs for joint in self.joints(roles.samples, ways)[i])
 
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
-        """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on one."""
-        mesh = self.request.cluster.place_mesh(places, sizes)
+        """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on the first."""
+        at = self.request.cluster.places(places, sizes)
+        mesh, alike = at.mesh(0), at.device(0) == self.kernels.device
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh, self.request.cluster.device, self.request.settings, self.kernels)
+            self._prices[mesh] = Prices(mesh, at.device(0), self.request.settings, self.kernels if alike else None)
         prices = self._prices[mesh]
         limit = self.request.limit_bytes
         joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
         made = build(self.program, self.clusters, joints, prices, limit, name, self.branches)
-        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels), self.remat)
+        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels if alike else None), self.remat)
 
     def least_bytes(self) -> float:
         """Bytes per device without which no plan of one stage and one microbatch can be."""
@@ -159,13 +160,14 @@ class Planner:
         return found
 
 
-def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None) -> Plan:
-    """A plan of these decisions, with the blocks of `remat` run again; without a prediction, the model's name and the graph's hash."""
+def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None, cluster: Cluster | None = None) -> Plan:
+    """A plan of these decisions, with the blocks of `remat` run again, on the cluster that was asked for or `cluster`, which has its parts in
+    another order; without a prediction, the model's name and the graph's hash."""
     request, ops = planner.request, planner.program.ops
     return Plan(
         model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
         offload=request.settings.offload,
-        hints=dict(planner.program.hints), cluster=request.cluster.to_dict(), axes=tuple(a.name for a in mesh.axes),
+        hints=dict(planner.program.hints), cluster=(cluster or request.cluster).to_dict(), axes=tuple(a.name for a in mesh.axes),
         mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
         nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
         remat={scope: tuple(names) for scope, names in (remat or {}).items()})

@@ -52,10 +52,10 @@ def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
         job = Job(bundle(rebuilt), rebuilt.weights, rebuilt.batch, steps, lr, quiet=json == "-")
     if "WORLD_SIZE" in os.environ:
-        with _group(kind(rebuilt.plan)):
+        with _group(rebuilt.plan.device_kind):
             done, first = train(job), dist.get_rank() == 0
     else:
-        done, first = launch(train, rebuilt.plan.ranks, job, device_type=kind(rebuilt.plan))[0], True
+        done, first = launch(train, rebuilt.plan.ranks, job, device_type=rebuilt.plan.device_kind)[0], True
     if first:
         write_json(json, {"ranks": rebuilt.plan.ranks, "predicted_step_s": rebuilt.plan.predicted.step_s,
                           "steps": [dataclasses.asdict(step) for step in done]})
@@ -87,19 +87,19 @@ def train(job: Job) -> list[Step]:
 def placed(plan: Plan) -> Plan:
     """The plan for the devices at hand: on CPU ranks where there are fewer CUDA devices than it needs here."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
-    if kind(plan) == "cpu" or torch.cuda.device_count() >= local:
+    if plan.device_kind == "cpu" or torch.cuda.device_count() >= local:
         return plan
     return on_cpu(plan)
 
 
 def on_cpu(plan: Plan) -> Plan:
     """The same plan for CPU ranks."""
-    return dataclasses.replace(plan, cluster={**plan.cluster, "device": {**plan.cluster["device"], "kind": "cpu"}})
+    def changed(cluster: Mapping[str, Any]) -> dict[str, Any]:
+        if "parts" in cluster:
+            return {**cluster, "parts": [changed(part) for part in cluster["parts"]]}
+        return {**cluster, "device": {**cluster["device"], "kind": "cpu"}}
 
-
-def kind(plan: Plan) -> str:
-    """`cpu` or `cuda`."""
-    return str(plan.cluster["device"]["kind"])
+    return dataclasses.replace(plan, cluster=changed(plan.cluster))
 
 
 @contextlib.contextmanager

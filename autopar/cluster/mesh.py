@@ -94,7 +94,7 @@ def make_mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     sizes = tuple(sizes)
     if not sizes or any(type(n) is not int or n < 1 for n in sizes) or math.prod(sizes) != cluster.devices:
         raise ClusterError(f"cluster {cluster.label}: mesh {sizes} does not multiply to its {cluster.devices} devices")
-    spans = _spans(cluster, sizes)
+    spans = spans_of(cluster, sizes)
     if spans is None:
         raise ClusterError(f"cluster {cluster.label}: an axis of mesh {sizes} straddles a level: its groups would be cut "
                            f"unevenly by {' x '.join(level.name for level in cluster.levels)}; possible: "
@@ -108,7 +108,7 @@ def _name(index: int, parts: tuple[Span, ...]) -> str:
     return parts[0].level.name if whole else f"a{index}"
 
 
-def _spans(cluster: Cluster, sizes: tuple[int, ...]) -> list[tuple[Span, ...]] | None:
+def spans_of(cluster: Cluster, sizes: tuple[int, ...]) -> list[tuple[Span, ...]] | None:
     """The spans of each axis, or None where an axis would straddle a level."""
     room = [level.size for level in cluster.levels]
     found: list[tuple[Span, ...]] = []
@@ -132,8 +132,8 @@ def candidates(cluster: Cluster, max_axes: int) -> list[tuple[int, ...]]:
     if cluster.devices == 1:
         return [(1,)]
     ranked: list[tuple[int, int, int, tuple[int, ...]]] = []
-    for sizes in _factorisations(cluster.devices, max_axes):
-        spans = _spans(cluster, sizes)
+    for sizes in factorisations(cluster.devices, max_axes):
+        spans = spans_of(cluster, sizes)
         if spans is not None:
             crossings = sum(len(parts) > 1 for parts in spans)
             partial = sum(part.size != part.level.size for parts in spans for part in parts)
@@ -141,11 +141,11 @@ def candidates(cluster: Cluster, max_axes: int) -> list[tuple[int, ...]]:
     return [tuple(-n for n in key[3]) for key in sorted(ranked)]
 
 
-def _factorisations(number: int, parts: int) -> list[tuple[int, ...]]:
+def factorisations(number: int, parts: int) -> list[tuple[int, ...]]:
     """The ordered ways to write `number` as a product of at most `parts` factors over 1."""
     out: list[tuple[int, ...]] = [(number,)]
     if parts > 1:
         for first in range(2, number // 2 + 1):
             if number % first == 0:
-                out += [(first, *rest) for rest in _factorisations(number // first, parts - 1)]
+                out += [(first, *rest) for rest in factorisations(number // first, parts - 1)]
     return out

@@ -9,24 +9,49 @@ from typing import Any
 
 from autopar.cluster.check import check_keys, check_number, fail
 from autopar.cluster.here import here
+from autopar.cluster.mixed import join
 from autopar.cluster.presets import preset_path, presets
 from autopar.cluster.types import Cluster, Device, Level, Protocol
 from autopar.errors import ClusterError
 
+LINK = "link"  # the level that joins the parts of a cluster
+
 
 def parse(text: str | Path) -> Cluster:
     """See `Cluster.parse`."""
-    if isinstance(text, Path) or text.endswith(".toml"):
+    if isinstance(text, Path) or (text.endswith(".toml") and ("+" not in text or Path(text).is_file())):
+        return read_file(Path(text))
+    if "+" in text:
+        return together([_one(piece.strip(), text) for piece in text.split("+")])
+    return _one(text, text)
+
+
+def together(parts: list[Cluster]) -> Cluster:
+    """Parts as one cluster: neighbours that differ only in how many nodes they have are one part."""
+    found: list[Cluster] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and len(part.levels) > 1 and part == dataclasses.replace(last, levels=(part.levels[0], *last.levels[1:])):
+            nodes = dataclasses.replace(part.levels[0], size=last.levels[0].size + part.levels[0].size)
+            found[-1] = dataclasses.replace(last, levels=(nodes, *last.levels[1:]))
+        else:
+            found.append(part)
+    return found[0] if len(found) == 1 else join(found)
+
+
+def _one(text: str, whole: str) -> Cluster:
+    """One cluster, or one part of `whole`."""
+    if text.endswith(".toml"):
         return read_file(Path(text))
     if text == "here":
         return parse(here())
     name, colon, sizes = text.partition(":")
     path = preset_path(name)
     if path is None:
-        raise ClusterError(f"cluster {text!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
+        raise ClusterError(f"cluster {whole!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
                            f".toml file, or 'here'")
     cluster = read_file(path)
-    return resize(cluster, sizes, text) if colon else cluster
+    return resize(cluster, sizes, whole) if colon else cluster
 
 
 def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
@@ -42,7 +67,7 @@ def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
 
 
 def read_file(path: Path) -> Cluster:
-    """The cluster in a TOML file. With `base = "h100:4x8"` the file gives only what differs from that preset.
+    """The cluster in a TOML file. With `base = "h100:4x8"` the file, or one of its parts, gives only what differs from that preset.
 
     Raises ClusterError that names the file when it cannot be read, is not TOML or describes no cluster.
     """
@@ -53,7 +78,7 @@ def read_file(path: Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ClusterError(f"cluster file {path}: is not TOML: {error}") from error
     try:
-        return from_dict(_rebase(data) if "base" in data else data)
+        return from_dict(data)
     except ClusterError as error:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
@@ -61,7 +86,7 @@ def read_file(path: Path) -> Cluster:
 def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     """`data` laid over its base preset: device keys one by one, levels by their name."""
     check_keys(data, "the file", ("base", "name"), ("device", "levels"))
-    if not isinstance(data["base"], str) or data["base"].endswith(".toml"):
+    if not isinstance(data["base"], str) or data["base"].endswith(".toml") or "+" in data["base"]:
         fail("the file", "base", data["base"], "a preset, for example 'h100:4x8'")
     merged = parse(data["base"]).to_dict() | {"name": data["name"]}
     device = data.get("device", {})
@@ -81,15 +106,44 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
 
 def from_dict(data: dict[str, Any]) -> Cluster:
     """See `Cluster.from_dict`."""
+    if isinstance(data, dict) and "parts" in data:
+        return _of_parts(data)
+    if isinstance(data, dict) and "base" in data:
+        data = _rebase(data)
     check_keys(data, "cluster", ("name", "device", "levels"))
     if not isinstance(data["levels"], list):
         fail("cluster", "levels", data["levels"], "a list of levels")
     return Cluster(data["name"], tuple(_level(level) for level in data["levels"]), _device(data["device"]))
 
 
+def _of_parts(data: dict[str, Any]) -> Cluster:
+    """A cluster that lists its parts, each as a file of its own would have it (without a name it has that of its base)."""
+    check_keys(data, "cluster", ("parts",), ("name", "link"))
+    if not isinstance(data["parts"], list) or len(data["parts"]) < 2:
+        fail("cluster", "parts", data["parts"], "a list of two or more tables")
+    if not isinstance(data.get("name", ""), str):
+        fail("cluster", "name", data["name"], "text")
+    link = _level({"name": LINK, "size": 1, **data["link"]}) if isinstance(data.get("link", {}), dict) and "link" in data else None
+    if "link" in data and link is None:
+        fail("cluster", "link", data["link"], "a table with bandwidth_bytes_s and latency_s")
+    return join([_part(number, part) for number, part in enumerate(data["parts"])], link, data.get("name", ""))
+
+
+def _part(number: int, data: Any) -> Cluster:
+    try:
+        if isinstance(data, dict) and "base" in data and "name" not in data:
+            data = {**data, "name": str(data["base"]).partition(":")[0]}
+        return from_dict(data)
+    except ClusterError as error:
+        raise ClusterError(f"part {number}: {error}") from error
+
+
 def to_dict(cluster: Cluster) -> dict[str, Any]:
-    """See `Cluster.to_dict`."""
-    return _plain(dataclasses.asdict(cluster))
+    """See `Cluster.to_dict`; of parts each by itself, not what they amount to together."""
+    if not cluster.parts:
+        return _plain({key: value for key, value in dataclasses.asdict(cluster).items() if key in ("name", "levels", "device")})
+    link = {} if cluster.link is None else {"link": _plain(dataclasses.asdict(cluster.link))}
+    return {"name": cluster.name, "parts": [to_dict(part) for part in cluster.parts], **link}
 
 
 def _plain(value: Any) -> Any:

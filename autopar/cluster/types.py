@@ -11,6 +11,7 @@ from autopar.cluster.check import check_fields, check_name, fail
 
 if TYPE_CHECKING:
     from autopar.cluster.mesh import Mesh
+    from autopar.cluster.places import Places
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 ALGORITHMS = {
@@ -201,11 +202,17 @@ def _family(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Levels, outermost first, of alike devices. Raises ClusterError on anything malformed."""
+    """Levels, outermost first, of alike devices. Raises ClusterError on anything malformed.
+
+    A cluster of several `parts` (autopar.cluster.mixed), joined by `link` or the slower of their own networks, has its ranks part by
+    part; `levels` and `device` are then what all ranks amount to in lockstep.
+    """
 
     name: str
     levels: tuple[Level, ...]
     device: Device
+    parts: tuple[Cluster, ...] = ()
+    link: Level | None = None
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name!r}"
@@ -216,7 +223,8 @@ class Cluster:
 
     @staticmethod
     def parse(text: str | Path) -> Cluster:
-        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`."""
+        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`; with + between them
+        parts of one cluster: `"h100:2x8+a100-80:2x8"` (two kinds), `"h100:1x8+h100:1x4"` (unequal nodes)."""
         from autopar.cluster.read import parse
 
         return parse(text)
@@ -239,10 +247,14 @@ class Cluster:
         """How many devices there are."""
         return math.prod(level.size for level in self.levels)
 
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s of all devices together in `dtype`."""
+        return sum(part.devices * part.device.flops(dtype) for part in self.parts or (self,))
+
     @property
     def label(self) -> str:
-        """`"h100:8x8"`."""
-        return f"{self.name}:{'x'.join(str(level.size) for level in self.levels)}"
+        """`"h100:8x8"`; of parts the name of them all, `"h100:2x8+a100-80:2x8"` if nothing else is said."""
+        return self.name if self.parts else f"{self.name}:{'x'.join(str(level.size) for level in self.levels)}"
 
     def mesh(self, sizes: tuple[int, ...]) -> Mesh:
         """The devices as a row-major grid: the first axis varies slowest, so it is the one across nodes.
@@ -253,16 +265,16 @@ class Cluster:
 
         return make_mesh(self, sizes)
 
-    def place_mesh(self, places: int, sizes: tuple[int, ...]) -> Mesh:
-        """The mesh of one of `places` groups of devices that hold different pipeline stages: the axes behind the pipeline axis,
-        which is the outermost. Raises ClusterError as `mesh`."""
-        from autopar.cluster.mesh import Mesh
+    def places(self, count: int, sizes: tuple[int, ...]) -> Places:
+        """`count` groups of devices that hold different pipeline stages, each with a mesh of `sizes`. Raises ClusterError as `mesh`,
+        and where one would lie in two parts."""
+        from autopar.cluster.places import Places
 
-        return self.mesh(sizes) if places == 1 else Mesh(self.mesh((places, *sizes)).axes[1:])
+        return Places(self, count, tuple(sizes))
 
     def line(self, count: int) -> Cluster:
         """`count` devices side by side on the innermost level, whether it has as many or not."""
-        return replace(self, levels=(replace(self.levels[-1], size=count),))
+        return replace(self, levels=(replace(self.levels[-1], size=count),), parts=(), link=None)
 
     def meshes(self, max_axes: int = 3) -> list[tuple[int, ...]]:
         """The axis sizes worth trying: at most `max_axes` axes, none of size 1, none that straddles a level.
@@ -275,14 +287,6 @@ class Cluster:
 
     def describe(self) -> str:
         """A few lines for people."""
-        device = self.device
-        rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.peak_flops.items())
-        lines = [
-            f"{self.label}: {self.devices} x {device.name}",
-            f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_memory_bytes / 2**30:.1f} usable), "
-            f"{device.memory_bandwidth_bytes_s / 1e9:g} GB/s; peak TFLOP/s: {rates}",
-        ]
-        for level in self.levels:
-            lines.append(f"  {level.name:<6}  x{level.size}, {level.bandwidth_bytes_s / 1e9:g} GB/s per device and direction, "
-                         f"{level.latency_s * 1e6:.1f} us")
-        return "\n".join(lines)
+        from autopar.cluster.words import describe
+
+        return describe(self)

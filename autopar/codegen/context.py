@@ -39,8 +39,10 @@ class Context:
         return edges(self.program, self.plan)
 
     @cached_property
-    def mesh(self) -> Mesh:
-        return Cluster.from_dict(dict(self.plan.cluster)).place_mesh(self.plan.places, self.plan.mesh)
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of a place: one for each part of the cluster that places lie in."""
+        places = Cluster.from_dict(dict(self.plan.cluster)).places(self.plan.places, self.plan.mesh)
+        return tuple(places.mesh(place) for place in places.kinds)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -101,11 +103,15 @@ class Context:
         size = self.micro_bytes(reshard.ref)
         forward = reshard.forward(self.sizes)
         parts = [f"{self._words(forward, reshard)}: {_bytes(size * fraction(forward[-1].after, self.sizes))}, "
-                 f"{_seconds(steps_s(forward, size, self.mesh))}"] if forward else []
+                 f"{_seconds(self._steps_s(forward, size))}"] if forward else []
         back = reshard.backward(self.sizes)
         if back:
-            parts.append(f"backward {self._words(back, reshard)}, {_seconds(steps_s(back, size, self.mesh))}")
+            parts.append(f"backward {self._words(back, reshard)}, {_seconds(self._steps_s(back, size))}")
         return "; ".join(parts)
+
+    def _steps_s(self, steps: tuple[Step, ...], size: float) -> float:
+        """Seconds of a way between layouts, on the slowest place."""
+        return max(steps_s(steps, size, mesh) for mesh in self.meshes)
 
     def _words(self, steps: tuple[Step, ...], reshard: Reshard) -> str:
         return " then ".join(f"{_VERBS[s.kind]}{self._dim(s, reshard)} on {self.plan.axes[s.axis]}" for s in steps)

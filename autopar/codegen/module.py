@@ -82,7 +82,7 @@ MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{_device_type(plan)}"{place
 
 
 def _device_type(plan: Plan) -> str:
-    return str(plan.cluster.get("device", {}).get("kind", "cpu"))
+    return plan.device_kind
 
 
 def _algorithms(context: Context) -> str:

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autopar import onestage
+from autopar.cluster import Cluster
 from autopar.codegen.edges import options
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
@@ -131,8 +132,16 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 
 
+def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
+    """What is to be said where the parts of the cluster are in another order than they were asked for."""
+    parts = Cluster.from_dict(dict(plan.cluster)).parts
+    if parts != asked.parts:
+        yield f"number the ranks in this order: {', then '.join(part.label for part in parts)}; the first stages are on the first ones"
+
+
 def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
-    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s))
-    notes = (*about.get("notes", ()), *rule_notes(inner.whole.program, inner.request.rules))
+    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s),
+                          best.places_bytes if best.table.places > 1 else ())
+    notes = (*about.get("notes", ()), *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -163,6 +163,8 @@ class Explorer:
     def _floor_s(self, shape: Shape) -> float:
         """Nothing on `shape` is faster: its share of the least work there is, and the shortest wait for the first microbatch."""
         work_s = self.inner.work.step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
+        if self.inner.request.cluster.parts:
+            return work_s  # how much work is before which place is open
         return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
 

@@ -3,6 +3,7 @@ device has, and nothing sent."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Device
@@ -20,14 +21,26 @@ class Work:
     starts_s: float
 
     @staticmethod
-    def of(program: Program, device: Device, settings: Settings) -> Work:
-        """The work of `program`; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so that of its
-        microbatches is no less."""
+    def of(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings) -> Work:
+        """The work of `program` on so many of each device; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so
+        that of its microbatches is no less.
+
+        Of several kinds it is that of one which is as fast as all are on average: device d weighs w_d, in proportion to how fast it does all of the
+        work, 1 on average. However operators are dealt to devices, the last one ends no sooner than the mean of w_d times what each has to do,
+        and so than each operator's least of w_d times its seconds on d.
+        """
         ops = [op for op in program.ops.values() if op.role == "op" and (op.flops > 0 or op.bytes > 0)]
         graded = {op.name for op in ops if settings.training and op.graded}
         leads = [op for op in ops if op.leads or not settings.fused]
-        rates_s = sum(op.count * sum(_direction_s(op, direction, device, settings) for direction in range(1 + (op.name in graded))) for op in ops)
-        return Work(rates_s, sum(op.count * (1 + (op.name in graded)) for op in leads) * device.launch_s)
+        starts = sum(op.count * (1 + (op.name in graded)) for op in leads)
+        each = [[op.count * sum(_direction_s(op, direction, device, settings) for direction in range(1 + (op.name in graded))) for op in ops]
+                for device, _ in devices]
+        if len(devices) == 1:
+            return Work(sum(each[0]), starts * devices[0][0].launch_s)
+        count, whole = sum(n for _, n in devices), sum(n / sum(own) for (_, n), own in zip(devices, each, strict=True))
+        weights = [count / sum(own) / whole for own in each]
+        rates_s = sum(min(w * seconds for w, seconds in zip(weights, of_op, strict=True)) for of_op in zip(*each, strict=True))
+        return Work(rates_s, starts * min(w * device.launch_s for w, (device, _) in zip(weights, devices, strict=True)))
 
     def step_s(self, devices: int, places: int, microbatches: int) -> float:
         """The least on so many devices, where each place has its part of the operators and starts them for every microbatch."""

@@ -6,17 +6,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
 
-from autopar.cluster import Mesh
+from autopar.cluster import Device, Mesh, Places
 from autopar.errors import PlanError
 from autopar.joint.floor import Work
+from autopar.joint.kinds import Ground, Weights, grounds
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
-from autopar.pipeline.balance import Cost
+from autopar.pipeline.balance import Cost, Pieces
 from autopar.pipeline.costs import costs
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching
@@ -26,6 +27,7 @@ from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Frame, Model
 from autopar.problem.graph import Ref
+from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
 from autopar.problem.remat import Levels, levels, rematerialised
@@ -49,6 +51,11 @@ class Models:
     forward: ForwardPrices
     _again: dict[str, Model] = field(default_factory=dict)
 
+    @property
+    def kinds(self) -> Sequence[Models]:
+        """Those of each kind of place."""
+        return (self,)
+
     def at(self, level: str) -> Model:
         """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
         if level not in self._again:
@@ -57,8 +64,37 @@ class Models:
 
 
 @dataclass(eq=False)
+class Mixed(Models):
+    """Those of places of several kinds; `micro`, `once` and `at` are what choices are made by."""
+
+    each: Sequence[Models] = field(kw_only=True)
+    weights: Weights = field(kw_only=True)
+
+    @staticmethod
+    def of(each: Sequence[Models], weights: Weights) -> Mixed:
+        """All kinds together."""
+        return Mixed(weights.meant([m.micro for m in each]), weights.meant([m.once for m in each]), each[0].forward, each=each, weights=weights)
+
+    @property
+    def kinds(self) -> Sequence[Models]:
+        """Those of each kind of place."""
+        return self.each
+
+    def at(self, level: str) -> Model:
+        """As Models.at, of all kinds together."""
+        if level not in self._again:
+            self._again[level] = self.weights.meant([models.at(level) for models in self.each])
+        return self._again[level]
+
+    def floor(self, level: str, share: Share, limit_bytes: float) -> Model:
+        """The Problem whose bound holds for all ways to deal pieces to places."""
+        micro, once = (self.weights.floor(models) for models in ([m.at(level) for m in self.each], [m.once for m in self.each]))
+        return combined(micro, once, share, limit_bytes)
+
+
+@dataclass(eq=False)
 class Chosen:
-    """What a place does: `solution` of `model`, all blocks run again at `level`.
+    """What a place does: `solution` of `model`, all blocks run again at `level`; no plan of the shape is faster than `bound_s`.
 
     `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
     memory wants.
@@ -70,20 +106,20 @@ class Chosen:
     level: str
     apart: bool
     all_again: bool
+    bound_s: float
 
     @cached_property
-    def pieces(self) -> Sequence[Cost]:
-        """What it costs piece by piece, nothing run again."""
-        return self._costs(self.models.micro)
+    def pieces(self) -> list[Pieces]:
+        """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
+        return [self._pieces(models) for models in self.models.kinds]
 
-    @cached_property
-    def again(self) -> Sequence[Cost]:
-        """The same with all blocks run again."""
-        micro = self.models.at(self.level)
-        return self.pieces if micro is self.models.micro else self._costs(micro)
+    def _pieces(self, models: Models) -> Pieces:
+        micro, rerun = models.micro, models.at(self.level)
+        again = self._costs(models, rerun)
+        return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
 
-    def _costs(self, micro: Model) -> list[Cost]:
-        return costs(micro.links[0].program, micro, self.models.once, self.solution.choice, self.models.forward, apart=self.apart)
+    def _costs(self, models: Models, micro: Model) -> list[Cost]:
+        return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
 
 
 class Inner:
@@ -99,12 +135,13 @@ class Inner:
         self._held: dict[str, float] = {}
         self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
         self._levels: dict[str, Levels] = {}
-        self.limit_bytes = request.limit_bytes
+        self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
+        self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
         """The same with that much memory on each device; what was made so far is shared."""
         other = copy.copy(self)
-        other.limit_bytes = limit_bytes
+        other.limit_bytes = other._asked_bytes = limit_bytes
         return other
 
     @property
@@ -125,7 +162,12 @@ class Inner:
     @cached_property
     def work(self) -> Work:
         """The least work of a step."""
-        return Work.of(self.whole.program, self.request.cluster.device, self.request.settings)
+        parts = self.request.cluster.parts or (self.request.cluster,)
+        return Work.of(self.whole.program, [(part.device, part.devices) for part in parts], self.request.settings)
+
+    def work_s(self, device: Device) -> float:
+        """Seconds of all operators on one device at its best rates."""
+        return Work.of(self.whole.program, [(device, 1)], self.request.settings).rates_s
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""
@@ -133,38 +175,80 @@ class Inner:
             self._planners[microbatches] = Planner.of(self.gm, {**self.hints, "b": self.batch // microbatches}, self.request)
         return self._planners[microbatches]
 
-    def line(self, shape: Shape) -> Mesh:
-        """The pipeline axis."""
-        return Mesh(self._cluster_mesh(shape).axes[:1])
-
     def mesh(self, shape: Shape) -> Mesh:
-        """The mesh of a place."""
-        axes = self._cluster_mesh(shape).axes
-        return Mesh(axes[1:]) if shape.places > 1 else Mesh(axes)
+        """The mesh of a place, with the names of the first one's axes."""
+        return self.request.cluster.places(shape.places, shape.mesh).mesh(0)
 
-    def _cluster_mesh(self, shape: Shape) -> Mesh:
-        return self.request.cluster.mesh((shape.places, *shape.mesh) if shape.places > 1 else shape.mesh)
+    def grounds(self, shape: Shape) -> list[Ground]:
+        """The places of a shape, with the parts of the cluster in every order that is tried."""
+        return grounds(self.request.cluster, shape.places, shape.mesh, self._room_bytes)
+
+    def _room_bytes(self, at: Places, place: int) -> float:
+        """Bytes that a plan may fill on a place: what its device has, and no more than was asked for."""
+        if not at.mixed:
+            return self.limit_bytes
+        asked = self._asked_bytes
+        own = float(at.device(place).usable_memory_bytes)
+        return own if asked is None else asked if math.isinf(asked) else min(own, asked)
+
+    def mean_bytes(self, places: int) -> float:
+        """Bytes that a plan may fill on a device of several places, on average."""
+        cluster = self.request.cluster
+        if places == 1 or not cluster.parts:
+            return self.limit_bytes
+        one = Places(cluster, cluster.devices, (1,))
+        return sum(self._room_bytes(one, place) for place in range(cluster.devices)) / cluster.devices
 
     def models(self, shape: Shape, used: tuple[Role, ...]) -> Models:
         """Raises InfeasibleError where sizes and roles leave some operator without a choice."""
         key = (shape, used)
         if key not in self._models:
-            here, mesh, request = self.planner(shape.microbatches), self.mesh(shape), self.request
-            joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
-            frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
-            device, settings = request.cluster.device, request.settings
-            micro, once = (frame.priced(kind(mesh, device, settings, here.kernels), self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
-            self._models[key] = Models(micro, once, ForwardPrices(mesh, device, settings, here.forward_kernels))
+            self._models[key] = self._made(shape, used)
         return self._models[key]
+
+    def _made(self, shape: Shape, used: tuple[Role, ...]) -> Models:
+        here, ground = self.planner(shape.microbatches), self.grounds(shape)[0]
+        joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
+        frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
+        each = [self._priced(here, frame, ground.places, ground.kinds.index(kind), shape) for kind in dict.fromkeys(sorted(ground.kinds))]
+        if len(each) == 1:
+            return each[0]
+        counts = [ground.kinds.count(kind) for kind in range(len(each))]
+        return Mixed.of(each, Weights.of(counts, [self.work_s(ground.places.device(ground.kinds.index(kind))) for kind in range(len(each))]))
+
+    def _priced(self, here: Planner, frame: Frame, at: Places, place: int, shape: Shape) -> Models:
+        """The Problems of one kind of place."""
+        mesh, device, settings = at.mesh(place), at.device(place), self.request.settings
+        kernels, ahead = self._kernels(here, device)
+        micro, once = (frame.priced(kind(mesh, device, settings, kernels), self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
+        return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
+
+    def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
+        """Prices of the operators on one device, and of their forward, asked for before or new."""
+        if device == here.kernels.device:
+            return here.kernels, here.forward_kernels
+        key = (id(here), device)
+        if key not in self._others:
+            settings = self.request.settings
+            self._others[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
+        return self._others[key]
 
     def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
         """A place's choices under `table`, with all blocks run again at `level`, at a glance (which ends where nothing is as fast as
         `cutoff_s`) or `exact`. Raises InfeasibleError where memory is short."""
-        share = Share(table.length, 1 / table.places, table.kept, 1 / table.places)
-        model = combined(models.at(level), models.once, share, self.limit_bytes)
+        share, limit_bytes = Share(table.length, 1 / table.places, table.kept, 1 / table.places), self.mean_bytes(table.places)
+        apart, all_again = table.places > 1, self.request.remat != "auto"
+        bound_s = None
+        if isinstance(models, Mixed):  # a step is at least as long as all microbatches on its slowest place
+            least = models.floor(level, replace(share, micro=table.microbatches / table.places), limit_bytes)
+            least_s = ilp.glance(least.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s)
+            bound_s = least_s.bound_s
+            if bound_s >= cutoff_s:
+                return Chosen(models, least, least_s, level, apart, all_again, bound_s)
+        model = combined(models.at(level), models.once, share, limit_bytes)
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s))
-        return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto")
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=math.inf if bound_s is not None else cutoff_s))
+        return Chosen(models, model, solution, level, apart, all_again, solution.bound_s if bound_s is None else bound_s)
 
     def levels(self, level: str) -> Levels:
         """What all blocks keep at one of problem.remat.LEVELS, found once."""

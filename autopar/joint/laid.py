@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autopar.cluster import Mesh
+from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Chosen, Inner
+from autopar.joint.kinds import Ground
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.memory import predict
@@ -29,29 +31,50 @@ from autopar.problem.graph import Program, Ref
 @dataclass(frozen=True, eq=False)
 class Found:
     """One priced answer: its plan without a prediction, at which level blocks are run again where they are, seconds of a step, bytes of
-    the fullest place, seconds of the busiest place's own work."""
+    the fullest rank of each place, the largest share that one of them is of what is there, seconds of the busiest place's own work."""
 
     plan: Plan
     shape: Shape
     table: Timetable
     level: str
     step_s: float
-    memory_bytes: float
+    places_bytes: tuple[float, ...]
+    filled: float
     busy_s: float
 
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the fullest rank of all."""
+        return max(self.places_bytes)
 
-def lay(inner: Inner, name: str, shape: Shape, table: Timetable, chosen: Chosen, *, whole: bool = False) -> Found:
-    """What a place has `chosen` under `table`, with no more blocks run again than memory wants. `whole`: the order of the whole
-    step is timed, not that of a shorter one, and its memory walked as it runs, not added up.
+
+@dataclass(frozen=True, eq=False)
+class _Laying:
+    """What is laid: the choices of a shape under one timetable on the places of `ground`; `flat` are they as a plan of one stage. `whole` as
+    `lay` has it."""
+
+    inner: Inner
+    shape: Shape
+    table: Timetable
+    ground: Ground
+    chosen: Chosen
+    flat: Plan
+    whole: bool
+
+
+def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
+    """What a place has `chosen` under `table`, on the places of `ground`, with no more blocks run again than memory wants. `whole`: the order
+    of the whole step is timed, not that of a shorter one, and its memory walked as it runs, not added up.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
-    flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name)
-    even, times = _cut(inner, flat, shape, table, chosen, (), whole=whole)
+    flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, cluster=ground.places.cluster)
+    here = _Laying(inner, shape, table, ground, chosen, flat, whole)
+    even, times = _cut(here, ())
     if table.stages == 1 or not _waits_for_links(times):
         return even
     with suppress(InfeasibleError):
-        other, _ = _cut(inner, flat, shape, table, chosen, _sends_s(inner, shape, flat), whole=whole)
+        other, _ = _cut(here, _sends_s(here))
         return min(even, other, key=lambda found: found.step_s)
     return even
 
@@ -61,41 +84,50 @@ def _waits_for_links(times: Sequence[StageTime]) -> bool:
     return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
 
 
-def _cut(inner: Inner, flat: Plan, shape: Shape, table: Timetable, chosen: Chosen, sends_s: Sequence[float], *,
-         whole: bool) -> tuple[Found, Sequence[StageTime]]:
-    """`flat` under `table`, cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
-    pieces = chosen.again if chosen.all_again else chosen.pieces
+def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[StageTime]]:
+    """It cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
+    inner, shape, table, ground = here.inner, here.shape, here.table, here.ground
+    pieces = [here.chosen.pieces[ground.kinds[place]] for place in table.at]  # of each stage
+    largest = max(ground.limits)
 
-    def cut(limit_bytes: float) -> tuple[Plan, list[list[Cost]], float]:
-        cuts = balance(pieces, table.flying, limit_bytes / table.kind.virtual, chosen.again, sends_s)
-        parts = cuts.parts(pieces, chosen.again)
+    def cut(limit_bytes: float) -> tuple[Plan, list[list[Cost]], list[float]]:
+        limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
+        cuts = balance(pieces, table.flying, [limits[place] / table.kind.virtual for place in table.at], sends_s)
+        parts = cuts.parts(pieces)
         held = _held(parts, table)
-        for place, nbytes in enumerate(held):
-            if nbytes > limit_bytes:
-                raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there",
-                                      missing_bytes=nbytes - limit_bytes)
-        plan = _assembled(inner, flat, shape, table, chosen, cuts)
-        return plan, parts, predict(inner.whole.program, plan).peak_bytes if whole else max(held)
+        for place, (nbytes, limit) in enumerate(zip(held, limits, strict=True)):
+            if nbytes > limit:
+                raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit / 2**30:.2f} GiB are there",
+                                      missing_bytes=nbytes - limit)
+        plan = _assembled(here, cuts)
+        return plan, parts, [place.peak_bytes for place in predict(inner.whole.program, plan).places] if here.whole else held
 
-    plan, parts, peak_bytes = within(inner.limit_bytes, cut, lambda made: made[2])
+    def peak_bytes(made: tuple[Plan, list[list[Cost]], list[float]]) -> float:
+        """The peak, as if all places had as much as the largest."""
+        return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made[2], ground.limits, strict=True))
+
+    plan, parts, held = within(largest, cut, peak_bytes)
     seen = views(inner.whole.program, plan) if table.stages > 1 else ()
-    times = _times(inner, shape, table, plan, parts, seen)
-    ends = table.ends_s(times, whole=whole, alone=inner.request.cluster.device.alone)
+    times = _times(here, plan, parts, seen)
+    ends = table.ends_s(times, whole=here.whole, alone=inner.request.cluster.device.alone)
     once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
     if table.places > 1 and inner.request.settings.training:
-        for shared in shared_weights(inner.whole.program, plan, seen, inner.line(shape).axes[0]):
+        for shared in shared_weights(inner.whole.program, plan, seen, ground.places):
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
-    return Found(plan, shape, table, chosen.level, step_s, peak_bytes, max(busy)), times
+    filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
+    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy)), times
 
 
-def _assembled(inner: Inner, flat: Plan, shape: Shape, table: Timetable, chosen: Chosen, cuts: Cuts) -> Plan:
-    """`flat` cut into stages, without a prediction."""
+def _assembled(here: _Laying, cuts: Cuts) -> Plan:
+    """The plan cut into stages, without a prediction."""
+    inner, shape, chosen = here.inner, here.shape, here.chosen
     rerun = chosen.all_again or any(cuts.again)
     remat = inner.levels(chosen.level) if rerun else {}
-    run_again = replace(flat, remat={scope: tuple(names) for scope, names in remat.items()})
-    made = pipelined(run_again, inner.whole.program, cuts.bounds, table.kind.schedule, shape.places, inner.shared(shape.microbatches), shape.microbatches)
+    run_again = replace(here.flat, remat={scope: tuple(names) for scope, names in remat.items()})
+    made = pipelined(run_again, inner.whole.program, cuts.bounds, here.table.kind.schedule, shape.places, inner.shared(shape.microbatches),
+                     shape.microbatches)
     if chosen.all_again or not rerun:
         return made
     stages = [replace(stage, again=_counts(inner.units[first:first + count], stage))
@@ -122,30 +154,36 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
     return _by_place(table, [memory_bytes(part, n) for part, n in zip(parts, table.flying, strict=True)])
 
 
-def _times(inner: Inner, shape: Shape, table: Timetable, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
+def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
     """Seconds of each stage in one microbatch."""
+    training, table, at = here.inner.request.settings.training, here.table, here.ground.places
     if table.stages == 1:
-        return [_stage_time(parts[0], 0.0, split=False, training=inner.request.settings.training)]
-    program, axis = inner.planner(shape.microbatches).program, inner.line(shape)
-    action_s = inner.request.cluster.device.action_s if shape.places > 1 else 0.0
-    return [_stage_time(part, _send_s(program, plan, view.sends, axis), split=table.schedule.splits_backward and view.separable,
-                        training=inner.request.settings.training, action_s=action_s)
-            for part, view in zip(parts, seen, strict=True)]
+        return [_stage_time(parts[0], 0.0, split=False, training=training)]
+    program = here.inner.planner(here.shape.microbatches).program
+    sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
+    return [_stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=training,
+                        action_s=at.device(place).action_s if table.places > 1 else 0.0)
+            for part, view, place, send_s in zip(parts, seen, table.at, [*sent_s, 0.0], strict=True)]
 
 
-def _sends_s(inner: Inner, shape: Shape, flat: Plan) -> list[float]:
-    """Seconds of sending what a cut in front of each piece takes apart, in one microbatch."""
-    program, line = inner.planner(shape.microbatches).program, inner.line(shape)
+def _hops(here: _Laying) -> list[MeshAxis]:
+    """The links from each stage to the next."""
+    return [here.ground.places.link(a, b) for a, b in itertools.pairwise(here.table.at)]
+
+
+def _sends_s(here: _Laying) -> list[float]:
+    """Seconds of sending what a cut in front of each piece takes apart, in one microbatch, over the slowest link between two stages."""
+    program, flat = here.inner.planner(here.shape.microbatches).program, here.flat
     known: dict[tuple[Ref, ...], float] = {}
-    for sends in (crossings := inner.crossing(flat, shape.microbatches)):
+    for sends in (crossings := here.inner.crossing(flat, here.shape.microbatches)):
         if sends not in known:
-            known[sends] = _send_s(program, flat, sends, line)
+            known[sends] = max(_send_s(program, flat, sends, link) for link in dict.fromkeys(_hops(here)))
     return [known[sends] for sends in crossings]
 
 
-def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], line: Mesh) -> float:
+def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) -> float:
     """Seconds of sending what leaves a stage in one microbatch."""
-    return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), line.axes[0]) for ref in sends)
+    return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), link) for ref in sends)
 
 
 def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:

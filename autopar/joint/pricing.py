@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Pricing:
         best: Found | None = None
         failed = InfeasibleError("")
         for level in self.levels:
-            if best is not None and best.memory_bytes < FULL * self.inner.limit_bytes:
+            if best is not None and best.filled < FULL:
                 break  # not short of memory
             try:
                 self._may_hold(shape, level)
@@ -79,17 +80,18 @@ class Pricing:
         # what is proven under the timetable that keeps least holds for the shortest, which has no more room, in proportion
         slack = least.length / min(table.length for table in tables)
         chosen = self.inner.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack)
-        proven_s = chosen.solution.bound_s / slack
+        proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
-            raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.limit_bytes)
-        return fastest(sorted(tables, key=lambda t: t.length), lambda table: lay(self.inner, self.space.name, shape, table, chosen, whole=exact))
+            raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.mean_bytes(shape.places))
+        ways = itertools.product(sorted(tables, key=lambda t: t.length), self.inner.grounds(shape))
+        return fastest(ways, lambda way: lay(self.inner, self.space.name, shape, *way, chosen, whole=exact))
 
     def _may_hold(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""
-        held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.limit_bytes
+        held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
             raise InfeasibleError(f"cut evenly it holds {held_bytes / 2**30:.2f} GiB per device, {limit_bytes / 2**30:.2f} GiB are there")
 

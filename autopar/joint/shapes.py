@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, pipelines
 
 MOST_MICROBATCHES = 512  # of one place's share: beyond, what a microbatch costs at least is all that is left
 
@@ -33,8 +33,7 @@ class Shape:
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
     """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none where a
     place may have no axis."""
-    found = [(mesh[0], mesh[1:] or (1,)) for mesh in (cluster.meshes(max_axes=1 + most_axes) if most_axes else [])]
-    return [(places, inner) for places, inner in found if 1 < places <= pieces]
+    return [(places, inner) for places, inner in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
 
 
 def counts(batch: int, least: int) -> list[int]:

@@ -53,7 +53,7 @@ class Space:
 def _may_rest(inner: Inner, places: int, mesh: tuple[int, ...], used: Used) -> bool:
     """Whether weights, gradients and optimizer state alone can fit when cut as evenly as the roles allow."""
     cut = places * math.prod(n for n, role in zip(mesh, used, strict=True) if role is not roles.data)
-    return inner.rest_bytes / cut <= inner.limit_bytes
+    return inner.rest_bytes / cut <= inner.mean_bytes(places)
 
 
 SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)

@@ -75,6 +75,7 @@ def _part(view: View, plan: Plan) -> Part:
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:
     """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's cluster."""
     plan, cluster = shares.plan, Cluster.from_dict(dict(shares.plan.cluster))
-    prices = Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
+    places = cluster.places(plan.places, plan.mesh)  # how much is kept depends on the kind of device only, which all places share
+    prices = Prices(places.mesh(0), places.device(0), Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
     return lambda op: prices.extra_bytes(op, shares.options(op)) / op.count * shares.scale(op)
 

@@ -1,4 +1,5 @@
-"""Where to cut: stages of contiguous pieces, the slowest stage and the fullest link as fast as can be, each stage within its memory."""
+"""Where to cut: stages of contiguous pieces, the slowest stage and the fullest link as fast as can be, each stage within the memory of its
+place and at its pace."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -32,6 +34,19 @@ def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:
     return sum(c.rest_bytes + in_flight * c.kept_bytes for c in costs) + max((c.live_bytes for c in costs), default=0.0)
 
 
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """All pieces of a model as they cost on one kind of place, and as they cost where they are run `again` in the backward."""
+
+    costs: Sequence[Cost]
+    again: Sequence[Cost]
+
+    @cached_property
+    def table(self) -> Table:
+        """Time and memory of any stretch of them."""
+        return Table(self.costs, self.again)
+
+
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first pieces are run
@@ -40,31 +55,30 @@ class Cuts:
     bounds: list[int]
     again: list[int]
 
-    def parts(self, costs: Sequence[Cost], again: Sequence[Cost]) -> list[list[Cost]]:
-        """What each stage is made of: `again` are the pieces as they cost where they are run again."""
-        edges = [0, *self.bounds, len(costs)]
-        return [[*again[a:a + n], *costs[a + n:b]] for (a, b), n in zip(itertools.pairwise(edges), self.again, strict=True)]
+    def parts(self, pieces: Sequence[Pieces]) -> list[list[Cost]]:
+        """What each stage is made of; `pieces` are those of the place of each stage."""
+        edges = [0, *self.bounds, len(pieces[0].costs)]
+        return [[*here.again[a:a + n], *here.costs[a + n:b]]
+                for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)]
 
 
-def balance(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float, again: Sequence[Cost] | None = None,
-            sends_s: Sequence[float] = ()) -> Cuts:
+def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float], sends_s: Sequence[float] = ()) -> Cuts:
     """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may.
 
-    `in_flight` has one entry per stage. `again` are the pieces as they cost where they are run again in the backward: no more of
-    them than memory wants. `sends_s` are the seconds of sending what a cut in front of each piece takes apart, one way (empty: nothing): no
-    cut keeps a link busy for longer than the slowest stage takes, both ways, unless there is none that sends less. Raises InfeasibleError with
-    the bytes that are missing where memory allows no cut.
+    All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), how many microbatches it
+    keeps, and the bytes that are there. No more pieces are run again than memory wants. `sends_s` are the seconds of sending what a cut in
+    front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
+    unless there is none that sends less. Raises InfeasibleError with the bytes that are missing where memory allows no cut.
     """
-    table = _Table(costs, again or costs, sends_s)
-    slowest, fastest = max(float(table.seconds[-1] + table.more[-1]), table.fullest_s), max(c.micro_s for c in costs)
-    best = _fill(table, in_flight, limit_bytes, slowest)
+    tables, links = [here.table for here in pieces], _Links(len(pieces[0].costs), sends_s)
+    slowest = max(links.fullest_s, *(float(table.seconds[-1] + table.more[-1]) for table in tables))
+    fastest = _least_s(tables)
+    best = _fill(tables, links, in_flight, limits, slowest)
     if best is None:
-        whole = memory_bytes(again or costs, max(in_flight)) / len(in_flight)
-        raise InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {whole / 2**30:.2f} GiB each, "
-                              f"{limit_bytes / 2**30:.2f} GiB are there", missing_bytes=max(0.0, whole - limit_bytes))
+        raise _too_little(pieces, in_flight, limits)
     for _ in range(STEPS):
         middle = (slowest + fastest) / 2
-        found = _fill(table, in_flight, limit_bytes, middle)
+        found = _fill(tables, links, in_flight, limits, middle)
         if found is None:
             fastest = middle
         else:
@@ -72,12 +86,42 @@ def balance(costs: Sequence[Cost], in_flight: Sequence[int], limit_bytes: float,
     return best
 
 
-class _Table:
-    """Running sums over the pieces: of any stretch of them, time and memory at once; and seconds that a cut in front of each keeps a link busy."""
+def _least_s(tables: Sequence[Table]) -> float:
+    """Seconds that the slowest stage takes at least: each piece alone where it is fastest, the first and the last one where they must be."""
+    each = np.min([np.diff(table.seconds) for table in dict.fromkeys(tables)], axis=0)
+    return float(max(each.max(), tables[0].seconds[1], tables[-1].seconds[-1] - tables[-1].seconds[-2]))
 
-    def __init__(self, costs: Sequence[Cost], again: Sequence[Cost], sends_s: Sequence[float]) -> None:
+
+def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float]) -> InfeasibleError:
+    """What is missing for any cut."""
+    whole, there = memory_bytes(pieces[0].again, max(in_flight)) / len(in_flight), sum(limits) / len(limits)
+    return InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {whole / 2**30:.2f} GiB each, "
+                           f"{there / 2**30:.2f} GiB are there", missing_bytes=max(0.0, whole - there))
+
+
+class _Links:
+    """Seconds that a cut in front of each piece but the first keeps a link busy."""
+
+    def __init__(self, count: int, sends_s: Sequence[float]) -> None:
+        self.count = count
+        self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
+
+    @property
+    def fullest_s(self) -> float:
+        """Seconds of the link of the cut that sends most."""
+        return float(self.seconds.max(initial=0.0))
+
+    def ends(self, limit_s: float) -> list[int]:
+        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that sends least."""
+        allowed = max(limit_s, float(self.seconds.min(initial=np.inf)))
+        return [*(int(i) + 1 for i in np.flatnonzero(self.seconds <= allowed)), self.count]
+
+
+class Table:
+    """Running sums over the pieces: of any stretch of them, time and memory at once."""
+
+    def __init__(self, costs: Sequence[Cost], again: Sequence[Cost]) -> None:
         self.count = len(costs)
-        self.links_s = 2 * np.array(sends_s[1:] or [0.0] * (len(costs) - 1))
         self.seconds = _sums([c.micro_s for c in costs])
         self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
         self.rest = _sums([c.rest_bytes for c in costs])
@@ -85,16 +129,6 @@ class _Table:
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         self.live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
-
-    @property
-    def fullest_s(self) -> float:
-        """Seconds of the link of the cut that sends most."""
-        return float(self.links_s.max(initial=0.0))
-
-    def ends(self, limit_s: float) -> list[int]:
-        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that sends least."""
-        allowed = max(limit_s, float(self.links_s.min(initial=np.inf)))
-        return [*(int(i) + 1 for i in np.flatnonzero(self.links_s <= allowed)), self.count]
 
     def again(self, first: int, stop: int, flying: int, limit_bytes: float) -> int | None:
         """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough."""
@@ -116,28 +150,51 @@ def _sums(values: Sequence[float]) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def _fill(table: _Table, in_flight: Sequence[int], limit_bytes: float, limit_s: float) -> Cuts | None:
+def _fill(tables: Sequence[Table], links: _Links, in_flight: Sequence[int], limits: Sequence[float], limit_s: float) -> Cuts | None:
     """The cuts when each stage takes as many pieces as time and memory allow; None where pieces are left."""
     bounds, counts, at = [], [], 0
-    ends = table.ends(limit_s)
-    for stage, flying in enumerate(in_flight):
+    ends = links.ends(limit_s)
+    for stage, (table, flying, limit_bytes) in enumerate(zip(tables, in_flight, limits, strict=True)):
         stop = len(ends) - (len(in_flight) - 1 - stage)  # each stage behind needs an end
         taken = _most(table, at, ends[bisect_right(ends, at):max(stop, 0)], flying, limit_bytes, limit_s)
         if taken is None:
-            return None
+            alike = len(dict.fromkeys(zip(tables, limits, strict=True))) == 1
+            return None if alike else _retraced(tables, ends, in_flight, limits, limit_s)
         at, again = taken
         bounds.append(at)
         counts.append(again)
-    return Cuts(bounds[:-1], counts) if at == table.count else None
+    return Cuts(bounds[:-1], counts) if at == links.count else None
 
 
-def _most(table: _Table, first: int, ends: Sequence[int], flying: int, limit_bytes: float, limit_s: float) -> tuple[int, int] | None:
+def _retraced(tables: Sequence[Table], ends: Sequence[int], in_flight: Sequence[int], limits: Sequence[float], limit_s: float) -> Cuts | None:
+    """As `_fill`, where a stage on a slower or smaller place cannot take the piece that those before it have left: they take fewer, so
+    that it has one before that."""
+    came: list[dict[int, int]] = [{0: 0}]  # for each stage: where it may end -> where it begins then
+    for stage, (table, flying, limit_bytes) in enumerate(zip(tables, in_flight, limits, strict=True)):
+        allowed, found = ends[:max(len(ends) - (len(in_flight) - 1 - stage), 0)], dict[int, int]()
+        for first in sorted(came[-1], reverse=True):
+            behind = allowed[bisect_right(allowed, first):]
+            taken = _most(table, first, behind, flying, limit_bytes, limit_s)
+            for stop in behind[:bisect_right(behind, taken[0])] if taken is not None else ():
+                found.setdefault(stop, first)
+        came.append(found)
+    if ends[-1] not in came[-1]:
+        return None
+    edges = [ends[-1]]
+    for found in reversed(came[1:]):
+        edges.append(found[edges[-1]])
+    edges.reverse()
+    again = [table.again(a, b, flying, limit_bytes) or 0
+             for table, (a, b), flying, limit_bytes in zip(tables, itertools.pairwise(edges), in_flight, limits, strict=True)]
+    return Cuts(edges[1:-1], again)
+
+
+def _most(table: Table, first: int, ends: Sequence[int], flying: int, limit_bytes: float, limit_s: float) -> tuple[int, int] | None:
     """The last of `ends` to which a stage from `first` may go, and how many of its pieces are run again; None where not even the first
-    fits. One piece may take longer than `limit_s`: then the time is not to be had, and pieces are left."""
+    fits."""
     def at(stop: int) -> int | None:
         again = table.again(first, stop, flying, limit_bytes)
-        slow = again is not None and stop > first + 1 and table.time_s(first, stop, again) > limit_s * (1 + 1e-12)
-        return None if slow else again
+        return None if again is None or table.time_s(first, stop, again) > limit_s * (1 + 1e-12) else again
 
     if not ends or at(ends[0]) is None:
         return None

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar.cluster import MeshAxis
+from autopar.cluster import MeshAxis, Places
 from autopar.cost.comm import collective_s
 from autopar.layout import most_elements, parse
 from autopar.pipeline.views import View
@@ -24,8 +24,8 @@ class Shared:
     nbytes: float
 
 
-def shared_weights(program: Program, plan: Plan, views: Sequence[View], line: MeshAxis) -> list[Shared]:
-    """The trained weights that several places hold, by these places; `line` is the pipeline axis."""
+def shared_weights(program: Program, plan: Plan, views: Sequence[View], at: Places) -> list[Shared]:
+    """The trained weights that several places hold, by these places; `at` says where they are."""
     places: dict[str, dict[int, None]] = {}
     for view, stage in zip(views, plan.stages, strict=True):
         for name in view.held:
@@ -35,11 +35,11 @@ def shared_weights(program: Program, plan: Plan, views: Sequence[View], line: Me
     for name, where in places.items():
         if len(where) > 1:
             groups.setdefault(tuple(sorted(where)), []).append(name)
-    return [_shared(program, plan, names, where, line) for where, names in groups.items()]
+    return [_shared(program, plan, names, where, at.axis(where)) for where, names in groups.items()]
 
 
-def _shared(program: Program, plan: Plan, names: Sequence[str], places: tuple[int, ...], line: MeshAxis) -> Shared:
-    sizes, axis = [_rest_bytes(program.ops[name], plan) for name in names], _part(line, len(places))
+def _shared(program: Program, plan: Plan, names: Sequence[str], places: tuple[int, ...], axis: MeshAxis) -> Shared:
+    sizes = [_rest_bytes(program.ops[name], plan) for name in names]
     return Shared(tuple(names), places, sum(collective_s("all_reduce", nbytes, axis) for nbytes in sizes), sum(sizes))
 
 
@@ -48,8 +48,3 @@ def _rest_bytes(op: Op, plan: Plan) -> float:
     value, _, gradient = plan.nodes[op.name].outs[0].partition("|")
     layout = parse(gradient if gradient and "-" not in gradient else value)
     return float(most_elements(op.call.outs[0].sizes, layout, plan.mesh) * op.out_dtypes[0].itemsize)
-
-
-def _part(line: MeshAxis, count: int) -> MeshAxis:
-    """`count` places of a pipeline axis, over its outermost level."""
-    return line if count == line.size else replace(line, size=count, spans=(replace(line.spans[0], size=count),))

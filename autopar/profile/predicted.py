@@ -33,7 +33,7 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
     found = [(stages.ran(index, part), plan.microbatches) for index in own for part in parts]
     if not stages.training:
         return found
-    last = stages.rank()
+    last = stages.rank(place)
     last.local(stages.optimizer(place), "optimizer")
     return [*found, (stages.sums(place), 1), (last.run(), 1)]
 

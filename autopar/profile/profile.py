@@ -83,7 +83,7 @@ def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[
     plan = case.plan
     say(f"running on {plan.ranks} ranks")
     job = Job(case.bundle(), case.weights, case.batch, steps, trace)
-    found: list[Recorded] = launch(record, plan.ranks, job, device_type=str(plan.cluster["device"]["kind"]))
+    found: list[Recorded] = launch(record, plan.ranks, job, device_type=plan.device_kind)
     say("simulating")
     inner = plan.ranks // plan.places
     rows: list[Row] = []

@@ -42,7 +42,7 @@ class Recorded:
 
 def record(job: Job) -> Recorded:
     """One rank. Raises RunError where the ranks or the batch do not fit the plan."""
-    plan, cuda = job.bundle.plan, job.bundle.plan.cluster["device"]["kind"] == "cuda"
+    plan, cuda = job.bundle.plan, job.bundle.plan.device_kind == "cuda"
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
     optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=1e-4) if plan.mode == "train" else None

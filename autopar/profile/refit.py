@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from autopar.cluster import Cluster, Device, Level, Protocol
 from autopar.cluster.types import ALGORITHMS
 from autopar.cost.memory import computes_in
+from autopar.errors import ClusterError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 from autopar.profile.profile import Profile, Row
@@ -25,7 +26,13 @@ MOST = 10.0
 
 
 def refit(cluster: Cluster, plan: Plan, program: Program, found: Profile, date: str) -> tuple[Cluster, dict[str, float]]:
-    """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources."""
+    """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources.
+
+    Raises ClusterError for a cluster of parts: a profile is of one rank, and so of one kind of device.
+    """
+    if cluster.parts:
+        raise ClusterError(f"cluster {cluster.label} has parts of {len(cluster.parts)} kinds, and a profile tells of one rank: refit from a plan for one "
+                           "part, and name the file that comes of it in the file of the whole cluster")
     ratios = _ratios(found.rows, program)
     source = f"refitted {date} from a profile of {plan.model} ({plan.strategy}, {plan.ranks} ranks)"
     device = _device(cluster.device, ratios, computes_in(plan.precision), source)

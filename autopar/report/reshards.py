@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,19 +44,20 @@ class Row:
         return asdict(self)
 
 
-def prices_of(plan: Plan) -> Prices:
-    """The prices that `plan` was made with."""
-    cluster = Cluster.from_dict(dict(plan.cluster))
-    return Prices(cluster.place_mesh(plan.places, plan.mesh), cluster.device, Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
+def prices_of(plan: Plan, place: int = 0) -> Prices:
+    """The prices that `plan` was made with, on one of its places."""
+    places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    return Prices(places.mesh(place), places.device(place), Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
 
 
 def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
-    context, prices = Context(program, plan, {}), prices_of(plan)
+    context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
+    prices = [prices_of(plan, place) for place in kinds]
     return [_row(reshard, context, prices, plan) for reshard in context.edges.reshards]
 
 
-def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
+def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan) -> Row:
     producer = context.program.ops[reshard.ref[0]]
     parts = plan.microbatches if reshard.role != "sync" else 1
     first = context.program.first_runs(reshard.ref)
@@ -68,9 +70,9 @@ def _row(reshard: Reshard, context: Context, prices: Prices, plan: Plan) -> Row:
                next((op.where for op in (*readers, producer) if op.where), ""))
 
 
-def _once_s(reshard: Reshard, context: Context, prices: Prices) -> float:
-    """Seconds of one run, forward and backward."""
-    return seconds(reshard, context.micro_bytes(reshard.ref), prices, context.sizes)
+def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices]) -> float:
+    """Seconds of one run, forward and backward, on the slowest of the places that `prices` are of."""
+    return max(seconds(reshard, context.micro_bytes(reshard.ref), each, context.sizes) for each in prices)
 
 
 def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...]) -> float:

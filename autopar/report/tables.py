@@ -37,7 +37,19 @@ def report(plan: Plan, program: Program) -> Group:
 def overview(plan: Plan) -> Group:
     """What the plan alone says: the choice, its price, its stages, and the recipes that were priced."""
     stages = ("", _stages(plan)) if len(plan.stages) > 1 else ()
-    return Group(_summary(plan), *stages, *(("", _alternatives(plan)) if plan.alternatives else ()))
+    parts = ("", _places(plan)) if plan.places > 1 and plan.cluster.get("parts") else ()
+    return Group(_summary(plan), *stages, *parts, *(("", _alternatives(plan)) if plan.alternatives else ()))
+
+
+def _places(plan: Plan) -> Table:
+    """Where the places of a pipeline are, on a cluster of several parts."""
+    table, at = grid("places", "place", "ranks", "device", "blocks", "memory", "of"), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    each = plan.ranks // plan.places
+    for place, nbytes in enumerate(plan.predicted.places_bytes):
+        blocks = sum(stop - first for stage in plan.stages if stage.place == place for first, stop in stage.blocks.values())
+        table.add_row(str(place), f"{place * each}-{(place + 1) * each - 1}", at.device(place).name, str(blocks), gibibytes(nbytes),
+                      gibibytes(at.device(place).usable_memory_bytes))
+    return table
 
 
 def _stages(plan: Plan) -> Table:
@@ -62,7 +74,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     predicted = plan.predicted
     mesh = " x ".join(f"{name} {size}" for name, size in zip(plan.axes, plan.mesh, strict=True)) or "one device"
     gap = f"{100 * predicted.gap:.2f} % (no plan is below {seconds(predicted.bound_s)})" if predicted.bound_s > 0 else "none proven"
-    device = Cluster.from_dict(dict(plan.cluster)).device
+    cluster = Cluster.from_dict(dict(plan.cluster))
+    there = gibibytes(cluster.device.usable_memory_bytes) if plan.places == 1 or not cluster.parts else "what each place has"
     return {
         "strategy": plan.strategy,
         "mesh": mesh if plan.places == 1 else f"{plan.places} places x ({mesh})",
@@ -72,7 +85,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "step": seconds(predicted.step_s),
         "  compute": seconds(predicted.compute_s),
         "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
-        "memory": f"{gibibytes(predicted.memory_bytes)} of {gibibytes(device.usable_memory_bytes)} per device",
+        "memory": f"{gibibytes(predicted.memory_bytes)} of {there} per device",
         **({"run again": plan.run_again} if plan.remat else {}),
         "gap": gap,
         "splits": ", ".join(f"{count} {kind}" for kind, count in kinds(plan.nodes).items()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.cluster import Cluster, Mesh, MeshAxis
+from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
@@ -40,20 +40,22 @@ class Stages:
         return Stages(gm, plan, read(gm, plan.micro_hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        self.line: MeshAxis | None = self.cluster.mesh((plan.places, *plan.mesh)).axes[0] if plan.places > 1 else None
-        self.mesh: Mesh = self.cluster.place_mesh(plan.places, plan.mesh)
-        self.pieces = Pieces(self.mesh, self.cluster.device, Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
+        plan, settings = self.plan, Settings(self.plan.mode, self.plan.optimizer, self.plan.precision, offload=self.plan.offload)
+        self.places: Places = self.cluster.places(plan.places, plan.mesh)
+        kinds = {self.places.homes[p]: Pieces(self.places.mesh(p), self.places.device(p), settings) for p in self.places.kinds}
+        self.pieces = [kinds[home] for home in self.places.homes]  # of each place
         self.edges: Edges = edges(self.program, plan)
         self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (whole(self.program),)
         schedule = SCHEDULES.get(plan.schedule)
         self.splitting = plan.places > 1 and schedule is not None and schedule.splits_backward
-        self.walk = Walk(self.gm, self.program, plan, self.edges, self.pieces, self.splitting)
-        self.turns: list[list[Turn]] = [self.walk.stage(view) for view in self.views]
-        alike = [tuple((turn.item.name, bool(turn.item.replay)) for turn in turns) for turns in self.turns]
-        self._first = [alike.index(names) for names in alike]  # the first stage that does the same
-        self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.line) if self.line is not None else []
-        self.sync = Sync(self.program, plan, self.edges, self.pieces.prices)
+        walks = {home: Walk(self.gm, self.program, plan, self.edges, pieces, self.splitting) for home, pieces in kinds.items()}
+        homes = [self.places.homes[stage.place] for stage in plan.stages]
+        self.turns: list[list[Turn]] = [walks[home].stage(view) for home, view in zip(homes, self.views, strict=True)]
+        alike = [(home, *((turn.item.name, bool(turn.item.replay)) for turn in turns)) for home, turns in zip(homes, self.turns, strict=True)]
+        self._first = [alike.index(names) for names in alike]  # the first stage that does the same on the same devices
+        self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.places) if plan.places > 1 else []
+        syncs = {home: Sync(self.program, plan, self.edges, pieces.prices) for home, pieces in kinds.items()}
+        self.syncs = [syncs[home] for home in self.places.homes]  # of each place
 
     @property
     def training(self) -> bool:
@@ -64,23 +66,24 @@ class Stages:
         """One microbatch through one stage alone: its "forward", "backward", or the backward's parts "inputs" and "weights"."""
         key = (self._first[stage], part)
         if key not in self._ran:
-            rank = self.rank()
+            place = self.plan.stages[stage].place
+            rank = self.rank(place)
             if part == "forward":
                 rank.forward(self.turns[stage])
             else:
-                each = [bucket for bucket in self.sync.buckets(self.views[stage], self.turns[stage]) if bucket.each]
+                each = [bucket for bucket in self.syncs[place].buckets(self.views[stage], self.turns[stage]) if bucket.each]
                 rank.backward(self.turns[stage], each if part != "inputs" else (), part)
             self._ran[key] = rank.run()
         return self._ran[key]
 
-    def rank(self) -> Rank:
-        """A rank that has nothing to do yet."""
-        return Rank(self.pieces)
+    def rank(self, place: int) -> Rank:
+        """A rank of a place that has nothing to do yet."""
+        return Rank(self.pieces[place])
 
     def whole(self) -> Ran:
         """The step of a plan without a pipeline: forward, backward with its sums, optimizer."""
         (view,), (turns,) = self.views, self.turns
-        rank, buckets = self.rank(), self.sync.buckets(view, turns)
+        rank, buckets = self.rank(0), self.syncs[0].buckets(view, turns)
         rank.gather(buckets)
         rank.forward(turns)
         if self.training:
@@ -90,10 +93,10 @@ class Stages:
 
     def sums(self, place: int) -> Ran:
         """The sums of gradients on a place once all microbatches have gone back, one stage after the other; and the gathers before them."""
-        rank = self.rank()
+        rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
-                buckets = self.sync.buckets(view, turns)
+                buckets = self.syncs[place].buckets(view, turns)
                 rank.gather(buckets)
                 rank.finish([bucket for bucket in buckets if not bucket.each])
         return rank.run()
@@ -110,13 +113,14 @@ class Stages:
         for op in ops.values():
             if op.role == "param" and (op.scope in blocks or op.name in tops):
                 share = blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
-                seconds += share * self.pieces.prices.update_s(op, options(self.plan.nodes[op.name]))
+                seconds += share * self.pieces[place].prices.update_s(op, options(self.plan.nodes[op.name]))
         return Piece(self.plan.optimizer, "compute", COMPUTE, seconds)
 
     def send_s(self, stage: int, *, gradients: bool = False) -> float:
         """Seconds of sending what leaves a stage in one microbatch to the next one, or the gradients of it back."""
-        if self.line is None:
-            return 0.0
         ops, refs = self.program.ops, self.views[stage].sends
+        if not refs or self.plan.places == 1:
+            return 0.0
+        link = self.places.link(self.plan.stages[stage].place, self.plan.stages[stage + 1].place)
         moving: Sequence[Ref] = [ref for ref in refs if not gradients or ops[ref[0]].call.outs[ref[1]].grad]
-        return sum(collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), self.line) for ref in moving)
+        return sum(collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), link) for ref in moving)

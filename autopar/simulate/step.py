@@ -89,9 +89,9 @@ class _Pipeline:
         plan = self.stages.plan
         where = [stage.place for stage in plan.stages]
         sends = {(stage, back): self.stages.send_s(stage, gradients=back) for stage in range(len(where)) for back in (False, True)}
-        device = self.stages.cluster.device
-        alone, host_s = (min(device.alone, plan.places), device.action_s) if plan.places > 1 else (1.0, 0.0)
-        seconds = {(kind, stage): host_s + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
+        alone = min(self.stages.cluster.device.alone, plan.places) if plan.places > 1 else 1.0
+        host_s = [self._host_s(place) for place in where]
+        seconds = {(kind, stage): host_s[stage] + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
                    for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)}
         self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back], alone)
         ends = self._endings() if self.stages.training else [[] for _ in self.lines]
@@ -102,6 +102,10 @@ class _Pipeline:
                 mine[where[action.stage]].append(index)
         detailed = sum(len(ran.tasks) for line in self.lines for a in line if (ran := self.ran(a))) <= DETAILED
         return [self._place(place, timeline, mine[place], ends[place], detailed) for place in range(plan.places)]
+
+    def _host_s(self, place: int) -> float:
+        """Seconds of the host of a place for one action."""
+        return self.stages.places.device(place).action_s if self.stages.plan.places > 1 else 0.0
 
     def _endings(self) -> list[list[Ending]]:
         """Adds what each place does after its last action: (task, what, the sums in detail)."""
@@ -126,7 +130,7 @@ class _Pipeline:
     def _place(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> Place:
         did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
         once_s = {what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what) for what in ("sync", "optimizer")}
-        pace = self._pace(sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine), sum(ran.length_s for ran in did))
+        pace = self._pace(place, sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine), sum(ran.length_s for ran in did))
         compute, exposed = (pace * sum(times) for times in ([ran.compute_s for ran in did], [ran.exposed_s for ran in did]))
         hidden = pace * sum(ran.communication_s for ran in did) - exposed
         exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
@@ -140,9 +144,9 @@ class _Pipeline:
         return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, memory,
                      sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
 
-    def _pace(self, took_s: float, work_s: float) -> float:
+    def _pace(self, place: int, took_s: float, work_s: float) -> float:
         """How many times as long as alone something took: less than 1 where cores are free meanwhile, more with the host's work for actions."""
-        device = self.stages.cluster.device
+        device = self.stages.places.device(place)
         return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 
     def _action(self, index: int) -> Action:
@@ -161,7 +165,7 @@ class _Pipeline:
             ran = self.ran(self._action(index))
             if ran is not None and (detailed or self._action(index).microbatch in (0, last)):
                 took_s = timeline.end_s[index] - timeline.begin_s[index]
-                made += spans(ran, timeline.begin_s[index], self._pace(took_s, ran.length_s))
+                made += spans(ran, timeline.begin_s[index], self._pace(place, took_s, ran.length_s))
         for index, _, sums in ending:
             made.append(span(index, "actions", "action"))
             made += spans(sums, timeline.begin_s[index]) if sums is not None else []
@@ -169,7 +173,8 @@ class _Pipeline:
 
 
 def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
-    plan, device = stages.plan, stages.cluster.device
+    plan, at = stages.plan, stages.places
+    peak = stages.cluster.flops(computes_in(plan.precision)) * plan.ranks / stages.cluster.devices
     step_s = max(p.compute_s + p.exposed_s + p.idle_s + p.optimizer_s for p in places)
     flops = plan.microbatches * sum(op.count * (op.flops + op.backward_flops * (stages.training and op.graded))
                                     for op in stages.program.ops.values() if op.role == "op")
@@ -177,6 +182,6 @@ def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
     busiest = max(places, key=lambda p: p.compute_s)
     return Simulation(
         model=plan.model, cluster=stages.cluster.label, ranks=plan.ranks, schedule=plan.schedule, microbatches=plan.microbatches, step_s=step_s,
-        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * plan.ranks * device.flops(computes_in(plan.precision))),
-        tokens_s=tokens / step_s / plan.ranks, tokens="tokens" if "s" in plan.hints else "samples", launch_s=busiest.launches * device.launch_s,
+        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * peak),
+        tokens_s=tokens / step_s / plan.ranks, tokens="tokens" if "s" in plan.hints else "samples", launch_s=busiest.launches * at.device(busiest.place).launch_s,
         places=tuple(places))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.pipeline.balance import Cost, balance, memory_bytes
+from autopar.pipeline.balance import Cost, Pieces, balance, memory_bytes
 
 PIECES = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 9).map(float),
                             st.integers(0, 3).map(float)), min_size=3, max_size=8)
@@ -24,40 +25,81 @@ SENDS = st.lists(st.sampled_from([0.0, 0.5, 3.0, 20.0]), min_size=8, max_size=8)
 """Seconds of a cut in front of each piece."""
 
 
+def _links_s(bounds: Sequence[int], sends: Sequence[float]) -> list[float]:
+    """Seconds of the links of some cuts, but for the cuts that send least."""
+    return [2 * sends[at] for at in bounds if sends[at] > min(sends[1:])]
+
+
+def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float]) -> float | None:
+    """Of all cuts, each with as few pieces run again as memory wants, from the first on, the least time of the slowest stage or link; None
+    where none fits."""
+    every, count = [], len(kinds[0].costs)
+    for bounds in itertools.combinations(range(1, count), len(kinds) - 1):
+        slowest: list[float] = []
+        for here, (a, b), n, limit in zip(kinds, itertools.pairwise((0, *bounds, count)), flying, limits, strict=True):
+            fits = [k for k in range(b - a + 1) if memory_bytes([*here.again[a:a + k], *here.costs[a + k:b]], n) <= limit]
+            slowest += [sum(c.micro_s for c in (*here.again[a:a + fits[0]], *here.costs[a + fits[0]:b]))] if fits else []
+        every += [max(*slowest, *_links_s(bounds, sends))] if len(slowest) == len(kinds) else []
+    return min(every, default=None)
+
+
+def _check(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float]) -> None:
+    sends = sends[:len(kinds[0].costs)]
+    best = _best(kinds, flying, limits, sends)
+    if best is None:
+        with pytest.raises(InfeasibleError, match="no cut into"):
+            balance(kinds, flying, limits, sends)
+        return
+    found = balance(kinds, flying, limits, sends)
+    parts = found.parts(kinds)
+    assert all(memory_bytes(part, n) <= limit for part, n, limit in zip(parts, flying, limits, strict=True))
+    assert max(*(sum(c.micro_s for c in part) for part in parts), *_links_s(found.bounds, sends)) == pytest.approx(best)
+
+
+def _with_rerun(costs: list[Cost], more: list[tuple[int, int, int]]) -> Pieces:
+    return Pieces(costs, [replace(c, micro_s=c.micro_s + s, kept_bytes=max(0.0, c.kept_bytes - k), live_bytes=c.live_bytes + n)
+                          for c, (s, k, n) in zip(costs, more, strict=False)])
+
+
 @given(PIECES, RERUN, SENDS, st.integers(2, 3), st.integers(6, 60))
 def test_the_slowest_stage_is_as_fast_as_any_cut_allows(costs: list[Cost], more: list[tuple[int, int, int]], sends: list[float], stages: int,
                                                         limit: int) -> None:
-    """Of all cuts, each with as few pieces run again as memory wants, from the first on; links are as slow as a stage that takes as long,
-    but for the cuts that send least."""
-    sends = sends[:len(costs)]
-    least = min(sends[1:])
-    flying = list(range(stages, 0, -1))
-    again = [replace(c, micro_s=c.micro_s + s, kept_bytes=max(0.0, c.kept_bytes - k), live_bytes=c.live_bytes + n)
-             for c, (s, k, n) in zip(costs, more, strict=False)]
+    _check([_with_rerun(costs, more)] * stages, list(range(stages, 0, -1)), [float(limit)] * stages, sends)
 
-    def best(bounds: tuple[int, ...]) -> float | None:
-        slowest = 0.0
-        for (a, b), n in zip(itertools.pairwise((0, *bounds, len(costs))), flying, strict=True):
-            fits = [k for k in range(b - a + 1) if memory_bytes([*again[a:a + k], *costs[a + k:b]], n) <= limit]
-            if not fits:
-                return None
-            slowest = max(slowest, sum(c.micro_s for c in (*again[a:a + fits[0]], *costs[a + fits[0]:b])))
-        return max([slowest, *(2 * sends[at] for at in bounds if sends[at] > least)])
 
-    every = [seconds for bounds in itertools.combinations(range(1, len(costs)), stages - 1) if (seconds := best(bounds)) is not None]
-    if not every:
-        with pytest.raises(InfeasibleError, match="no cut into"):
-            balance(costs, flying, float(limit), again, sends)
-        return
-    found = balance(costs, flying, float(limit), again, sends)
-    parts = found.parts(costs, again)
-    assert all(memory_bytes(part, n) <= limit for part, n in zip(parts, flying, strict=True))
-    assert max([*(sum(c.micro_s for c in part) for part in parts), *(2 * sends[at] for at in found.bounds if sends[at] > least)]) == pytest.approx(min(every))
+@settings(max_examples=300)
+@given(PIECES, RERUN, SENDS, st.lists(st.integers(1, 12), min_size=8, max_size=8), st.lists(st.tuples(st.booleans(), st.integers(6, 60)), min_size=2, max_size=4))
+def test_two_kinds_of_places(costs: list[Cost], more: list[tuple[int, int, int]], sends: list[float], others: list[int],
+                             places: list[tuple[bool, int]]) -> None:
+    """Each piece has another time on each kind, and each place its own memory."""
+    places = places[:len(costs)]
+    assume(len(dict.fromkeys(places)) > 1)
+    one = _with_rerun(costs, more)
+    other = _with_rerun([replace(c, micro_s=float(s)) for c, s in zip(costs, others, strict=False)], more)
+    _check([other if kind else one for kind, _ in places], list(range(len(places), 0, -1)), [float(limit) for _, limit in places], sends)
+
+
+def test_the_faster_place_takes_more() -> None:
+    """Of 12 alike pieces, places of speeds 1 and 2 take 4 and 8; one with memory for 6 leaves the others to the slow one."""
+    slow, fast = ([Cost(micro_s=seconds, rest_bytes=1.0)] * 12 for seconds in (2.0, 1.0))
+    kinds = [Pieces(slow, slow), Pieces(fast, fast)]
+    assert balance(kinds, [2, 1], [100.0, 100.0]).bounds == [4]
+    assert balance(kinds[::-1], [2, 1], [100.0, 100.0]).bounds == [8]
+    assert balance(kinds[::-1], [2, 1], [6.0, 100.0]).bounds == [6]
+
+
+def test_a_slow_place_is_given_a_piece_that_it_can_take() -> None:
+    """The first place could take all before the long piece; then the slow one between would have to take that."""
+    fast = [Cost(micro_s=s) for s in (1.0, 1.0, 1.0, 3.0, 1.0)]
+    slow = [Cost(micro_s=10 * c.micro_s) for c in fast]
+    found = balance([Pieces(fast, fast), Pieces(slow, slow), Pieces(fast, fast)], [1, 1, 1], [9.0] * 3)
+    assert found.bounds == [2, 3]
 
 
 def test_a_cut_that_sends_much_is_not_made_where_another_one_is_near() -> None:
     """The head of a language model, its logits and its loss are pieces of their own: between them a cut would balance best, and send most."""
     costs = [Cost(2.0), Cost(2.0), Cost(3.0), Cost(1.0)]
-    assert balance(costs, [2, 1], 100.0).bounds == [2]
-    assert balance(costs, [3, 2, 1], 100.0, sends_s=[0.0, 0.1, 0.1, 5.0]).bounds == [1, 2]
-    assert balance(costs, [3, 2, 1], 100.0, sends_s=[5.0, 5.0, 5.0, 5.0]).bounds == balance(costs, [3, 2, 1], 100.0).bounds
+    alike = [Pieces(costs, costs)] * 3
+    assert balance(alike[:2], [2, 1], [100.0] * 2).bounds == [2]
+    assert balance(alike, [3, 2, 1], [100.0] * 3, sends_s=[0.0, 0.1, 0.1, 5.0]).bounds == [1, 2]
+    assert balance(alike, [3, 2, 1], [100.0] * 3, sends_s=[5.0, 5.0, 5.0, 5.0]).bounds == balance(alike, [3, 2, 1], [100.0] * 3).bounds

@@ -43,7 +43,7 @@ def test_all_pieces_of_any_solution(name: str, sizes: Sizes, where: str, seed: i
     made = assemble(who, planner, sizes, model.decode(choice), "random")
     nodes_s = sum(float(node.cost_s[c]) for node, c in zip(model.problem.nodes, choice, strict=True))
     stages = Stages.of(who.captured.gm, made)
-    assert _simulated_s(stages, stages.sync) == pytest.approx(nodes_s + _reshards_s(stages), rel=1e-9)
+    assert _simulated_s(stages, stages.syncs[0]) == pytest.approx(nodes_s + _reshards_s(stages), rel=1e-9)
 
 
 def _reshards_s(stages: Stages) -> float:
@@ -63,7 +63,7 @@ def test_on_a_cpu_nothing_hides(recipe: str) -> None:
     ran = stages.whole()
     assert ran.length_s == pytest.approx(sum(task.work_s for task in ran.tasks), rel=1e-9)
     assert ran.length_s <= made.predicted.step_s * (1 + 1e-9)
-    if not stages.sync.buckets(stages.views[0], stages.turns[0]):
+    if not stages.syncs[0].buckets(stages.views[0], stages.turns[0]):
         assert ran.length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
 
 

@@ -1,9 +1,10 @@
 """The cost model against published measurements.
 
-    python benchmarks/cost_model.py [--data DIR] [--json OUT] [--only SOURCE] [--explain ROW] [--worst 20] [--half fit|held]
+    python benchmarks/cost_model.py [--data DIR] [--json OUT] [--only SOURCE] [--explain ROW] [--worst 20] [--half fit|held] [--times]
 
 Every file of the known formats in the folder is read, the step of each row's *given* configuration predicted with the prices that
-plans are made with, and error, rank correlation, regret and the worst rows are printed by source.
+plans are made with, and its memory by the walk that plans are accepted by. Error, rank correlation, regret and the worst rows are printed
+by source, errors of peaks by source and by what was counted.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from autopar.errors import AutoparError
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.predictions import Predictor
-from benchmarks.costmodel.results import Result, as_json, explained, summary_text, worst_text
+from benchmarks.costmodel.results import Result, as_json, explained, memory_text, summary_text, worst_text
 from benchmarks.costmodel.rows import Loaded
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def predicted(loaded: Loaded) -> list[Result]:
+def predicted(loaded: Loaded, *, memory: bool) -> list[Result]:
     """A result for each row that can be priced; the others are added to what was refused."""
     predictor, found = Predictor(), []
     for row in loaded.rows:
         try:
-            found.append(Result(row, predictor.predict(row)))
+            found.append(Result(row, predictor.predict(row), predictor.held(row) if row.peaks and memory else None))
         except AutoparError as error:
             loaded.refused.append(f"{row.name}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
     return found
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--only", help="sources whose name contains this")
     parser.add_argument("--explain", metavar="ROW", help="the parts of one row's prediction")
     parser.add_argument("--worst", type=int, default=20, help="how many of the worst rows to list")
+    parser.add_argument("--times", action="store_true", help="no memory, which is most of the work where it was published")
     parser.add_argument("--half", choices=("fit", "held"), help="only the half that constants were fitted on, or the other")
     given = parser.parse_args()
     start = time.monotonic()
@@ -56,11 +58,11 @@ def main() -> int:
         return 2
     loaded.rows = [row for row in loaded.rows if (given.only or "") in row.source and (given.half is None or in_half(row) == given.half)
                    and given.explain in (None, row.name)]
-    results = predicted(loaded)
+    results = predicted(loaded, memory=not given.times)
     if given.explain:
         print("\n\n".join(map(explained, results)) or f"no row {given.explain}")
         return 0 if results else 2
-    print(summary_text(results), worst_text(results, given.worst), sep="\n\n")
+    print(summary_text(results), memory_text(results), worst_text(results, given.worst), sep="\n\n")
     print(f"\n{len(results)} rows in {time.monotonic() - start:.0f} s; {len(loaded.refused)} lines refused:")
     for why, count in Counter(line.partition(": ")[2][:110] for line in loaded.refused).most_common():
         print(f"  {count:4}  {why}")

@@ -3,6 +3,7 @@
     memory_of(gm, plan) -> Prediction       the peak of every place of a pipeline, with the tensors that make it up
     predict(program, plan) -> Prediction    the same at other sizes
 
+    habits.py     how software holds memory: ours, and that of others
     types.py      what a prediction says
     shares.py     bytes that one rank has of each value
     moves.py      what changes of layout take while they run
@@ -18,7 +19,8 @@
 
 from __future__ import annotations
 
+from autopar.memory.habits import Habits
 from autopar.memory.predict import memory_of, predict
 from autopar.memory.types import Entry, Place, Prediction
 
-__all__ = ["Entry", "Place", "Prediction", "memory_of", "predict"]
+__all__ = ["Entry", "Habits", "Place", "Prediction", "memory_of", "predict"]

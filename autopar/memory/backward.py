@@ -11,7 +11,7 @@ from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, workspace
-from autopar.memory.operators import backward_bytes, hands_on
+from autopar.memory.operators import backward_bytes, hands_on, in_place
 from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
@@ -25,7 +25,7 @@ class Backward:
 
     def __init__(self, forward: Forward, *, stay: bool, scattering: bool = True) -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
-        self.stay, self.scattering = stay, scattering
+        self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
         self.late: deque[tuple[Storage, object]] = deque()
         self.again: dict[Storage, Storage] = {}
@@ -46,12 +46,13 @@ class Backward:
             else:
                 self._step(step, {})
         begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
-        for value in self.forward.sent:
+        for value in self.forward.sent if self.habits.keeps_sent else ():
             self.book.use(value.storage)  # torch's stages keep what they sent until the backward is done
         for storage in (*self.final, *(whole for whole, _ in self.late)):
             self.book.use(storage)
-        for ref in self.forward.part.receives:
-            self.book.use(self.forward.values[ref].slot)
+        for value in (self.forward.values[ref] for ref in self.forward.part.receives):
+            self.book.use(value.slot)
+            self.book.use(value.storage)
 
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""
@@ -92,7 +93,8 @@ class Backward:
     def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
         """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward needs."""
         self.book.step(f"{blocks.run.scope} run again")
-        made = {storage: self.book.like(storage, self.book.now) for storage in blocks.made}
+        needed = blocks.made if self.habits.frames else _kept_of(blocks)
+        made = {storage: self.book.like(storage, self.book.now) for storage in needed}
         for storage in made.values():
             if storage.kind == "gathered weights":
                 self._fetched(storage)
@@ -134,11 +136,12 @@ class Backward:
             self.book.use(slot)
         if any(weight and value.grad_bytes for weight, value in zip(op.weight, step.ins, strict=True)):
             self.waiting_bytes += sum(slot.nbytes for slot in slots)
-        self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs))
+        self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits))
         for index, value in enumerate(step.ins):
             if value.grad_bytes:
                 handed = hands_on(op, index, step.local) and value.leaf is None
-                self._arrived(value, slots[0] if handed else self._own("gradients of activations", value))
+                inside = step.kept[0] if index == 0 and in_place(op, self.habits) else None
+                self._arrived(value, slots[0] if handed else inside or self._gradient(op, value))
 
     def _move_back(self, step: Step) -> None:
         (source,), (moved,), reshard = step.ins, step.outs, step.reshard
@@ -170,8 +173,16 @@ class Backward:
         """A weight that the backward gathers again, once for all who need it in one block."""
         if storage not in self.again:
             self.again[storage] = self.book.like(storage, self.book.now)
-            self._fetched(self.again[storage])
+            if storage.kind == "gathered weights":
+                self._fetched(self.again[storage])
         return self.again[storage]
+
+    def _gradient(self, op: Op, value: Value) -> Storage:
+        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there is one."""
+        made = self._own("gradients of activations", value)
+        if self.habits.standing and value.leaf is not None and op.flops > 0:
+            made.nbytes = 0.0
+        return made
 
     def _own(self, kind: str, value: Value) -> Storage:
         op = self.forward.program.ops[value.ref[0]]
@@ -200,3 +211,9 @@ class Backward:
         rest = self.shares.value(value.ref, lies.rest)
         self.final.append(self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
                                         / op.out_dtypes[0].itemsize))
+
+
+def _kept_of(blocks: Blocks) -> list[Storage]:
+    """What blocks that are run again make of what their operators keep: the rest goes with its last reader."""
+    kept = {storage: None for step in blocks.steps for storage in step.kept if not storage.regathered}
+    return [storage for storage in blocks.made if storage in kept]

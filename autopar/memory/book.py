@@ -20,11 +20,17 @@ class Storage:
     born: int
     last: int
     count: int = 1
-    regathered: bool = False  # of a gathered weight: the backward gathers it again, so that keeping it costs nothing
+    regathered: bool = False  # the backward gathers it again, so that keeping it costs nothing
+    sources: tuple[Storage, ...] = ()  # what a kernel read that makes it in registers, or what it is gathered from: kept in its place
 
     def alive(self, time: int) -> bool:
         """Whether it is there at that time."""
         return self.born <= time <= self.last
+
+    @property
+    def real(self) -> tuple[Storage, ...]:
+        """What is kept to have it: itself, or in its place its sources."""
+        return self.sources or (self,)
 
     @property
     def total(self) -> float:
@@ -56,7 +62,7 @@ class Book:
 
     def like(self, other: Storage, born: int, count: int = 1) -> Storage:
         """The same of other instances of a block, made at `born`."""
-        made = replace(other, born=born, last=born, count=count)
+        made = replace(other, born=born, last=born, count=count, sources=())
         self.storages.append(made)
         return made
 
@@ -64,6 +70,8 @@ class Book:
         """It is still there now (None: what rests)."""
         if storage is not None:
             storage.last = max(storage.last, self.now)
+            for source in storage.sources:
+                source.last = max(source.last, self.now)
 
     def totals(self) -> np.ndarray:
         """Bytes alive at each time."""

@@ -13,7 +13,7 @@ from autopar.codegen.edges import Edges, Pair, Reshard
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
 from autopar.memory.moves import fresh, workspace
-from autopar.memory.operators import COPIED, Local, forward_bytes
+from autopar.memory.operators import COPIED, DROPOUT, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import Op, Program, Ref, Run
@@ -87,12 +87,14 @@ class Forward:
     def __init__(self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part) -> None:
         self.shares, self.book, self.part, self.extra_bytes = shares, book, part, extra_bytes
         self.program: Program = shares.program
+        self.habits = shares.habits
         self.sizes = shares.plan.mesh
         self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
         self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
         self.plain: dict[str, None] = {}  # the run whose blocks are walked as they are, where others of it are run again
         self.moved: dict[tuple[Ref, str, Pair, str], Value] = {}
+        self.narrowed: dict[Storage, Storage] = {}
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
         self.sent: list[Value] = []
@@ -103,7 +105,8 @@ class Forward:
     def walk(self) -> None:
         """All of the part, to the end of its forward."""
         for ref in self.part.receives:
-            self.values[ref] = self._value(ref, self.book.new("pipeline buffers", ref[0], "", 0.0))
+            buffer = 0.0 if self.habits.step_buffers else self.shares.value(ref, self.shares.lies(ref).value)
+            self.values[ref] = self._value(ref, self.book.new("pipeline buffers", ref[0], "", buffer))
             self.values[ref].view = True
         self.values.update({ref: self._value(ref, None) for ref in self.part.given})
         for op in self.program.ops.values():
@@ -143,7 +146,7 @@ class Forward:
 
     def _close(self, frame: Sequence[Storage | None]) -> None:
         """A function returns: all that it made was there until now."""
-        for storage in frame:
+        for storage in frame if self.habits.frames else ():
             self.book.use(storage)
 
     def arrive(self, ref: Ref, dst: Pair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]) -> Value:
@@ -167,6 +170,8 @@ class Forward:
             op = self.program.ops[ref[0]]
             storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
             storage.regathered = reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
+            if self.habits.regathers and not reshard.weight and source.storage is not None and any(step.kind == "all_gather" for step in forward):
+                storage.regathered, storage.sources = True, (source.storage,)
             if op.role == "param" and reshard.fetches(self.sizes):
                 self._fetched(storage)
             self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
@@ -193,31 +198,50 @@ class Forward:
         local = self._local(op, ins)
         outs = []
         for index, nbytes in enumerate(local.outs):
-            storage = ins[0].storage if looks(op) else self.book.new("activations", op.name, op.where, nbytes)
+            storage = ins[0].storage if looks(op) else self._made(op, ins, nbytes)
             outs.append(self._value((op.name, index), storage))
             outs[-1].view = looks(op)
             self.values[op.name, index] = outs[-1]
             self.frame.append(storage)
         runs = self.shares.plan.nodes[op.name].runs
-        self.book.new("temporaries", op.name, op.where, forward_bytes(local, runs))
+        self.book.new("temporaries", op.name, op.where, forward_bytes(local, runs, self.habits))
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
+
+    def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
+        """What an operator makes: nothing where it runs in the kernel of its reader, whose backward works from what this one read."""
+        if not self.habits.fused or op.leads or op.free:
+            return self.book.new("activations", op.name, op.where, nbytes)
+        made = self.book.new("activations", op.name, op.where, 0.0)
+        made.sources = tuple(dict.fromkeys(real for value in ins if value.storage is not None for real in value.storage.real))
+        return made
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
-        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op))
+        extra = self.extra_bytes(op)
+        if self.habits.mask_bytes and op.target is DROPOUT:
+            extra *= self.habits.mask_bytes / op.out_dtypes[0].itemsize
+        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, extra)
 
     def _kept(self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]) -> list[Storage]:
         """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""
         kept: dict[Storage, None] = {}
         for index in op.saves:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]
-            if index == 0 and op.target in COPIED:
+            if index == 0 and op.target in COPIED and not self.habits.loss_in_place:
                 kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
+            elif index == 0 and self.habits.kept_bytes and op.scope and op.flops > 0 and op.weight[1:2] == (True,):
+                kept.update(dict.fromkeys(self._narrow(op, real) for real in (value.storage.real if value.storage else ())))
             elif value.storage is not None and not (index == 0 and "halo" in runs):  # of an image with borders the copy is kept
-                kept[value.storage] = None
+                kept.update(dict.fromkeys((*value.storage.real, *([value.storage] if value.storage.regathered else ()))))
         if local.extra:
             kept[self.book.new("activations", op.name, op.where, local.extra)] = None
         return list(kept)
+
+    def _narrow(self, op: Op, rows: Storage) -> Storage:
+        """The copy of what a matmul reads in fewer bits, one for all matmuls that read it."""
+        if rows not in self.narrowed:
+            self.narrowed[rows] = self.book.new("activations", rows.node, op.where, rows.nbytes * self.habits.kept_bytes / op.out_dtypes[0].itemsize)
+        return self.narrowed[rows]
 
     def _run(self, run: Run) -> None:
         """The last of the blocks, and what the others keep."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.memory.habits import Habits
 from autopar.problem.graph import Op
 from autopar.problem.looking import looks
 from passes import ops
@@ -36,6 +37,9 @@ class Local:
 Bytes = Callable[[Local], float]
 COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
 """Operators that keep a tensor of the size of operand 0, their log-softmax, and not operand 0."""
+
+
+DROPOUT = aten.dropout.default
 
 
 def nothing(local: Local) -> float:
@@ -92,6 +96,11 @@ _COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, ate
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
 
 
+def in_place(op: Op, habits: Habits) -> bool:
+    """Whether an operator works in the memory of its first operand, and leaves the gradient there."""
+    return habits.loss_in_place and op.target in COPIED
+
+
 def hands_on(op: Op, operand: int, local: Local) -> bool:
     """Whether the gradient of an operand looks at the memory of that of the result."""
     if op.target in _ADDED:
@@ -101,13 +110,17 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
     return looks(op) and op.target not in _COPIES_GRADIENT
 
 
-def forward_bytes(local: Local, runs: Sequence[str]) -> float:
+def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporaries of the forward of one call; `runs` are its runtime algorithms."""
+    if in_place(local.op, habits):
+        return 0.0
     return SPLIT_LOSS[0](local) if "cross_entropy" in runs else FORWARD.get(local.op.target, nothing)(local)
 
 
-def backward_bytes(local: Local, runs: Sequence[str]) -> float:
+def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporaries of the backward of one call."""
+    if in_place(local.op, habits):
+        return 0.0
     if "cross_entropy" in runs:
         return SPLIT_LOSS[1](local)
     if local.op.target in BINARY and local.op.target not in BACKWARD:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.cost.memory import OPTIMIZERS
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting
+from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
@@ -57,7 +57,7 @@ class Holding:
     def place(self) -> Place:
         """The peak and what makes it up."""
         training = self.shares.plan.mode == "train"
-        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
+        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training), *workspace(self.shares)]
         gradients, still = self._apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
         moments = [*self._moments(base, held), *(self._after(base, gradients) if training else ())]
@@ -69,13 +69,15 @@ class Holding:
             {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)})
 
     def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Gradients of parameters, and what is there in the forward too."""
+        """Gradients of parameters that come and go, and what is there in the forward too."""
+        if self.shares.habits.standing:
+            return [], list(rest)
         return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
 
     def levels(self) -> list[Level]:
         """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
-        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training)]
+        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training), *workspace(self.shares)]
         gradients, still = self._apart(rest)
         held, base = sum(e.nbytes for e in gradients), sum(e.nbytes for e in still)
         before, found, back = 0.0, list[Level](), False
@@ -96,7 +98,11 @@ class Holding:
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int]) -> float:
         """What waiting microbatches hold."""
-        return sum(kept[i] * p.kept_bytes + halfway[i] * p.waiting_bytes for i, p in self.profiles.items())
+        return sum(kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.waiting_bytes for i, p in self.profiles.items())
+
+    def _here(self, stage: int) -> float:
+        """The share of what waiting microbatches of a stage keep that is on the device."""
+        return 1.0 - self.shares.habits.hosted_kept[stage] if self.shares.habits.hosted_kept else 1.0
 
     def _later(self, flying: Sequence[tuple[Action, float]], index: int) -> float:
         """What waits once action number `index` has ended: what waits beside the next one, and what that is for."""
@@ -156,6 +162,8 @@ class Holding:
         (ZeRO-1 and 2) also the whole ones of the bucket, unless they have waited for more microbatches and so rest; and on the CPU the
         copy that gloo's reduce-scatter sums in."""
         plan, ops = self.shares.plan, self.shares.program.ops
+        if self.shares.habits.standing:
+            return 0.0  # in their buffers
         scattered = {name: None for name in self.synced if self.shares.lies((name, 0)).gathered}
         wait = {name: None for name in scattered if plan.microbatches > 1 and EACH not in plan.nodes[name].runs}
         staged = Cluster.from_dict(dict(plan.cluster)).device.kind == "cpu"
@@ -171,8 +179,8 @@ class Holding:
     def update_bytes(self) -> float:
         """torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
         _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
-        if self.shares.plan.offload:
-            return 0.0  # on the host
+        if self.shares.plan.offload or self.shares.habits.fused_update:
+            return 0.0  # on the host, or in the registers of one kernel
         return (2.0 if OPTIMIZERS[self.shares.plan.optimizer] > 1 else 0.0) * largest_state(self.shares, self.views)
 
     def _when(self, peak: Moment) -> str:
@@ -187,7 +195,7 @@ class Holding:
             found += [e for e in gradients if e.kind == "gradients" or peak.phase != "update"]
         for stage, n in zip(sorted(self.profiles), peak.waiting, strict=True):
             book = self.profiles[stage].book
-            found += [replace(e, nbytes=e.nbytes * n, count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]
+            found += [replace(e, nbytes=e.nbytes * n * self._here(stage), count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]
         for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
             found.append(Entry("gradients of activations", f"stage {stage}, for its weights", "", n * self.profiles[stage].waiting_bytes, n))
         if peak.stage >= 0:

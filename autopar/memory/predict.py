@@ -11,6 +11,7 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Edges, edges
 from autopar.memory.forward import Part
+from autopar.memory.habits import EMITTED, Habits
 from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile, profile
@@ -24,9 +25,10 @@ from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 
 
-def predict(program: Program, plan: Plan) -> Prediction:
-    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`."""
-    return Prediction(tuple(rank.place() for rank in fullest(program, plan)))
+def predict(program: Program, plan: Plan, habits: Habits = EMITTED) -> Prediction:
+    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`. `habits` are those of
+    the software that runs it, where that is not an emitted module."""
+    return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits)))
 
 
 def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
@@ -35,7 +37,7 @@ def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
     return predict(read(gm, plan.hints, training=plan.mode == "train", device=kind), plan)
 
 
-def fullest(program: Program, plan: Plan) -> list[Holding]:
+def fullest(program: Program, plan: Plan, habits: Habits = EMITTED) -> list[Holding]:
     """The fullest rank of each place; sizes as in `predict`."""
     found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
@@ -44,7 +46,7 @@ def fullest(program: Program, plan: Plan) -> list[Holding]:
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):
-        ranks = [_holding(Shares(program, plan, coord), found, stages, number, lines[number], known) for coord, known in zip(coords, profiles, strict=True)]
+        ranks = [_holding(Shares(program, plan, coord, habits), found, stages, number, lines[number], known) for coord, known in zip(coords, profiles, strict=True)]
         places.append(max(ranks, key=lambda rank: rank.place().peak_bytes) if len(ranks) > 1 else ranks[0])
     return places
 
@@ -61,7 +63,7 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, 
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
         key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), scattering)
         if key not in known:
-            known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1, scattering=scattering)
+            known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1 and not shares.habits.standing, scattering=scattering)
         profiles[view.index] = known[key]
     synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
     return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced)

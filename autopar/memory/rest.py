@@ -44,11 +44,22 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
         held = parameter_bytes(rest * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
                                optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad,
                                leaf=numel * count if lies.gathered else None, offload=plan.offload)
-        if lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
+        if shares.habits.standing and held.gradients:
+            whole = numel * count if lies.gathered and EACH not in plan.nodes[op.name].runs else rest * count
+            held = replace(held, gradients=float(whole * (shares.habits.gradient_bytes or itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))))
+        elif lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
             held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
+        here = 1.0 - _hosted(shares, views)
+        held = replace(held, optimizer=held.optimizer * here, master=held.master * here)
         for kind, nbytes in asdict(held).items():
             if nbytes:
                 yield Entry(kind, name, op.where, nbytes, count, ALWAYS, ALWAYS)
+
+
+def _hosted(shares: Shares, views: Sequence[View]) -> float:
+    """The share of masters and optimizer state that the stages of a place have on the host."""
+    hosted = shares.habits.hosted
+    return sum(hosted[view.index] for view in views) / len(views) if hosted else 0.0
 
 
 def elements(shares: Shares, op: Op) -> int:
@@ -67,8 +78,8 @@ def largest_state(shares: Shares, views: Sequence[View]) -> float:
 def receive_buffers(shares: Shares, views: Sequence[View], places: Sequence[int], *, training: bool) -> Iterator[Entry]:
     """Buffers that torch's stages have for every microbatch of a step, from the first step on (stage.py: _setup_forward_recv_info,
     _create_grad_recv_info): for what comes from another place, and for gradients of what goes to one."""
-    count = shares.plan.microbatches
-    for view in views:
+    count = shares.plan.microbatches if shares.habits.step_buffers else 0
+    for view in views if count else ():
         if view.index and places[view.index - 1] != places[view.index]:
             yield from (_buffer(shares, ref, shares.lies(ref).value, count) for ref in view.receives)
         if training and view.index + 1 < len(places) and places[view.index + 1] != places[view.index]:
@@ -79,6 +90,12 @@ def receive_buffers(shares: Shares, views: Sequence[View], places: Sequence[int]
 def _buffer(shares: Shares, ref: Ref, layout: tuple[str, ...], count: int) -> Entry:
     op = shares.program.ops[ref[0]]
     return Entry("pipeline buffers", op.name, op.where, shares.value(ref, layout) * count, count, ALWAYS, ALWAYS)
+
+
+def workspace(shares: Shares) -> Iterator[Entry]:
+    """What libraries take once."""
+    if shares.habits.workspace_bytes:
+        yield Entry("buffers", "workspace", "", shares.habits.workspace_bytes, 1, ALWAYS, ALWAYS)
 
 
 def by_kind(entries: Sequence[Entry]) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.codegen.edges import Pair, options
 from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
+from autopar.memory.habits import EMITTED, Habits
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules.language import Option
@@ -15,11 +16,12 @@ from autopar.rules.language import Option
 @dataclass(eq=False)
 class Shares:
     """The rank that holds the first chunk of everything that is cut, the largest of uneven ones. `coord` says where it is on the
-    axes on which operators are placed: what is placed elsewhere takes none of its memory."""
+    axes on which operators are placed: what is placed elsewhere takes none of its memory. `habits` are those of the software that runs it."""
 
     program: Program
     plan: Plan
     coord: Mapping[int, int] = field(default_factory=dict)
+    habits: Habits = EMITTED
     _pairs: dict[str, Pair] = field(default_factory=dict)
 
     def pair(self, text: str) -> Pair:

@@ -1,12 +1,14 @@
-"""Seconds of a training step under a *given* configuration: nothing is searched but what the configuration leaves open.
+"""Seconds of a training step under a *given* configuration, and its memory: nothing is searched but what the configuration leaves open.
 
     Setup       how it is trained: axis sizes, schedule, microbatches, recomputation, what the software does beside the plan
     Place       what every unit of the model costs on the mesh of one place, by part (from the prices of autopar.problem)
     predict     Setup and Place -> Prediction: the step by part
+    peak        Setup and graph -> memory.Prediction: its plan, walked as plans of ours are, with the habits of the software that runs it
 """
 
+from autopar.predict.peak import peak
 from autopar.predict.place import Decided, Place, UnitTime, decide, price
 from autopar.predict.setup import Setup, Software
 from autopar.predict.step import Prediction, predict
 
-__all__ = ["Decided", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "predict", "price"]
+__all__ = ["Decided", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "peak", "predict", "price"]

@@ -17,10 +17,10 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
+from autopar.predict.axes import in_attention, tensor_role
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
-from autopar.problem.kernels import ATTENTION
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.problem.shares import ForwardPrices
@@ -108,8 +108,7 @@ def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
 
 def _axes(setup: Setup) -> tuple[tuple[int, ...], tuple[roles.Role, ...]]:
     """Sizes and roles of the mesh of a place, axes of one device left out."""
-    tensor = roles.tensor_sequence if setup.sequence_parallel else roles.megatron
-    found = [(n, role) for n, role in ((setup.ep, roles.experts), (setup.cp, sequence.context), (setup.tp, tensor)) if n > 1]
+    found = [(n, role) for n, role in ((setup.ep, roles.experts), (setup.cp, sequence.context), (setup.tp, tensor_role(setup))) if n > 1]
     found = found or [(1, roles.nothing)]
     return tuple(n for n, _ in found), tuple(role for _, role in found)
 
@@ -146,7 +145,7 @@ class _Reader:
         here.forward_s += forward
         here.backward_s += both - forward
         here.operators += op.count
-        if op.target is ATTENTION or _scores(op):
+        if in_attention(op):
             here.attention_s += forward
 
     def _parameter(self, op: Op, here: UnitTime) -> None:
@@ -175,8 +174,3 @@ class _Reader:
     def _part(self, name: str, index: int) -> float:
         value = tuple(option.outs[index].value for option in self.decisions[name])
         return self.prices.local_bytes(1.0, value)
-
-
-def _scores(op: Op) -> bool:
-    """Whether an operator works on a square of scores: as many rows as columns, which is a sequence."""
-    return any(len(t.sizes) == 4 and not isinstance(t.shape[-1], int) and t.sizes[-1] == t.sizes[-2] for t in op.tensors)

@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass, fields
 
 from autopar.errors import PlanError
+from autopar.memory import Habits
+from autopar.memory.habits import EMITTED
 
 RECOMPUTE = ("none", "selective", "full")
+PARTS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Software:
     optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
     hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
     attention            rate of fused attention as a multiple of that of torch's own kernels on the device
+    habits               how it holds memory
     captured             kernels are launched from a captured graph or compiled code: the host is not in the way
     """
 
@@ -32,6 +36,7 @@ class Software:
     captured: bool = False
     hidden_tensor: float = 0.0
     attention: float = 1.0
+    habits: Habits = EMITTED
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Setup:
 
     `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
-    `selective` its attention.
+    `selective` those of its PARTS that `parts` names. `blocks`: how many each stage has, first to last (none: dealt evenly); `again`: how many of them run again.
     """
 
     micro_batch: int
@@ -58,6 +63,9 @@ class Setup:
     replicas: int = 1
     recompute: str = "none"
     recompute_share: float = 1.0
+    parts: tuple[str, ...] = ("attention",)
+    blocks: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
     software: Software = Software()
 
     def __post_init__(self) -> None:
@@ -67,10 +75,22 @@ class Setup:
                 raise PlanError(f"setup: {each.name} is {value}; wanted at least 1")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"setup: recompute is {self.recompute!r}; wanted one of {', '.join(RECOMPUTE)}")
+        if any(part not in PARTS for part in self.parts):
+            raise PlanError(f"setup: parts is {self.parts}; wanted some of {', '.join(PARTS)}")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"setup: zero is {self.zero}; wanted 0, 1, 2 or 3")
+        for name, dealt in (("blocks", self.blocks), ("again", self.again)):
+            if dealt and len(dealt) != self.pp * self.vpp:
+                raise PlanError(f"setup: {name} is {dealt}; wanted a number for each of {self.pp * self.vpp} stages")
         if self.dp % self.ep or self.dp % self.replicas:
             raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep} and of replicas {self.replicas}")
+
+    def blocks_of(self, layers: int) -> tuple[int, ...]:
+        """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them."""
+        if self.blocks and sum(self.blocks) != layers:
+            raise PlanError(f"setup: blocks is {self.blocks}; wanted {layers} in all")
+        count = self.pp * self.vpp
+        return self.blocks or tuple(layers // count + (1 if stage < layers % count else 0) for stage in range(count))
 
     @property
     def devices(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import yaml
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.memory import Habits
 from autopar.predict import Setup, Software
-from benchmarks.costmodel.rows import Loaded, Row
+from benchmarks.costmodel.rows import Loaded, Peak, Row
+from benchmarks.costmodel.software import PYTORCH
 from benchmarks.costmodel.transformer import Config
 
 SUMMARY = "expected_summary.json"
-SOFTWARE = Software(fused=False, overlap_gradients=True, gradient_bytes=2, optimizer_bytes=28.0)
+SOFTWARE = Software(fused=False, overlap_gradients=True, gradient_bytes=2, optimizer_bytes=28.0, habits=replace(PYTORCH, standing=True))
 """Plain PyTorch with its own overlap; weights and gradients of 16 bits, optimizer state of 32."""
 
 
@@ -47,11 +50,24 @@ def _row(plan: dict[str, Any], measured: dict[str, str], name: str) -> Row:
     again = sum(strategy["gradient_checkpointing"]) / sum(strategy["layer_partitions"])
     offloaded = any(share > 0 for stage in stages for share in stage[6:])
     setup = Setup(micro, steps, config.positions, tp=tp, dp=dp, pp=pp, zero=1 if stages[0][5] else 0, recompute="full" if again else "none",
-                  recompute_share=again or 1.0, software=SOFTWARE)
-    memory = max(float(part.split()[0]) for part in measured["exec_stage_peak_allocated_memories"].strip("[]").split(",")) * (1 << 20)
+                  recompute_share=again or 1.0, blocks=tuple(strategy["layer_partitions"]), again=tuple(strategy["gradient_checkpointing"]),
+                  software=replace(SOFTWARE, habits=_habits(stages)))
+    peaks = [peak for kind in ("allocated", "reserved") for peak in _peaks(measured.get(f"exec_stage_peak_{kind}_memories", ""), kind)]
     remarks = ("states or activations are kept on the host, their copies taken as hidden",) if offloaded else ()
-    return Row(name, "mist", config, setup, _cluster(hardware), str(training["params_dtype"]), float(measured["exec_total_cost"]), memory,
-               "torch max_memory_allocated", remarks=remarks)
+    return Row(name, "mist", config, setup, _cluster(hardware), str(training["params_dtype"]), float(measured["exec_total_cost"]), tuple(peaks),
+               remarks=remarks)
+
+
+def _habits(stages: list[list[float]]) -> Habits:
+    """A stage is micro batch, data and tensor parallel, the stages of ZeRO, and what share is on the host of weights, gradients, state and
+    activations."""
+    hosted, kept = (tuple(float(share) for stage in stages for share in stage[at:at + 1]) for at in (8, 9))
+    return replace(SOFTWARE.habits, hosted=hosted, hosted_kept=kept)
+
+
+def _peaks(text: str, kind: str) -> list[Peak]:
+    """"[18506 MB, 13406 MB]": of each stage, in MiB."""
+    return [Peak(float(part.split()[0]) * (1 << 20), kind, place) for place, part in enumerate(text.strip("[]").split(",")) if part]
 
 
 def _cluster(hardware: dict[str, Any]) -> Cluster:

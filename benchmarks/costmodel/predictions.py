@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from autopar.capture import capture
-from autopar.predict import Decided, Place, Prediction, Setup, decide, predict
+from autopar.memory import Habits
+from autopar.memory import Prediction as Held
+from autopar.predict import Decided, Place, Prediction, Setup, decide, peak, predict
 from benchmarks.costmodel.rows import Row
 from benchmarks.costmodel.transformer import Config, Transformer
+
+HELD_IN = "bfloat16"
+"""Mixed precision in 16 bits: float16 takes as many bytes."""
 
 CAPTURED = 3
 """Blocks in the captured graph: they are alike, and a prediction takes as many as the row has."""
@@ -27,6 +32,10 @@ class Predictor:
         """The step of one row."""
         return predict(self.place(row), row.model.layers, row.setup, row.cluster)
 
+    def held(self, row: Row) -> Held:
+        """The memory of each place of one row at its peak."""
+        return peak(self._graph(row.model, HELD_IN), row.setup, row.cluster)
+
     def place(self, row: Row) -> Place:
         """The prices of one microbatch of a row."""
         setup, device = row.setup, row.cluster.device
@@ -40,18 +49,18 @@ class Predictor:
 
     def decided(self, row: Row) -> Decided:
         """The decisions for one microbatch of a row."""
-        return decide(self._graph(row), _alone(row.setup), row.cluster, row.precision)
+        return decide(self._graph(row.model.with_layers(CAPTURED), row.precision), _alone(row.setup), row.cluster, row.precision)
 
-    def _graph(self, row: Row) -> Any:
-        config = row.model.with_layers(CAPTURED)
-        if (config, row.precision) not in self._graphs:
-            self._graphs[config, row.precision] = captured(config, row.precision)
-        return self._graphs[config, row.precision]
+    def _graph(self, config: Config, precision: str) -> Any:
+        if (config, precision) not in self._graphs:
+            self._graphs[config, precision] = captured(config, precision)
+        return self._graphs[config, precision]
 
 
 def _alone(setup: Setup) -> Setup:
     """What the prices of a microbatch on one place depend on."""
-    return replace(setup, microbatches=1, dp=setup.ep, pp=1, vpp=1, zero=0, replicas=1, recompute="none", recompute_share=1.0)
+    return replace(setup, microbatches=1, dp=setup.ep, pp=1, vpp=1, zero=0, replicas=1, recompute="none", recompute_share=1.0, blocks=(), again=(), parts=(),
+                   software=replace(setup.software, habits=Habits()))
 
 
 def captured(config: Config, precision: str) -> Any:

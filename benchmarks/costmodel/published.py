@@ -9,8 +9,8 @@ from pathlib import Path
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.predict import Setup
-from benchmarks.costmodel.rows import Loaded, Row
+from autopar.predict import Setup, Software
+from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import Facts, facts
 from benchmarks.costmodel.transformer import Config
 
@@ -29,8 +29,19 @@ RACK = 64
 
 PRECISIONS = {"bf16": ("bfloat16", ""), "fp16": ("float16", ""), "fp8": ("bfloat16", "float8"), "mxfp8": ("bfloat16", "float8"),
               "nvfp4": ("bfloat16", "float4")}
-ALLOCATED = ("allocated", "peak (active)")
+MEASURED = ((r"(?i)\bxla\b", "xla"), (r"(?i)nvidia-smi", "device"), (r"(?i)reserved|peak_memory_usage", "reserved"),
+            (r"(?i)max_memory_allocated|max allocated|\(active\)", "allocated"))
+"""How the column says what was counted, and which kind that is."""
+
 UNITS = {"bytes": 1.0, "GB": 1e9, "GiB": float(1 << 30), "MiB": float(1 << 20), "MB": 1e6}
+
+
+WORKSPACE = {"H100": 32 << 20, "H200": 32 << 20, "A100": 4 << 20}
+"""What cuBLAS is given as workspace (Transformer Engine's get_cublas_workspace_size_bytes; torch's own is as large on Hopper), through the
+allocator."""
+
+WORKSPACES = 3
+"""Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
 
 
 class Refused(ValueError):
@@ -59,21 +70,21 @@ def _row(line: Line, name: str) -> Row:
     dp = gpus // (tp * cp * pp)
     zero, replicas = _zero(line["zero_fsdp"], dp)
     notes, sequence = f"{line['notes']} {line['checks']}", line["sp"] == "y" or (line["sp"] == "" and tp > 1)
-    known = facts(line["source_id"], notes, zero, sequence and tp > 1)
+    known = facts(line["source_id"], f"{notes} {line['model']}", zero, sequence and tp > 1)
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
     micro, batch = _int(line, "micro_batch"), _int(line, "global_batch")
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
-    recompute, share = _recompute(line)
+    recompute, share, parts = _recompute(line)
     setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=_int(line, "ep", 1), dp=dp, pp=pp,
                   vpp=_int(line, "vpp", 1) if pp > 1 else 1, sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
-                  recompute=recompute, recompute_share=share, software=replace(known.software, matmul=matmul))
-    step_s, memory = _step_s(line, gpus), _memory(line)
-    if step_s is None and memory is None:
+                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul))
+    step_s, peaks = _step_s(line, gpus), _peaks(line)
+    if step_s is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
-    return Row(name, line["source_id"], model, setup, _cluster(line, gpus), precision, step_s, memory, line["peak_mem_kind"],
+    return Row(name, line["source_id"], model, setup, _cluster(line, gpus), precision, step_s, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
 
 
@@ -95,6 +106,8 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         raise Refused(f"models of type {kind} are not built")
     if "MLA" in about or "sliding" in about:
         raise Refused(f"its attention is not built: {about}")
+    if "offload" in f"{line['model']} {line['zero_fsdp']}":
+        raise Refused("training from the memory of the host is not priced")
     if "LoRA" in line["model"]:
         raise Refused("adapters are not built")
     hidden, heads, layers = (_int(line, key) for key in ("hidden", "n_heads", "n_layers"))
@@ -104,8 +117,10 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
     tied = (gpt and not squared and "untied" not in notes) or ("tied embeddings" in about and "untied" not in about)
-    vocab = -(-_int(line, "vocab") // 1024) * 1024  # as Megatron pads for 8 ranks
+    vocab = -(-_int(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
+    if moe and "; gelu;" in notes:
+        raise Refused("experts without gates are not built")
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
                   hidden=hidden, ffn=_int(line, "ffn_hidden", 4 * hidden), rms=not gpt, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
@@ -130,14 +145,21 @@ def _zero(text: str, dp: int) -> tuple[int, int]:
     return (1, replicas) if "ZeRO-1" in text or "distributed optimizer" in text.lower() else (0, 1)
 
 
-def _recompute(line: Line) -> tuple[str, float]:
-    """Which part of the forward runs again: of whole blocks, or of attention."""
+def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
+    """What of the forward runs again: whole blocks, which share of them, or which parts."""
     kind, detail = line["recompute"], line["recompute_detail"]
     if kind != "selective":
-        return kind or "none", 1.0
+        return kind or "none", 1.0, ()
     if "every 2nd" in detail or detail == "op":  # every second block, or of every block all but every second matmul
-        return "full", 0.5
-    return ("selective", 1.0) if not detail or "att" in detail else ("none", 1.0)
+        return "full", 0.5, ()
+    parts = tuple(part for part, word in (("attention", "att"), ("mlp", "mlp")) if word in detail) if detail else ("attention",)
+    return ("selective" if parts else "none"), 1.0, parts
+
+
+def _software(line: Line, known: Facts, matmul: str) -> Software:
+    """What the software does, matmuls in `matmul`, on the device of a line."""
+    habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
+    return replace(known.software, matmul=matmul, habits=habits)
 
 
 def _step_s(line: Line, gpus: int) -> float | None:
@@ -162,10 +184,13 @@ def _counted_flops(line: Line) -> float:
     return 96.0 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
-def _memory(line: Line) -> float | None:
-    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS:
-        return None
-    return float(line["peak_mem_value"]) * UNITS[line["peak_mem_unit"]]
+def _peaks(line: Line) -> tuple[Peak, ...]:
+    """The peak, if one was published in a unit and of a kind that are known. A log that the last rank wrote is of the last place."""
+    kind = next((kind for pattern, kind in MEASURED if re.search(pattern, line["peak_mem_kind"])), "")
+    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind:
+        return ()
+    place = -1 if "(last) rank" in line["notes"] else None
+    return (Peak(float(line["peak_mem_value"]) * UNITS[line["peak_mem_unit"]], kind, place),)
 
 
 def _cluster(line: Line, gpus: int) -> Cluster:

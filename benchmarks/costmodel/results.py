@@ -10,9 +10,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from autopar.memory import Prediction as Held
 from autopar.predict import Prediction
 from benchmarks.costmodel.metrics import kendall, mean, regret, relative_error
-from benchmarks.costmodel.rows import Row
+from benchmarks.costmodel.rows import KINDS, Peak, Row
 
 BEYOND = 0.35
 """Errors over this are listed one by one."""
@@ -20,11 +21,11 @@ BEYOND = 0.35
 
 @dataclass(frozen=True)
 class Result:
-    """One row with its prediction."""
+    """One row with its prediction; `held` is that of the memory of each place, None where none was published (or it cannot be told)."""
 
     row: Row
     prediction: Prediction
-    memory_bytes: float | None = None
+    held: Held | None = None
 
     @property
     def error(self) -> float:
@@ -32,11 +33,11 @@ class Result:
         return relative_error(self.prediction.step_s, self.row.step_s) if self.row.step_s else math.nan
 
     @property
-    def memory_error(self) -> float:
-        """Relative error of the peak memory, NaN where either is missing."""
-        if self.memory_bytes is None or not self.row.memory_bytes:
-            return math.nan
-        return relative_error(self.memory_bytes, self.row.memory_bytes)
+    def peaks(self) -> list[tuple[Peak, float]]:
+        """Each published peak with the bytes that are predicted for it."""
+        if self.held is None:
+            return []
+        return [(peak, (self.held.fullest if peak.place is None else self.held.places[peak.place]).peak_bytes) for peak in self.row.peaks]
 
 
 def groups(results: Sequence[Result]) -> list[list[Result]]:
@@ -63,9 +64,27 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
             f"> {100 * BEYOND:.0f} %": sum(abs(r.error) > BEYOND for r in timed), "tau, all": kendall(*every),
             "groups": len(together), "tau in groups": mean([kendall(*pair) for pair in pairs]),
             "regret %": 100 * mean([regret(*pair) for pair in pairs]),
-            "memory MAE %": 100 * mean([abs(r.memory_error) for r in mine]),
         })
     return lines
+
+
+def memory_summary(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One line per source and kind of peak, and one for all of a kind; complete rows and others apart."""
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for result in results:
+        for peak, predicted in result.peaks:
+            for source in (result.row.source, "all"):
+                found[peak.kind, source, "yes" if result.row.complete else "no"].append(relative_error(predicted, peak.nbytes))
+    order = sorted(found, key=lambda key: (KINDS.index(key[0]), key[1] == "all"))
+    return [{"counted": kind, "source": source, "complete": complete, "peaks": len(errors), "MAE %": 100 * mean([abs(e) for e in errors]),
+             "bias %": 100 * mean(errors), "worst %": 100 * max(errors, key=abs)}
+            for kind, source, complete in order for errors in [found[kind, source, complete]]]
+
+
+def memory_text(results: Sequence[Result]) -> str:
+    """The table of peaks; empty where none was published."""
+    lines = [{key: _shown(value) for key, value in line.items()} for line in memory_summary(results)]
+    return tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True)
 
 
 def summary_text(results: Sequence[Result]) -> str:
@@ -108,13 +127,21 @@ def explained(result: Result) -> str:
     lines += [f"  {name.removesuffix('_s'):<10} {1e3 * value:10.2f} ms {100 * value / result.prediction.step_s:5.1f} %"
               for name, value in vars(result.prediction).items()]
     measured = f", measured {1e3 * result.row.step_s:.2f} ms ({100 * result.error:+.1f} %)" if result.row.step_s else ""
-    return "\n".join([*lines, f"  step       {1e3 * result.prediction.step_s:10.2f} ms{measured}"])
+    return "\n".join([*lines, f"  step       {1e3 * result.prediction.step_s:10.2f} ms{measured}", *map(_peak_text, result.peaks)])
+
+
+def _peak_text(pair: tuple[Peak, float]) -> str:
+    peak, predicted = pair
+    where = "the fullest place" if peak.place is None else f"place {peak.place}"
+    return (f"  memory     {predicted / 2**30:10.2f} GiB on {where}, measured {peak.nbytes / 2**30:.2f} GiB {peak.kind} "
+            f"({100 * relative_error(predicted, peak.nbytes):+.1f} %)")
 
 
 def as_json(results: Sequence[Result], refused: Sequence[str]) -> dict[str, Any]:
     """All numbers, JSON types only."""
     rows = [{"row": r.row.name, "source": r.row.source, "complete": r.row.complete, "measured_s": r.row.step_s,
-             "predicted_s": r.prediction.step_s, "parts": dict(vars(r.prediction)), "memory_bytes": r.row.memory_bytes,
-             "predicted_memory_bytes": r.memory_bytes, "memory_kind": r.row.memory_kind} for r in results]
+             "predicted_s": r.prediction.step_s, "parts": dict(vars(r.prediction)),
+             "peaks": [{"place": peak.place, "kind": peak.kind, "measured_bytes": peak.nbytes, "predicted_bytes": predicted} for peak, predicted in r.peaks]}
+            for r in results]
     return {"summary": [{key: None if _missing(v) else v for key, v in line.items()} for line in summary(results)],
-            "rows": rows, "refused": list(refused)}
+            "memory": memory_summary(results), "rows": rows, "refused": list(refused)}

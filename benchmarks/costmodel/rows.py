@@ -10,9 +10,24 @@ from benchmarks.costmodel.transformer import Config
 
 
 @dataclass(frozen=True)
+class Peak:
+    """`nbytes` that a device had at its peak: of place `place` of the pipeline (from the end where negative; None: of the fullest).
+    `kind`: what was counted, one of KINDS."""
+
+    nbytes: float
+    kind: str
+    place: int | None = None
+
+
+KINDS = ("allocated", "reserved", "device", "xla")
+"""What torch's allocator gave out (what is predicted); what it took from the device, its cache too; what the device said, the context and
+other libraries too (nvidia-smi); what XLA's allocator gave out or its compiler planned."""
+
+
+@dataclass(frozen=True)
 class Row:
-    """`model.layers` blocks of `model`, trained as `setup` on `cluster`: `step_s` seconds a step, `memory_bytes` of the fullest device
-    at its peak (None: not published). `group`: rows that differ in the configuration alone. `complete`: all that a prediction needs
+    """`model.layers` blocks of `model`, trained as `setup` on `cluster`: `step_s` seconds a step (None: not published), `peaks` of the
+    memory of devices. `group`: rows that differ in the configuration alone. `complete`: all that a prediction needs
     is published. `remarks`: what is known to be odd, or was assumed."""
 
     name: str
@@ -22,8 +37,7 @@ class Row:
     cluster: Cluster
     precision: str
     step_s: float | None
-    memory_bytes: float | None = None
-    memory_kind: str = ""
+    peaks: tuple[Peak, ...] = ()
     group: tuple[object, ...] = ()
     complete: bool = True
     remarks: tuple[str, ...] = ()

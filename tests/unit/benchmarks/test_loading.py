@@ -13,6 +13,7 @@ from benchmarks.costmodel import mist, published, vtrain
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.published import network_bytes_s
+from benchmarks.costmodel.rows import Peak
 
 GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
 
@@ -57,7 +58,7 @@ def test_a_published_run(tmp_path: Path) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN])).rows
     setup = row.setup
     assert (setup.tp, setup.pp, setup.vpp, setup.dp, setup.zero, setup.microbatches, setup.sequence_parallel) == (4, 2, 4, 8, 1, 8, True)
-    assert row.step_s == pytest.approx(64 * 8192 / (2000 * 64)) and row.memory_bytes == 50 * 2**30
+    assert row.step_s == pytest.approx(64 * 8192 / (2000 * 64)) and row.peaks == (Peak(50 * 2**30, "allocated"),)
     assert row.cluster.levels[0].bandwidth_bytes_s == 50e9 and row.cluster.devices == 64
     assert row.model.gated and row.model.rotary and row.model.kv_heads == 8
 
@@ -84,7 +85,7 @@ def test_networks_are_read(text: str, gpus: int, rate: float | None) -> None:
 
 def plan(**strategy: object) -> dict[str, object]:
     given = {"layer_partitions": [2, 2], "gradient_checkpointing": [1, 0], "gradient_accumulation_steps": 8,
-             "stage_strategies": [[1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.0, 0.0]] * 2} | strategy
+             "stage_strategies": [[1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.25, 0.0], [1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.0, 0.0]]} | strategy
     model = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 512, "intermediate_size": 1024, "mlp_fc1_bias": False,
              "tie_word_embeddings": False, "hidden_dropout": 0.0, "use_flash_attn": True}
     return {"model": model, "strategy": given, "hardware": {"num_nodes": 1, "num_gpus_per_node": 4},
@@ -100,10 +101,28 @@ def mist_folder(tmp_path: Path, described: dict[str, object]) -> Path:
     return path
 
 
+@pytest.mark.parametrize("text, kind", [
+    ("torch max_memory_allocated", "allocated"), ("torch peak (active)", "allocated"), ("nvidia-smi, first/last node (max)", "device"),
+    ("torch max reserved (max over GPUs, as logged by torchtitan)", "reserved"), ("XLA allocator peak", "xla"),
+    ('"peak_memory_usage" in NeMo log; memory_allocated 34466545664 B', "reserved"),
+])
+def test_peaks_are_told_apart_by_what_was_counted(tmp_path: Path, text: str, kind: str) -> None:
+    lines = [RUN | {"peak_mem_kind": text}, RUN | {"peak_mem_kind": text, "notes": "from the tensorboard-writing (last) rank"}]
+    one, two = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert one.peaks == (Peak(50 * 2**30, kind),) and two.peaks == (Peak(50 * 2**30, kind, -1),)
+
+
+@pytest.mark.parametrize("detail, parts", [("core_attn", ("attention",)), ("mlp+core_attn", ("attention", "mlp")), ("mla_up_proj", ()), ("", ("attention",))])
+def test_parts_that_run_again_are_read(tmp_path: Path, detail: str, parts: tuple[str, ...]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"recompute": "selective", "recompute_detail": detail}])).rows
+    assert row.setup.parts == parts and row.setup.recompute == ("selective" if parts else "none")
+
+
 def test_a_plan_of_mist(tmp_path: Path) -> None:
     (row,) = mist.load(mist_folder(tmp_path, plan())).rows
     assert (row.setup.dp, row.setup.pp, row.setup.recompute, row.setup.recompute_share, row.step_s) == (2, 2, "full", 0.25, 1.5)
-    assert row.memory_bytes == 100 * 2**20
+    assert row.peaks == (Peak(100 * 2**20, "allocated", 0), Peak(80 * 2**20, "allocated", 1))
+    assert row.setup.blocks == (2, 2) and row.setup.again == (1, 0) and row.setup.software.habits.hosted == (0.25, 0.0)
 
 
 @pytest.mark.parametrize("described, why", [

@@ -8,9 +8,21 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.memory import Entry
+from autopar.memory import Place as Held
+from autopar.memory import Prediction as Prediction_
 from autopar.predict import Prediction, Setup
-from benchmarks.costmodel.results import Result, as_json, explained, summary, summary_text, worst_text
-from benchmarks.costmodel.rows import Row
+from benchmarks.costmodel.results import (
+    Result,
+    as_json,
+    explained,
+    memory_summary,
+    memory_text,
+    summary,
+    summary_text,
+    worst_text,
+)
+from benchmarks.costmodel.rows import Peak, Row
 from benchmarks.costmodel.transformer import Config
 
 ROW = Row("one", "somebody", Config(), Setup(1, 4, 128), Cluster.parse("l4:1x1"), "float16", 1.0, group=(1,), remarks=("odd",))
@@ -32,6 +44,18 @@ def test_a_source_is_summed_up() -> None:
 def test_unknown_columns_are_left_out_and_unknown_cells_marked() -> None:
     text = summary_text([result(1.0, 1.0, group=()), replace(result(1.0, 1.0), row=replace(ROW, source="other"))])
     assert "memory" not in text and "tau in groups" not in text
+
+
+def test_peaks_are_compared_like_with_like() -> None:
+    places = tuple(Held(n, "", (Entry("weights", "w", "", nbytes),), {}, (), (), {}) for n, nbytes in enumerate((80.0, 120.0)))
+    peaks = (Peak(100.0, "allocated"), Peak(100.0, "allocated", 0), Peak(150.0, "reserved", -1))
+    one = result(1.0, 1.0)
+    found = [replace(one, row=replace(one.row, peaks=peaks), held=Prediction_(places)), result(1.0, 1.0, "without")]
+    lines = {(line["counted"], line["source"]): line for line in memory_summary(found)}
+    assert lines["allocated", "somebody"]["MAE %"] == pytest.approx(20.0) and lines["allocated", "all"]["bias %"] == pytest.approx(0.0)
+    assert lines["reserved", "all"]["peaks"] == 1 and lines["reserved", "all"]["worst %"] == pytest.approx(-20.0)
+    assert "allocated" in memory_text(found) and "measured 0.00 GiB" in explained(found[0])
+    assert as_json(found, [])["rows"][0]["peaks"][2] == {"place": -1, "kind": "reserved", "measured_bytes": 150.0, "predicted_bytes": 120.0}
 
 
 def test_rows_beyond_are_all_listed() -> None:

@@ -1,0 +1,44 @@
+"""How the software that runs a plan holds memory, beside the plan: what emitted modules do, and what other training software does otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """The defaults are those of emitted modules under `autopar.runtime`, which is what a plan of ours takes.
+
+    frames           what a function makes is there until it returns; else until its last reader has run
+    step_buffers     a receive buffer for each microbatch of a step (torch's stages); else one for each that is in flight
+    keeps_sent       what was sent to the next stage is there until its backward (torch's stages)
+    standing         gradients of parameters are in buffers that are made once, add up there and are summed there
+    gradient_bytes   bytes of one element of a gradient that waits for the update; 0: those of the parameter at rest
+    fused            chains of pointwise operators run as one kernel, whose backward works from what it read: nothing between is made or kept
+    regathers        activations that are gathered for a matmul are gathered again in the backward, not kept
+    loss_in_place    the loss over classes works where the logits in its own dtype are, and leaves their gradient there
+    fused_update     the optimizer's step takes nothing beside its state
+    kept_bytes       bytes of one element of what matmuls of blocks keep of their rows, a copy in 8 bits; 0: the rows themselves
+    mask_bytes       bytes of one element of a mask of dropout; 0: those of what it masks
+    hosted           of each stage, the share of masters and optimizer state that is in the memory of the host
+    hosted_kept      of each stage, the share of what waiting microbatches keep that is there
+    workspace_bytes  taken once by libraries through the allocator (cuBLAS)
+    """
+
+    frames: bool = True
+    step_buffers: bool = True
+    keeps_sent: bool = True
+    standing: bool = False
+    gradient_bytes: int = 0
+    fused: bool = False
+    regathers: bool = False
+    loss_in_place: bool = False
+    fused_update: bool = False
+    kept_bytes: int = 0
+    mask_bytes: int = 0
+    hosted: tuple[float, ...] = ()
+    hosted_kept: tuple[float, ...] = ()
+    workspace_bytes: float = 0.0
+
+
+EMITTED = Habits()

@@ -1,0 +1,144 @@
+"""The mesh of one place of a given configuration: what each axis is for, and which blocks run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from autopar.predict.setup import Setup
+from autopar.problem.clusters import Allow
+from autopar.problem.graph import Op, Program
+from autopar.problem.kernels import ATTENTION
+from autopar.problem.remat import levels
+from autopar.problem.rerun import keepable, rerun
+from autopar.problem.traffic import NORMS, POINTWISE
+from autopar.recipes import roles, sequence
+from autopar.recipes.kinds import PARTIAL, REPLICATE, cuts_sequence, kind
+from autopar.recipes.roles import Role
+from autopar.rules.language import Option
+from passes import facts
+
+RESTS: dict[int, Role] = {0: roles.data, 1: roles.zero1, 2: roles.zero2, 3: roles.zero3}
+"""How parameters rest on an axis of data parallelism, by the stage of ZeRO."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of `ways` ranks with its role."""
+
+    ways: int
+    role: Role
+
+
+def axes(setup: Setup) -> list[Axis]:
+    """The axes of a place, outermost first, those of one rank left out: copies of shards, data, experts, context, tensor. What is cut
+    at rest over data is so over experts' and context's ranks too, which all have the same of it."""
+    rests = RESTS[setup.zero]
+    found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.ep, rests), Axis(setup.ep, resting(roles.experts, rests)),
+             Axis(setup.cp, resting(sequence.context, rests)), Axis(setup.tp, tensor_role(setup))]
+    return [axis for axis in found if axis.ways > 1] or [Axis(1, roles.nothing)]
+
+
+_RESTING: dict[tuple[Role, Role], Role] = {}
+
+
+def resting(role: Role, rests: Role) -> Role:
+    """Work as `role` has it; parameters that it would leave whole rest as `rests` has them."""
+    if rests is roles.data:
+        return role
+
+    def mixed(ways: int) -> Allow:
+        works, lies = role(ways), rests(ways)
+
+        def allow(op: Op, option: Option) -> bool:
+            if op.role == "param" and not stacked(op):
+                return lies(op, option)
+            return op.of_weights or works(op, option)
+        return allow
+
+    return _RESTING.setdefault((role, rests), mixed)
+
+
+def tensor_role(setup: Setup) -> Role:
+    """What the tensor axis of a configuration is for."""
+    return tensor_sequence if setup.sequence_parallel else tensor
+
+
+def tensor(ways: int) -> Allow:
+    """Tensor parallel by hand: vocabulary-parallel embedding and loss, what goes from block to block whole on every rank."""
+    allowed = roles.megatron(ways)
+    return lambda op, option: allowed(op, option) and (not between_blocks(op) or kind(op, option) in (REPLICATE, PARTIAL))
+
+
+def tensor_sequence(ways: int) -> Allow:
+    """The same with what goes from block to block cut along the sequence."""
+    by_vocabulary, by_sequence = roles.megatron(ways), roles.tensor_sequence(ways)
+
+    def allow(op: Op, option: Option) -> bool:
+        over_classes = getattr(op.target, "__name__", "").startswith(("embedding", "cross_entropy"))
+        allowed = (by_vocabulary if over_classes else by_sequence)(op, option)
+        return allowed and (not between_blocks(op) or cuts_sequence(op, option) or kind(op, option) in (REPLICATE, PARTIAL))
+    return allow
+
+
+def between_blocks(op: Op) -> bool:
+    """Whether an operator makes rows [batch, sequence, width of a norm], pointwise: the sums that go from block to block, and what is
+    done to what is added to them."""
+    made = op.call.outs[0] if op.call.outs else None
+    if made is None or len(made.shape) != 3 or isinstance(made.shape[1], int) or not (op.role == "port" or op.target in ROWS):
+        return False
+    return made.sizes[2] in _widths(op.node.graph)
+
+
+ROWS = (*POINTWISE, torch.ops.aten.dropout.default)
+_WIDTHS: WeakKeyDictionary[fx.Graph, frozenset[int]] = WeakKeyDictionary()
+
+
+def _widths(graph: fx.Graph) -> frozenset[int]:
+    """The widths of the norms of a graph."""
+    if graph not in _WIDTHS:
+        _WIDTHS[graph] = frozenset(int(facts.shape(node)[-1]) for node in graph.nodes if node.target in NORMS)
+    return _WIDTHS[graph]
+
+
+def stacked(op: Op) -> bool:
+    """Whether a parameter is a stack of matrices, one per expert."""
+    return len(op.call.outs[0].sizes) == 3
+
+
+def scores(op: Op) -> bool:
+    """Whether an operator works on a square of scores: as many rows as columns, which is a sequence."""
+    return any(len(t.sizes) == 4 and not isinstance(t.shape[-1], int) and t.sizes[-1] == t.sizes[-2] for t in op.tensors)
+
+
+def in_attention(op: Op) -> bool:
+    """Whether an operator is of attention from scores on, in one kernel or several."""
+    return op.target is ATTENTION or scores(op)
+
+
+def in_mlp(op: Op) -> bool:
+    """Whether an operator is of the feed-forward part of a block."""
+    return ".mlp" in f".{op.node.meta.get('module', '')}"
+
+
+PARTS: dict[str, Callable[[Op], bool]] = {"attention": in_attention, "mlp": in_mlp}
+"""The parts of a block that can be run again by themselves (setup.PARTS)."""
+
+
+def rerun_levels(program: Program, setup: Setup) -> dict[str, tuple[str, ...]]:
+    """What of each run of blocks is kept, where the configuration runs them again: nothing (`full`), all that can be but `parts`
+    (`selective`)."""
+    if setup.recompute == "none":
+        return {}
+    if setup.recompute == "full":
+        return levels(program, "full")
+    again = [PARTS[part] for part in setup.parts]
+    kept = [op.name for op in program.ops.values() if op.scope and keepable(op) and not any(part(op) for part in again)]
+    return {scope: tuple(name for name in about.order if name in about.kept)
+            for scope in program.runs for about in [rerun(program, scope, kept)]}
+
+

@@ -1,0 +1,25 @@
+"""The peak of the memory of a *given* configuration: its plan, walked with the habits of the software that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.cluster import Cluster
+from autopar.memory import Prediction, predict
+from autopar.predict.given import given_plan
+from autopar.predict.setup import Setup
+
+POLICY = "bf16"
+"""Mixed precision: computed in 16 bits, with masters and optimizer state of 32. float16 takes as many bytes as bfloat16."""
+
+
+def peak(gm: fx.GraphModule, setup: Setup, cluster: Cluster) -> Prediction:
+    """Bytes at the peak of each place under `setup`, mixed precision. `gm` was captured in bfloat16 with all its blocks.
+
+    Raises PlanError where the configuration cannot be planned.
+    """
+    given = given_plan(gm, setup, cluster, POLICY)
+    habits = replace(setup.software.habits, gradient_bytes=setup.software.gradient_bytes)
+    return predict(given.program, given.plan, habits)

@@ -50,10 +50,10 @@ def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: st
     used = axes(kept)
     sizes = tuple(axis.ways for axis in used)
     settings = Settings("train", "adamw", precision)
-    place = cluster.line(math.prod(sizes)) if kept.pp == 1 else cluster.line(math.prod(sizes) * kept.pp)
+    place = cluster.line(math.prod(sizes) * kept.pp)
     hints = {"b": kept.micro_batch * kept.dp * kept.microbatches, "s": kept.seq}
     planner = Planner.of(gm, hints, Request(place, settings))
-    mesh = place.place_mesh(kept.pp, sizes)
+    mesh = place.places(kept.pp, sizes).mesh(0)
     joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, Prices(mesh, place.device, settings, planner.kernels), NO_LIMIT_BYTES, "given")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)

@@ -59,6 +59,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def order_only(schedule: type[Any]) -> type[Any]:
+    """A schedule class of torch.distributed.pipelining that lays out its order of compute when it is made, and nothing else.
+
+    The transfers and gathers that it would place between those actions take most of the time, up to a second for 32 ranks; there is no
+    public way to have the order without them.
+    """
+    return type(f"{schedule.__name__}Order", (schedule,), {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None})
+
+
 def export_errors() -> tuple[type[Exception], ...]:
     """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors included.
 

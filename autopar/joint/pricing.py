@@ -40,7 +40,7 @@ class Pricing:
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
         """A first answer, with nothing run again or with as many blocks as memory wants. Raises Beaten where nothing is as fast as
         `cutoff_s`, InfeasibleError where nothing fits."""
-        models, tables = self.models(shape), self.tables(shape)
+        tables = self.tables(shape)
         bounds: list[float] = []
         best: Found | None = None
         failed = InfeasibleError("")
@@ -49,7 +49,7 @@ class Pricing:
                 break  # not short of memory
             try:
                 self._may_hold(shape, level)
-                found = self.price(shape, models, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
+                found = self.price(shape, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
             except InfeasibleError as error:
                 failed = error if not isinstance(failed, Beaten) else failed
                 if isinstance(error, Beaten) and not error.full:
@@ -63,14 +63,14 @@ class Pricing:
 
     def exact(self, found: Found) -> Found | None:
         """The same shape solved to the end and laid out as it runs, if need be under another timetable; None where nothing fits then."""
-        shape, models = found.shape, self.models(found.shape)
+        shape = found.shape
         others = [table for table in self.tables(shape) if table != found.table]
         for tables, level in [([found.table], found.level), *((others, level) for level in dict.fromkeys((found.level, *self.levels)))]:
             with suppress(InfeasibleError):
-                return self.price(shape, models, tables, level, exact=True)
+                return self.price(shape, tables, level, exact=True)
         return None
 
-    def price(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
+    def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
               bounds: list[float] | None = None) -> Found:
         """The best of all timetables, with choices made for the one that keeps least. Raises InfeasibleError where none fits, Beaten
         where none is as fast as `cutoff_s`; what is proven of the shape at this level is added to `bounds`."""
@@ -79,7 +79,7 @@ class Pricing:
         least = min(tables, key=lambda t: (t.kept, t.length))
         # what is proven under the timetable that keeps least holds for the shortest, which has no more room, in proportion
         slack = least.length / min(table.length for table in tables)
-        chosen = self.inner.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack)
+        chosen = self.inner.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)

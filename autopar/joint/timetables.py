@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 from autopar.pipeline import crowded
-from autopar.pipeline.orders import StageTime, finishes_s, in_flight, orders
+from autopar.pipeline.flow import Flow
+from autopar.pipeline.orders import StageTime, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 
@@ -74,8 +75,8 @@ class Timetable:
         """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps; `alone`: how many
         times as fast a place is when the others wait (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
-        finish = partial(crowded.finishes_s, alone=alone) if alone > 1 else finishes_s
-        runs = [finish(orders(self.kind.schedule, self.places, self.stages, m), times, self.at) for m in counts]
+        flows = [_flow(self.kind, self.places, m) for m in counts]
+        runs = [crowded.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
         if len(runs) == 1:
             return runs[0]
         rounds = (self.microbatches - self.short[1]) / self.places
@@ -93,6 +94,12 @@ class Timetable:
     def kept(self) -> float:
         """How often the place that keeps most keeps what one microbatch of the whole model keeps, stages cut evenly."""
         return max(sum(n for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
+
+
+@lru_cache(maxsize=64)
+def _flow(kind: Kind, places: int, microbatches: int) -> Flow:
+    table = Timetable(kind, places, microbatches)
+    return Flow.of(orders(kind.schedule, places, table.stages, microbatches), table.at)
 
 
 @lru_cache(maxsize=1024)

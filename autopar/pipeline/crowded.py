@@ -7,37 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import PlanError
-from autopar.pipeline.orders import Action, Arrivals, StageTime
+from autopar.pipeline.flow import KINDS, Flow
+from autopar.pipeline.orders import StageTime
 
 
-def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int], alone: float) -> list[float]:
-    """As `orders.finishes_s`, with the speeds above."""
-    count = len(lines)
-    arrivals = Arrivals(times, places)
-    at, ends, left = [0] * count, [0.0] * count, dict[int, float]()  # `left`: seconds of the running action of each place at speed 1
-    now = 0.0
-    while any(at[place] < len(line) for place, line in enumerate(lines)):
+def ends_s(flow: Flow, times: Sequence[StageTime], alone: float) -> list[float]:
+    """As `Flow.ends_s`, with the speeds above."""
+    lines = [[index for index, step in enumerate(flow.steps) if step.place == place] for place in range(flow.places)]
+    done: dict[int, float] = {}
+    arrived: dict[int, float] = {}
+    at, ends, free, left = [0] * flow.places, [0.0] * flow.places, [0.0] * flow.places, dict[int, float]()
+    now = 0.0  # `left`: seconds of the running action of each place at speed 1; `free`: when its link is
+    while len(done) < len(flow.steps):
         later = []
         for place, line in enumerate(lines):
             if place in left or at[place] == len(line):
                 continue
-            ready = arrivals.ready_s(line[at[place]])
-            if ready is not None and ready <= now:
-                action = line[at[place]]
-                left[place] = times[action.stage].of(action.kind)
-            elif ready is not None:
+            step = flow.steps[line[at[place]]]
+            if any(index not in done for index in (*step.here, *step.sent)):
+                continue
+            ready = max((arrived[index] for index in step.sent), default=0.0)
+            if ready <= now:
+                left[place] = times[step.stage].of(KINDS[step.kind])
+            else:
                 later.append(ready)
-        if not left and not later:
-            raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
-        speed = min(alone, count / len(left)) if left else 1.0
+        speed = min(alone, flow.places / len(left)) if left else 1.0
         took = min([*(seconds / speed for seconds in left.values()), *(ready - now for ready in later)])
         now += took
         for place in list(left):
             left[place] -= took * speed
             if left[place] <= 1e-15 + 1e-9 * took:
                 del left[place]
-                ends[place] = now
-                arrivals.ended(lines[place][at[place]], now)
+                index = lines[place][at[place]]
+                done[index] = arrived[index] = ends[place] = now
+                hop = flow.steps[index].hop
+                if hop >= 0 and times[hop].send_s:
+                    free[place] = arrived[index] = max(free[place], now) + times[hop].send_s
                 at[place] += 1
     return ends

@@ -1,4 +1,4 @@
-"""In which order each place runs what, taken from torch's own schedules; how long that takes, and how much is in flight.
+"""In which order each place runs what, taken from torch's own schedules, and how much is in flight.
 
     orders("1f1b", places=2, stages=2, microbatches=4)[0]    # [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), ...]
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import pipelining
 
+from autopar._torch import order_only
 from autopar.errors import PlanError
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
@@ -47,7 +48,7 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
     about = SCHEDULES[schedule]
     if schedule in _PLAIN:
         return tuple(tuple(_PLAIN[schedule](place, places, microbatches)) for place in range(places))
-    kind: Any = getattr(pipelining.schedules, about.torch_name)
+    kind = order_only(getattr(pipelining.schedules, about.torch_name))
     mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
     try:
         made = kind(mine, microbatches, loss_fn=len, scale_grads=False)
@@ -107,78 +108,6 @@ class StageTime:
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""
         return {"F": self.forward_s, "B": self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
-
-
-def step_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> float:
-    """Seconds until the last place is done."""
-    return max(finishes_s(lines, times, places))
-
-
-def finishes_s(lines: Sequence[Sequence[Action]], times: Sequence[StageTime], places: Sequence[int]) -> list[float]:
-    """Seconds until each place is done: it runs its actions in order, each when what it needs has arrived."""
-    arrivals = Arrivals(times, places)
-    clock, at = [0.0] * len(lines), [0] * len(lines)
-    while True:
-        moved = False
-        for place, line in enumerate(lines):
-            while at[place] < len(line):
-                action = line[at[place]]
-                ready = arrivals.ready_s(action)
-                if ready is None:
-                    break
-                clock[place] = max(clock[place], ready) + times[action.stage].of(action.kind)
-                arrivals.ended(action, clock[place])
-                at[place] += 1
-                moved = True
-        if all(at[place] == len(line) for place, line in enumerate(lines)):
-            return clock
-        if not moved:
-            raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
-
-
-class Arrivals:
-    """When what actions need is there. A place sends what an action has made when it has ended, one thing after the other over its link,
-    forward and backward, while it computes on."""
-
-    def __init__(self, times: Sequence[StageTime], places: Sequence[int]) -> None:
-        self.places, self.last = places, len(times) - 1
-        self.hops_s = [time.send_s if a != b else 0.0 for time, a, b in zip(times, places, places[1:], strict=False)]  # from each stage to the next
-        self.free_s = dict.fromkeys(places, 0.0)  # when the link of a place is free
-        self.given: dict[tuple[int, int], float] = {}  # (stage, microbatch): what its forward reads
-        self.made: dict[tuple[int, int], float] = {}  # what its forward made
-        self.graded: dict[tuple[int, int], float] = {}  # the gradient of that
-        self.half: dict[tuple[int, int], float] = {}  # what its weights' part of the backward needs
-
-    def ended(self, action: Action, now_s: float) -> None:
-        """`action` has ended."""
-        kind, stage, micro = action
-        if kind == "F":
-            self.made[stage, micro] = now_s
-            if stage < self.last:
-                self.given[stage + 1, micro] = self._arrives_s(self.places[stage], self.hops_s[stage], now_s)
-            else:
-                self.graded[stage, micro] = now_s
-            return
-        if kind == "I":
-            self.half[stage, micro] = now_s
-        if kind != "W" and stage:
-            self.graded[stage - 1, micro] = self._arrives_s(self.places[stage], self.hops_s[stage - 1], now_s)
-
-    def _arrives_s(self, place: int, send_s: float, now_s: float) -> float:
-        if not send_s:
-            return now_s
-        self.free_s[place] = max(self.free_s[place], now_s) + send_s
-        return self.free_s[place]
-
-    def ready_s(self, action: Action) -> float | None:
-        """When all that `action` needs has arrived; None where that is not known yet."""
-        kind, stage, micro = action
-        if kind == "W":
-            return self.half.get((stage, micro))
-        if kind == "F":
-            return self.given.get((stage, micro)) if stage else 0.0
-        own, after = self.made.get((stage, micro)), self.graded.get((stage, micro))
-        return None if own is None or after is None else max(own, after)
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[int]:

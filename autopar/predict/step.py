@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster, MeshAxis, Span
 from autopar.cost.comm import collective_s
-from autopar.pipeline.orders import Action, StageTime, orders, step_s
+from autopar.pipeline.flow import step_s
+from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.place import Place, UnitTime
 from autopar.predict.setup import Setup
 from autopar.problem.prices import CONTENTION, OVERLAP

@@ -27,11 +27,10 @@ class _All(Explorer):
     def run(self) -> Found | None:
         """The best of all shapes."""
         for shape in self.space.shapes(self.inner):
-            models = self.pricing.models(shape)
             for table in self.pricing.all_tables(shape):
                 for level in LEVELS:
                     try:
-                        here = self.pricing.price(shape, models, [table], level, exact=True)
+                        here = self.pricing.price(shape, [table], level, exact=True)
                     except InfeasibleError:
                         continue
                     assert here.step_s >= self._floor_s(shape), f"{shape} is said not to be faster than it is"

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from autopar.joint.timetables import SEARCHED, Kind, Timetable
-from autopar.pipeline.orders import StageTime, finishes_s, in_flight, orders
+from autopar.pipeline.flow import finishes_s
+from autopar.pipeline.orders import StageTime, in_flight, orders
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])

@@ -8,7 +8,8 @@ import pytest
 
 from autopar.joint.timetables import SEARCHED, Kind, Timetable
 from autopar.pipeline import crowded
-from autopar.pipeline.orders import StageTime, finishes_s, orders
+from autopar.pipeline.flow import Flow, finishes_s
+from autopar.pipeline.orders import StageTime, orders
 from autopar.simulate import schedule
 from autopar.simulate.engine import run
 
@@ -30,7 +31,7 @@ def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: f
     table, times = drawn(kind, places, send_s)
     lines = orders(kind.schedule, places, table.stages, table.microbatches)
     for alone in (1.0, 1.5, 2.0):
-        found = max(crowded.finishes_s(lines, times, table.at, alone))
+        found = max(crowded.ends_s(Flow.of(lines, table.at), times, alone))
         tasks, _ = schedule.tasks(lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: send_s, alone)
         assert found == pytest.approx(run(tasks, {schedule.CORES: places / alone}).length_s, rel=1e-6), alone
         if alone == 1.0:
@@ -43,10 +44,10 @@ def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: f
 def test_one_place_after_the_other_has_all_cores() -> None:
     table, times = drawn(Kind("naive"), 4, 0.0)
     lines = orders("naive", 4, 4, 1)
-    assert max(crowded.finishes_s(lines, times, table.at, 2.0)) == pytest.approx(max(finishes_s(lines, times, table.at)) / 2)
+    assert max(crowded.ends_s(Flow.of(lines, table.at), times, 2.0)) == pytest.approx(max(finishes_s(lines, times, table.at)) / 2)
 
 
 def test_sends_take_no_cores() -> None:
     table, times = drawn(Kind("1f1b"), 2, 0.3)
     lines = orders("1f1b", 2, 2, table.microbatches)
-    assert max(crowded.finishes_s(lines, times, table.at, 1.0)) == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)
+    assert max(crowded.ends_s(Flow.of(lines, table.at), times, 1.0)) == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import pipelining
 
 from autopar.errors import PlanError
-from autopar.pipeline.orders import Action, StageTime, in_flight, orders, step_s
+from autopar.pipeline.flow import step_s
+from autopar.pipeline.orders import Action, StageTime, _actions, _Stage, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2),
@@ -32,6 +36,21 @@ def test_every_stage_runs_every_microbatch_once_forward_and_backward(name: str, 
     for stage, m in itertools.product(range(stages), range(micro)):
         kinds = sorted(a.kind for a in every if (a.stage, a.microbatch) == (stage, m))
         assert kinds in (["B", "F"], ["F", "I", "W"]), (name, stage, m, kinds)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [case for case in CASES if case[0] not in ("gpipe", "1f1b")])
+def test_the_order_alone_is_that_of_the_whole_schedule(name: str, virtual: int) -> None:
+    """`_torch.order_only` leaves out what torch makes of the order, and with it torch's last checks: they have nothing to say."""
+    places = 3
+    for micro in (1, 2, 3, 5, 6, 7, 12):
+        whole: list[Any] = []
+        mine = [_Stage(i, 0, places, places * virtual) for i in range(places * virtual) if SCHEDULES[name].place(i, places) == 0]
+        with suppress(ValueError):
+            whole.append(getattr(pipelining.schedules, SCHEDULES[name].torch_name)(mine, micro, loss_fn=len, scale_grads=False).pipeline_order)
+        with suppress(PlanError):
+            assert orders(name, places, places * virtual, micro) == tuple(tuple(_actions(whole[0][place])) for place in range(places))
+            whole.clear()
+        assert not whole, f"torch can run {micro} microbatches, and the order alone could not be had"
 
 
 @pytest.mark.parametrize("places", [2, 4, 8])

@@ -24,7 +24,6 @@ from autopar.joint.pricing import Beaten, Pricing
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.onestage import CLOSE
-from autopar.pipeline.schedules import SCHEDULES
 
 
 @dataclass(eq=False)
@@ -65,7 +64,7 @@ class Explorer:
     @property
     def least_floor_s(self) -> float:
         """Seconds that no plan of the space beats: the least work there is, and the wait that no schedule avoids."""
-        return min((self._floor_s(shape) for shape in self.floors), default=math.inf)
+        return min((self.pricing.floor_s(shape, self.pricing.levels[0]) for shape in self.floors), default=math.inf)
 
     @property
     def reason(self) -> str:
@@ -82,7 +81,7 @@ class Explorer:
     def run(self) -> Found | None:
         """The fastest plan of the space that is faster than `known_s`, or the fastest at all where nothing is known."""
         shapes = self.space.shapes(self.inner)
-        self.floors = {shape: max(self._floor_s(shape), self.wider.get(shape, 0.0)) for shape in shapes}
+        self.floors = {shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0)) for shape in shapes}
         while True:
             self._walk(shapes)
             best = self.best
@@ -160,26 +159,7 @@ class Explorer:
         except InfeasibleError as error:
             self.why.append(f"{shape}: {error}")
 
-    def _floor_s(self, shape: Shape) -> float:
-        """Nothing on `shape` is faster: its share of the least work there is, and the shortest wait for the first microbatch."""
-        work_s = self.inner.work.step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
-        if self.inner.request.cluster.parts:
-            return work_s  # how much work is before which place is open
-        return work_s * _least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
-
 
 NEAR, NEARER = 1.2, 1.05  # neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the nearer
 MANY = 100
 FEW = 32  # so many shapes are all visited
-
-
-def _least_wait(places: int, microbatches: int, schedules: list[str]) -> float:
-    """The length of a step over its work: what no schedule of the space can avoid.
-
-    A place cannot begin before the first microbatch has come through those before it: for the schedules with one stage per place
-    and whole backwards, (m + p - 1) / m where stages are even, and no cut is better than the even one. The others wait at least
-    for one stage's forward.
-    """
-    if all(SCHEDULES[name].virtual == 1 for name in schedules):
-        return 1 + (places - 1) / microbatches / 2  # only places before a place are sure to hold it up: half of all on average
-    return 1.0

@@ -3,7 +3,7 @@ device has, and nothing sent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Device
@@ -21,8 +21,8 @@ class Work:
     starts_s: float
 
     @staticmethod
-    def of(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings) -> Work:
-        """The work of `program` on so many of each device; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so
+    def of(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()) -> Work:
+        """The work of `program` on so many of each device, the operators of `again` run forward twice; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so
         that of its microbatches is no less.
 
         Of several kinds it is that of one which is as fast as all are on average: device d weighs w_d, in proportion to how fast it does all of the
@@ -30,10 +30,10 @@ class Work:
         and so than each operator's least of w_d times its seconds on d.
         """
         ops = [op for op in program.ops.values() if op.role == "op" and (op.flops > 0 or op.bytes > 0)]
-        graded = {op.name for op in ops if settings.training and op.graded}
+        runs = {op.name: (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded) for op in ops}
         leads = [op for op in ops if op.leads or not settings.fused]
-        starts = sum(op.count * (1 + (op.name in graded)) for op in leads)
-        each = [[op.count * sum(_direction_s(op, direction, device, settings) for direction in range(1 + (op.name in graded))) for op in ops]
+        starts = sum(op.count * len(runs[op.name]) for op in leads)
+        each = [[op.count * sum(_direction_s(op, direction, device, settings) for direction in runs[op.name]) for op in ops]
                 for device, _ in devices]
         if len(devices) == 1:
             return Work(sum(each[0]), starts * devices[0][0].launch_s)

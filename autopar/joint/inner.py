@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import fx
 
 from autopar.cluster import Device, Mesh, Places
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.floor import Work
 from autopar.joint.kinds import Ground, Weights, grounds
 from autopar.joint.shapes import Shape
@@ -31,6 +31,7 @@ from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
 from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.problem.types import Solution
 from autopar.recipes import roles
@@ -135,6 +136,7 @@ class Inner:
         self._held: dict[str, float] = {}
         self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
         self._levels: dict[str, Levels] = {}
+        self._work: dict[str, Work] = {}
         self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
@@ -159,11 +161,14 @@ class Inner:
         """How many pieces there are."""
         return len(self.units)
 
-    @cached_property
-    def work(self) -> Work:
-        """The least work of a step."""
-        parts = self.request.cluster.parts or (self.request.cluster,)
-        return Work.of(self.whole.program, [(part.device, part.devices) for part in parts], self.request.settings)
+    def work(self, level: str = "none") -> Work:
+        """The least work of a step with all blocks run again at one of problem.remat.LEVELS."""
+        if level not in self._work:
+            program, kept = self.whole.program, self.levels(level)
+            again = [name for scope, names in kept.items() for name in rerun(program, scope, names).again]
+            parts = self.request.cluster.parts or (self.request.cluster,)
+            self._work[level] = Work.of(program, [(part.device, part.devices) for part in parts], self.request.settings, again)
+        return self._work[level]
 
     def work_s(self, device: Device) -> float:
         """Seconds of all operators on one device at its best rates."""
@@ -246,6 +251,9 @@ class Inner:
             if bound_s >= cutoff_s:
                 return Chosen(models, least, least_s, level, apart, all_again, bound_s)
         model = combined(models.at(level), models.once, share, limit_bytes)
+        least_bytes = sum(float(node.memory_bytes.min()) for node in model.problem.nodes)
+        if least_bytes > limit_bytes:  # seen before anything is searched
+            raise InfeasibleError(f"no choice of layouts needs less than {least_bytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there")
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
                     ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=math.inf if bound_s is not None else cutoff_s))
         return Chosen(models, model, solution, level, apart, all_again, solution.bound_s if bound_s is None else bound_s)

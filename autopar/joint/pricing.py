@@ -13,7 +13,7 @@ from autopar.joint.inner import Inner, Models
 from autopar.joint.laid import Found, lay
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
-from autopar.joint.timetables import Timetable, timetable
+from autopar.joint.timetables import Timetable, least_wait, timetable
 from autopar.onestage import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.remat import LEVELS
@@ -49,7 +49,9 @@ class Pricing:
                 break  # not short of memory
             try:
                 self._may_hold(shape, level)
+                self._may_win(shape, level, cutoff_s, bounds)
                 found = self.price(shape, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
+                cutoff_s = min(cutoff_s, found.step_s)
             except InfeasibleError as error:
                 failed = error if not isinstance(failed, Beaten) else failed
                 if isinstance(error, Beaten) and not error.full:
@@ -94,6 +96,22 @@ class Pricing:
         held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
             raise InfeasibleError(f"cut evenly it holds {held_bytes / 2**30:.2f} GiB per device, {limit_bytes / 2**30:.2f} GiB are there")
+
+    def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
+        """Raises Beaten where running everything again at this level leaves nothing as fast as `cutoff_s`."""
+        floor_s = self.floor_s(shape, level)
+        if floor_s >= cutoff_s:
+            bounds.append(floor_s)
+            raise Beaten(floor_s, full=False)
+
+    def floor_s(self, shape: Shape, level: str) -> float:
+        """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and the shortest wait for
+        the first microbatch."""
+        cluster = self.inner.request.cluster
+        work_s = self.inner.work(level).step_s(cluster.devices, shape.places, shape.microbatches)
+        if cluster.parts:
+            return work_s  # how much work is before which place is open
+        return work_s * least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 
-STEPS = 40  # of the bisection: the slowest stage is known to a part in 10^12
+CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence
     best = _fill(tables, links, in_flight, limits, slowest)
     if best is None:
         raise _too_little(pieces, in_flight, limits)
-    for _ in range(STEPS):
+    while slowest > fastest * (1 + CLOSE):
         middle = (slowest + fastest) / 2
         found = _fill(tables, links, in_flight, limits, middle)
         if found is None:

@@ -114,6 +114,7 @@ class _Dual:
         self.limit = limit if np.isfinite(limit) else 0.0
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
+        self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
         self.factors = [f for net in problem.nets for f in _split(net)]
         self.ahead = self._neighbours()
         self._price()
@@ -216,9 +217,11 @@ class _Dual:
         if self.stuck >= 3:
             self.pace, self.stuck = self.pace / 2, 0
         decoded = self._decode()
-        found = better(self.problem, descend(self.problem, decoded, deadline, self.state), self.known)
-        if found is not None and found != self.known:
-            self.known, self.known_s = found, self.problem.price(found).time_s
+        if decoded not in self.tried:
+            self.tried.add(decoded)
+            found = better(self.problem, descend(self.problem, decoded, deadline, self.state), self.known)
+            if found is not None and found != self.known:
+                self.known, self.known_s = found, self.problem.price(found).time_s
         over, late = self._violation(decoded)
         if self.memory_s <= 0.0:  # what would push a price out of its range must not shorten the step of the others
             over = max(0.0, over)

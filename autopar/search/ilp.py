@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 
-from autopar.problem.presolve import presolve
+from autopar.problem.presolve import allowed, presolve
 from autopar.problem.types import Problem, Solution
 from autopar.search import dual, greedy
 from autopar.search.descent import better, fits
@@ -36,8 +36,8 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
 
 def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
-    several problems are worth solving. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
-    small, restore = presolve(problem)
+    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
+    small, restore = allowed(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
     seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s)
     best = better(small, first, seen.choice) or first

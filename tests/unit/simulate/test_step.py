@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.memory import predict
-from autopar.pipeline.orders import StageTime, orders, step_s
+from autopar.pipeline.flow import step_s
+from autopar.pipeline.orders import StageTime, orders
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.graph import read
 from autopar.simulate import Simulation, simulate

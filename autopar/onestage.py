@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,8 +40,9 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     return plan_with(Planner.of(gm, hints, request), **about)
 
 
-def plan_with(planner: Planner, **about: Any) -> Plan:
-    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again."""
+def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **about: Any) -> Plan:
+    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again. `elsewhere` gives the seconds of a plan
+    of several stages: it is asked before anything is solved to the end, and nothing is that does not promise better."""
     request = planner.request
     _check_mesh(request)
     deadline = time.monotonic() + request.time_limit_s
@@ -59,7 +60,7 @@ def plan_with(planner: Planner, **about: Any) -> Plan:
                                      f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
             continue
         known_s = best.cost.time_s if best is not None else math.inf
-        found, said, more, bound = _at_one_level(planner, deadline, known_s, about)
+        found, said, more, bound = _at_one_level(planner, deadline, known_s, elsewhere, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
@@ -72,14 +73,14 @@ def plan_with(planner: Planner, **about: Any) -> Plan:
     return finish(planner, best, min(bounds), tried, about)
 
 
-def _at_one_level(planner: Planner, deadline: float, known_s: float,
+def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Callable[[], float] | None,
                   about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
     """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that
     another level has."""
     best, tried = _recipes(planner, deadline)
     if planner.request.recipe is not None:
         return best, about, tried, 0.0
-    found, bound = _search(planner, deadline, best, known_s)
+    found, bound = _search(planner, deadline, best, known_s, elsewhere)
     return (*_simplest(found, best, about), tried, bound)
 
 
@@ -155,7 +156,8 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
-def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: float) -> tuple[Candidate | None, float]:
+def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: float,
+            elsewhere: Callable[[], float] | None) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
@@ -163,7 +165,7 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
     meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
     if search is ilp.search:
-        return _best_first(planner, meshes, deadline, min(known_s, best.cost.time_s if best is not None else math.inf))
+        return _best_first(planner, meshes, deadline, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
@@ -179,9 +181,10 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
     return found, min(bounds, default=0.0)
 
 
-def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best and `known`
-    seconds."""
+def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float,
+                elsewhere: Callable[[], float] | None) -> tuple[Candidate | None, float]:
+    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best, `known`
+    seconds, and what is `elsewhere`."""
     request = planner.request
     seen: list[Candidate] = []
     for sizes in meshes:
@@ -192,6 +195,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
             known = min(known, seen[-1].cost.time_s)
     found = min((c for c in seen if c.peak_bytes is not None), key=lambda c: c.cost.time_s, default=None)
     bounds: list[float] = []
+    if elsewhere is not None and any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
+        known = min(known, elsewhere())
     for first in sorted(seen, key=lambda c: c.cost.time_s):
         left = deadline - time.monotonic()
         if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:

@@ -1,6 +1,7 @@
 """What is chosen for which model on which cluster, beside the best and the worst recipe that fits.
 
     python -m benchmarks.decisions [--only NAME ...] [--time-limit 20]
+    python -m benchmarks.decisions --guide          # the decision table of Hugging Face's guide (benchmarks.guide)
 
 The rest column says how weights with two or more dims lie and are used, and how many do; splits counts the operators by
 what they split (sample, attribute, parameter), over all mesh axes.
@@ -26,6 +27,7 @@ from autopar.problem.graph import Program, read
 from autopar.report.tables import kinds
 from autopar.report.weights import weights
 from autopar.request import Request
+from benchmarks.guide import ROWS, answer
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 SPLITS = ("sample", "attribute", "parameter", "operator")
@@ -91,11 +93,27 @@ def _rest(program: Program, made: Plan) -> str:
     return ", ".join(f"{count} {uses}" for uses, count in counts.most_common(3))
 
 
+def guide_row(name: str) -> dict[str, object]:
+    """One row of the guide's table: what it says, what is chosen, and the figures that decide."""
+    asked, found = ROWS[name], answer(name)
+    made = found.plan
+    shape = "x".join(map(str, (*((made.places,) if made.places > 1 else ()), *made.mesh)))
+    return {
+        "case": name, "model": f"{Path(asked.spec).name.removesuffix('.json')} {asked.batch}x{asked.seq}", "cluster": Cluster.parse(asked.cluster).label,
+        "guide": asked.guide, "chosen": "+".join(sorted(found.kinds)), "mesh": shape, "schedule": made.schedule if made.places > 1 else "",
+        "step ms": f"{1e3 * made.predicted.step_s:.4g}", "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}", "beside it": found.reasons,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of models")
     parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--guide", action="store_true", help="the decision table of the guide")
     options = parser.parse_args()
+    if options.guide:
+        print(tabulate([guide_row(name) for name in ROWS], headers="keys", tablefmt="github"))
+        return
     cases = [case for case in CASES if options.only is None or case.name in options.only]
     print(tabulate([row(case, options.time_limit) for case in cases], headers="keys", tablefmt="github"))
 

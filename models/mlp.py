@@ -46,3 +46,8 @@ def tiny(batch=8):
 def wide(batch=16):
     """8 layers of 8192 on few samples: 0.6 G parameters and almost no activations."""
     return build(1024, 8192, 8, 1000, batch)
+
+
+def giant(batch=64):
+    """2 layers of 81920: one of them has 25 GiB of weights, and with gradients and Adam's state 100."""
+    return build(4096, 81920, 2, 1000, batch)

@@ -20,7 +20,7 @@ from autopar.cluster import Cluster
 from autopar.codegen.edges import options
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
-from autopar.joint.explore import CLOSE, Explorer
+from autopar.joint.explore import CLOSE, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, of_recipe
@@ -61,25 +61,29 @@ def best(inner: Inner, **about: Any) -> Plan:
     if request.recipe in PIPELINES:
         return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, began, about)
     flat, failed = None, None
+    several = request.recipe is None and request.search == "ilp" and request.settings.training
+    first = Explorer(inner, SEARCH, float("inf"), began + request.time_limit_s / 2)
+    elsewhere = (lambda: NEARER * first.probe()) if several else None
     try:
-        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), **about)
+        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, **about)
     except InfeasibleError as error:
         failed = error
-    if request.recipe is not None or request.search != "ilp" or not request.settings.training:
+    if not several:
         if flat is None:
             raise failed or AssertionError("no plan, and no reason")
         return flat
     spaces = [SEARCH, *(of_recipe(recipe) for recipe in PIPELINES.values())]
     try:
-        return staged(inner, spaces, flat, began, about)
+        return staged(inner, spaces, flat, began, about, first)
     except InfeasibleError as error:
         if failed is None:
             raise
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
 
 
-def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any]) -> Plan:
-    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others."""
+def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any], first: Explorer | None = None) -> Plan:
+    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others, and what the
+    walk `first` has found in it is kept."""
     known_s = flat.predicted.step_s if flat is not None else float("inf")
     deadline = began + inner.request.time_limit_s
     best: Found | None = None
@@ -89,6 +93,9 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
     for space in spaces:
         wider = walks[0].pricing.proven if walks else {}
         walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, wider)
+        if first is not None and not walks:
+            walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
+            walk.pricing.proven.update(first.pricing.proven)
         walks.append(walk)
         found = walk.run()
         why += walk.why[:3]

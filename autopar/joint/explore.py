@@ -78,10 +78,25 @@ class Explorer:
         """The fastest step that is known, here or to others."""
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
-    def run(self) -> Found | None:
-        """The fastest plan of the space that is faster than `known_s`, or the fastest at all where nothing is known."""
+    def probe(self) -> float:
+        """Seconds of the fastest of the starts, each looked at once: what a later walk begins with."""
+        shapes = self._shapes()
+        for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
+            self.visit(shape, NEARER)
+        return self.least_s
+
+    def _shapes(self) -> list[Shape]:
+        """All shapes of the space, in order, with their floors."""
         shapes = self.space.shapes(self.inner)
         self.floors = {shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0)) for shape in shapes}
+        return shapes
+
+    def _starts(self, shapes: list[Shape]) -> list[Shape]:
+        return starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch)
+
+    def run(self) -> Found | None:
+        """The fastest plan of the space that is faster than `known_s`, or the fastest at all where nothing is known."""
+        shapes = self._shapes()
         while True:
             self._walk(shapes)
             best = self.best
@@ -90,7 +105,7 @@ class Explorer:
             self._polish(best)
 
     def _walk(self, shapes: list[Shape]) -> None:
-        begin = shapes if len(shapes) <= FEW else starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch)
+        begin = shapes if len(shapes) <= FEW else self._starts(shapes)
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
         while (at := self._promising()) is not None:

@@ -1,0 +1,90 @@
+"""The decision table of Hugging Face's guide comes out by itself: each row is a model on a cluster, and the figures that decide are in the assertion.
+
+The rows are those of `benchmarks.guide`, which `python -m benchmarks.decisions --guide` prints; the figures in the docstrings are of predictions.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.guide import Answer, answer
+
+EQUAL = 1.25
+"""Up to this factor strategies are about equal."""
+
+
+def best_s(made: Answer, names: set[str]) -> float:
+    """The fastest plan by one of the recipes `names`, among all that were tried."""
+    return min(other.step_s for other in made.plan.alternatives if other.name in names and other.step_s is not None)
+
+
+def test_one_node_that_holds_the_model_is_data_parallel_or_zero() -> None:
+    """Guide: DP, or ZeRO, which may or may not be faster. GPT-2 small on 8 A100 by NVLink, 64 x 512 tokens: weights gathered once per step
+    (ZeRO-1) 43.6 ms, ddp 45.9, tensor parallel 108: activations are more to move than weights."""
+    made = answer("one node, fits")
+    assert made.kinds <= {"DP", "ZeRO-1", "ZeRO-3"} and made.plan.places == 1, str(made)
+    assert best_s(made, {"ddp"}) < 1.1 * made.plan.predicted.step_s < made.step_s("tp_sp") / 2, str(made)
+
+
+def test_one_node_that_does_not_hold_the_model_with_nvlink() -> None:
+    """Guide: with NVLink, PP, ZeRO and TP are mostly on par. Llama-3-8B on 4 A100-80 (ddp lacks 88 GiB): ZeRO-3 1.08 s, TP 1.23, PP 1.31."""
+    made = answer("one node, does not fit, NVLink")
+    named = [made.step_s(name) for name in ("zero3", "tp_sp", "zero_bubble")]
+    assert max(named) < EQUAL * min(named) and made.plan.predicted.step_s <= min(named), str(made)
+    assert not any(other.step_s for other in made.plan.alternatives if other.name in ("single", "ddp")), str(made)
+
+
+def test_one_node_that_does_not_hold_the_model_without_nvlink() -> None:
+    """Guide: without NVLink PP is faster than TP or ZeRO. The same Llama on the same devices by PCIe: PP 1.32 s, TP 2.38, ZeRO-3 2.44: a stage
+    sends 16 KiB per token, tensor parallel ranks and ZeRO-3 move the activations and weights of every block."""
+    made = answer("one node, does not fit, PCIe")
+    assert made.kinds == {"PP"} and made.plan.places == 4, str(made)
+    assert EQUAL * made.plan.predicted.step_s < min(made.step_s("tp_sp"), made.step_s("zero3")), str(made)
+
+
+def test_a_layer_that_no_device_holds_is_cut() -> None:
+    """Guide: TP, or ZeRO. Layers of 81920 x 81920 in float32 are 100 GiB with gradients and Adam's state, a device has 73: no stage holds
+    one. Tensor parallel ranks have 32 GiB; ZeRO-3 gathers a layer to use it, and with its gradient and the next one lacks 4 GiB."""
+    made = answer("largest layer does not fit")
+    assert made.kinds == {"TP"} and made.plan.places == 1, str(made)
+    assert "no cut into" in str(made.beside["1f1b"]) and "GiB are missing" in str(made.beside["zero3"]), str(made)
+
+
+def test_several_nodes_with_fast_links() -> None:
+    """Guide: ZeRO, which needs close to no changes to the model, or PP+TP+DP with less communication. Llama-3-8B on 2 x 4 A100-80 with
+    200 Gb/s for each: ZeRO 1.09 s, nearly all of it compute; the best of PP+TP+DP 1.44."""
+    made = answer("several nodes, fast links")
+    assert made.kinds & {"ZeRO-1", "ZeRO-3"} and made.plan.places == 1 and not made.tensor_axes, str(made)
+    assert made.plan.predicted.step_s < made.step_s("3d") < 1.5 * made.plan.predicted.step_s, str(made)
+
+
+def test_several_nodes_with_slow_links_and_little_memory() -> None:
+    """Guide: DP+PP+TP+ZeRO-1. Llama-3-8B on 4 x 4 A100-40 with 25 Gb/s per node: a stage per node, in it 2 ways data and 2 ways tensor
+    parallel, weights gathered once per step: 0.93 s. Without TP (pp_zero1) a node has half as many microbatches to fill the pipeline with
+    or four times the weights: 1.25. ZeRO-3 gathers all weights over the slow links: 20.8."""
+    made = answer("several nodes, slow links, short of memory")
+    assert {"PP", "TP", "ZeRO-1"} <= made.kinds and made.plan.places == 4, str(made)
+    assert all(made.levels(axis) <= {"gpu"} for axis in range(len(made.plan.mesh))), str(made)
+    assert 1.2 * made.plan.predicted.step_s < made.step_s("pp_zero1") and 10 * made.plan.predicted.step_s < made.step_s("zero3"), str(made)
+
+
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    """Guide: TP within a node. Llama-3-8B with 2 samples on 2 x 8 H100: tensor parallel inside each node, a stage on each: 72 ms; over both
+    nodes 108."""
+    made = answer("few samples on two nodes")
+    assert "TP" in made.kinds and all(made.levels(axis) == {"gpu"} for axis in made.tensor_axes), str(made)
+    assert made.plan.predicted.step_s < 0.8 * made.step_s("tp_sp"), str(made)
+
+
+def test_tensor_parallelism_leaves_a_node_where_that_wins() -> None:
+    """The guide's rule does not hold where weights are large and activations small: 16 rows through layers of 8192, on 2 x 4 H100: 2.2 ms with every layer
+    cut over both nodes. A stage per node waits for the other (3d: 3.6), and replicas or shards on the nodes send weights (tp_zero3: 20)."""
+    made = answer("few samples of wide layers on two nodes")
+    assert made.kinds == {"TP"} and "node" in made.levels(made.tensor_axes[0]), str(made)
+    assert EQUAL * made.plan.predicted.step_s < min(made.step_s("3d"), made.step_s("tp_zero3")), str(made)
+
+
+def test_strategies_that_do_not_fit_are_known_with_their_reason() -> None:
+    made = answer("largest layer does not fit")
+    with pytest.raises(KeyError, match="1f1b: none of 1f1b fits"):
+        made.step_s("1f1b")

@@ -127,7 +127,7 @@ def _bound_s(inner: Inner, flat: Plan | None) -> float:
     """Seconds that no plan of one stage and one microbatch beats: what its own search has proven, or the least work."""
     if flat is not None and flat.predicted.bound_s > 0:
         return flat.predicted.bound_s
-    return inner.work().step_s(inner.request.cluster.devices, 1, 1)
+    return inner.work(1).step_s(inner.request.cluster.devices, 1, 1)
 
 
 def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:

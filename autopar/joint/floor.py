@@ -3,7 +3,7 @@ device has, and nothing sent."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Device
@@ -21,30 +21,59 @@ class Work:
     starts_s: float
 
     @staticmethod
-    def of(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()) -> Work:
-        """The work of `program` on so many of each device, the operators of `again` run forward twice; no operator gets cheaper per sample when it gets smaller (autopar.cost.compute), so
-        that of its microbatches is no less.
+    def of(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> Work:
+        """The work of `program`, the operators of `again` run forward twice; no operator gets cheaper per sample when it gets smaller
+        (autopar.cost.compute), so that of its microbatches is no less."""
+        return _whole(_each(program, device, settings, again))
 
-        Of several kinds it is that of one which is as fast as all are on average: device d weighs w_d, in proportion to how fast it does all of the
-        work, 1 on average. However operators are dealt to devices, the last one ends no sooner than the mean of w_d times what each has to do,
-        and so than each operator's least of w_d times its seconds on d.
+    @staticmethod
+    def mixed(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()) -> Work:
+        """The work of a pipeline on so many of each device: on one that is as fast as all are on average.
+
+        Device d weighs w_d, in proportion to how fast it does all of the work, 1 on average. However pieces (operators and blocks) are dealt
+        to places, the last one ends no sooner than the mean of w_d times what each has to do, and so than each piece's least of w_d times its work on d.
         """
-        ops = [op for op in program.ops.values() if op.role == "op" and (op.flops > 0 or op.bytes > 0)]
-        runs = {op.name: (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded) for op in ops}
-        leads = [op for op in ops if op.leads or not settings.fused]
-        starts = sum(op.count * len(runs[op.name]) for op in leads)
-        each = [[op.count * sum(_direction_s(op, direction, device, settings) for direction in runs[op.name]) for op in ops]
-                for device, _ in devices]
-        if len(devices) == 1:
-            return Work(sum(each[0]), starts * devices[0][0].launch_s)
-        count, whole = sum(n for _, n in devices), sum(n / sum(own) for (_, n), own in zip(devices, each, strict=True))
-        weights = [count / sum(own) / whole for own in each]
-        rates_s = sum(min(w * seconds for w, seconds in zip(weights, of_op, strict=True)) for of_op in zip(*each, strict=True))
-        return Work(rates_s, starts * min(w * device.launch_s for w, (device, _) in zip(weights, devices, strict=True)))
+        each = [_each(program, device, settings, again) for device, _ in devices]
+        alone_s = [_whole(own).rates_s for own in each]
+        count, pace = sum(n for _, n in devices), sum(n / seconds for (_, n), seconds in zip(devices, alone_s, strict=True))
+        weights = [count / seconds / pace for seconds in alone_s]
+        return _whole({name: Work(min(w * own[name].rates_s for w, own in zip(weights, each, strict=True)),
+                                  min(w * own[name].starts_s for w, own in zip(weights, each, strict=True))) for name in each[0]})
 
     def step_s(self, devices: int, places: int, microbatches: int) -> float:
         """The least on so many devices, where each place has its part of the operators and starts them for every microbatch."""
         return self.rates_s / devices + self.starts_s * microbatches / places
+
+
+def _each(program: Program, device: Device, settings: Settings, again: Collection[str]) -> dict[str, Work]:
+    """The work of each piece, all instances of a block together, on one device."""
+    found: dict[str, Work] = {}
+    for op in program.ops.values():
+        if op.role == "op" and (op.flops > 0 or op.bytes > 0):
+            ways = (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded)
+            rates_s = op.count * sum(_direction_s(op, direction, device, settings) for direction in ways)
+            starts = op.count * len(ways) if op.leads or not settings.fused else 0
+            before = found.get(op.scope or op.name, Work(0.0, 0.0))
+            found[op.scope or op.name] = Work(before.rates_s + rates_s, before.starts_s + starts * device.launch_s)
+    return found
+
+
+def _whole(each: Mapping[str, Work]) -> Work:
+    return Work(sum(work.rates_s for work in each.values()), sum(work.starts_s for work in each.values()))
+
+
+def least_wait(paces: Sequence[float], microbatches: int) -> float:
+    """The length of a step over its work where each place runs one stage, with whole backwards: how long places wait for each other at least.
+
+    Place q does x_q of the work, sum x_q = 1, at `paces` s_q: t_q = x_q / s_q of a microbatch. Before its first and behind its last one the places in front of
+    it have to do theirs: a step takes at least m t_q + sum of t_p over p < q, for each q; and so at least their mean with any weights w_q, sum w_q = 1, which is
+    sum over q of x_q / s_q (m w_q + sum of w_p over p > q). The weights that make all terms of this sum alike (or, where that wants w_q < 0,
+    none smaller) give a bound that holds for all x.
+    """
+    behind = 0.0
+    for pace in reversed(paces):
+        behind += max(0.0, pace - behind) / microbatches
+    return sum(paces) / microbatches / behind
 
 
 def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> float:

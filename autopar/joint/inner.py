@@ -41,6 +41,7 @@ from autopar.search import ilp
 
 SOLVE_S = 2.0  # seconds for one Problem
 SOLVED = 0.005  # relative: so near the optimum is solved
+TRUST = 0.95  # share of its bound that a Problem of several kinds of places is trusted with: what they weigh in it is only nearly right
 
 
 @dataclass(eq=False)
@@ -87,11 +88,6 @@ class Mixed(Models):
             self._again[level] = self.weights.meant([models.at(level) for models in self.each])
         return self._again[level]
 
-    def floor(self, level: str, share: Share, limit_bytes: float) -> Model:
-        """The Problem whose bound holds for all ways to deal pieces to places."""
-        micro, once = (self.weights.floor(models) for models in ([m.at(level) for m in self.each], [m.once for m in self.each]))
-        return combined(micro, once, share, limit_bytes)
-
 
 @dataclass(eq=False)
 class Chosen:
@@ -136,8 +132,9 @@ class Inner:
         self._held: dict[str, float] = {}
         self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
         self._levels: dict[str, Levels] = {}
-        self._work: dict[str, Work] = {}
         self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
+        self._work: dict[tuple[str, bool], Work] = {}
+        self._paces: dict[Device, float] = {}
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
@@ -161,18 +158,27 @@ class Inner:
         """How many pieces there are."""
         return len(self.units)
 
-    def work(self, level: str = "none") -> Work:
-        """The least work of a step with all blocks run again at one of problem.remat.LEVELS."""
-        if level not in self._work:
-            program, kept = self.whole.program, self.levels(level)
-            again = [name for scope, names in kept.items() for name in rerun(program, scope, names).again]
-            parts = self.request.cluster.parts or (self.request.cluster,)
-            self._work[level] = Work.of(program, [(part.device, part.devices) for part in parts], self.request.settings, again)
-        return self._work[level]
+    def work(self, places: int, level: str = "none") -> Work:
+        """The least work of a step on one place or on several, with all blocks run again at one of problem.remat.LEVELS."""
+        cluster, program, settings = self.request.cluster, self.whole.program, self.request.settings
+        key = (level, places > 1 and bool(cluster.parts))
+        if key not in self._work:
+            again = [name for scope, names in self.levels(level).items() for name in rerun(program, scope, names).again]
+            self._work[key] = (Work.mixed(program, [(part.device, part.devices) for part in cluster.parts], settings, again) if key[1] else
+                               Work.of(program, cluster.device, settings, again))
+        return self._work[key]
 
-    def work_s(self, device: Device) -> float:
-        """Seconds of all operators on one device at its best rates."""
-        return Work.of(self.whole.program, [(device, 1)], self.request.settings).rates_s
+    def pace(self, device: Device) -> float:
+        """How often in a second one device can do all operators at its best rates."""
+        if device not in self._paces:
+            self._paces[device] = 1 / Work.of(self.whole.program, device, self.request.settings).rates_s
+        return self._paces[device]
+
+    def paces(self, shape: Shape) -> list[list[float]]:
+        """How fast the devices of each place are, with the parts of the cluster in every order that is tried."""
+        if not self.request.cluster.parts or shape.places == 1:
+            return [[1.0] * shape.places]
+        return [[self.pace(ground.places.device(place)) for place in range(shape.places)] for ground in self.grounds(shape)]
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""
@@ -219,7 +225,7 @@ class Inner:
         if len(each) == 1:
             return each[0]
         counts = [ground.kinds.count(kind) for kind in range(len(each))]
-        return Mixed.of(each, Weights.of(counts, [self.work_s(ground.places.device(ground.kinds.index(kind))) for kind in range(len(each))]))
+        return Mixed.of(each, Weights.of(counts, [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in range(len(each))]))
 
     def _priced(self, here: Planner, frame: Frame, at: Places, place: int, shape: Shape) -> Models:
         """The Problems of one kind of place."""
@@ -241,22 +247,17 @@ class Inner:
     def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
         """A place's choices under `table`, with all blocks run again at `level`, at a glance (which ends where nothing is as fast as
         `cutoff_s`) or `exact`. Raises InfeasibleError where memory is short."""
-        share, limit_bytes = Share(table.length, 1 / table.places, table.kept, 1 / table.places), self.mean_bytes(table.places)
-        apart, all_again = table.places > 1, self.request.remat != "auto"
-        bound_s = None
-        if isinstance(models, Mixed):  # a step is at least as long as all microbatches on its slowest place
-            least = models.floor(level, replace(share, micro=table.microbatches / table.places), limit_bytes)
-            least_s = ilp.glance(least.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s)
-            bound_s = least_s.bound_s
-            if bound_s >= cutoff_s:
-                return Chosen(models, least, least_s, level, apart, all_again, bound_s)
+        share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
+        if isinstance(models, Mixed):
+            trust = TRUST * models.weights.even(table.length, table.microbatches)
+        limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
         least_bytes = sum(float(node.memory_bytes.min()) for node in model.problem.nodes)
         if least_bytes > limit_bytes:  # seen before anything is searched
             raise InfeasibleError(f"no choice of layouts needs less than {least_bytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there")
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=math.inf if bound_s is not None else cutoff_s))
-        return Chosen(models, model, solution, level, apart, all_again, solution.bound_s if bound_s is None else bound_s)
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust))
+        return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
 
     def levels(self, level: str) -> Levels:
         """What all blocks keep at one of problem.remat.LEVELS, found once."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.joint.floor import least_wait
 from autopar.joint.inner import Inner, Models
 from autopar.joint.laid import Found, lay
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
-from autopar.joint.timetables import Timetable, least_wait, timetable
+from autopar.joint.timetables import Timetable, timetable
 from autopar.onestage import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.remat import LEVELS
@@ -107,11 +108,10 @@ class Pricing:
     def floor_s(self, shape: Shape, level: str) -> float:
         """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and the shortest wait for
         the first microbatch."""
-        cluster = self.inner.request.cluster
-        work_s = self.inner.work(level).step_s(cluster.devices, shape.places, shape.microbatches)
-        if cluster.parts:
-            return work_s  # how much work is before which place is open
-        return work_s * least_wait(shape.places, shape.microbatches, [kind.schedule for kind in self.space.kinds])
+        work_s = self.inner.work(shape.places, level).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
+        if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
+            return work_s
+        return work_s * min(least_wait(paces, shape.microbatches) for paces in self.inner.paces(shape))
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -106,15 +106,3 @@ def _flow(kind: Kind, places: int, microbatches: int) -> Flow:
 def timetable(kind: Kind, places: int, microbatches: int) -> Timetable:
     """The one Timetable of its arguments."""
     return Timetable(kind, places, microbatches)
-
-
-def least_wait(places: int, microbatches: int, schedules: list[str]) -> float:
-    """The length of a step over its work: what no schedule of the space can avoid.
-
-    A place cannot begin before the first microbatch has come through those before it: for the schedules with one stage per place
-    and whole backwards, (m + p - 1) / m where stages are even, and no cut is better than the even one. The others wait at least
-    for one stage's forward.
-    """
-    if all(SCHEDULES[name].virtual == 1 for name in schedules):
-        return 1 + (places - 1) / microbatches / 2  # only places before a place are sure to hold it up: half of all on average
-    return 1.0

@@ -4,7 +4,7 @@ place and at its pace."""
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,56 +152,58 @@ def _sums(values: Sequence[float]) -> np.ndarray:
 
 def _fill(tables: Sequence[Table], links: _Links, in_flight: Sequence[int], limits: Sequence[float], limit_s: float) -> Cuts | None:
     """The cuts when each stage takes as many pieces as time and memory allow; None where pieces are left."""
-    bounds, counts, at = [], [], 0
-    ends = links.ends(limit_s)
-    for stage, (table, flying, limit_bytes) in enumerate(zip(tables, in_flight, limits, strict=True)):
-        stop = len(ends) - (len(in_flight) - 1 - stage)  # each stage behind needs an end
-        taken = _most(table, at, ends[bisect_right(ends, at):max(stop, 0)], flying, limit_bytes, limit_s)
-        if taken is None:
-            alike = len(dict.fromkeys(zip(tables, limits, strict=True))) == 1
-            return None if alike else _retraced(tables, ends, in_flight, limits, limit_s)
-        at, again = taken
-        bounds.append(at)
-        counts.append(again)
-    return Cuts(bounds[:-1], counts) if at == links.count else None
+    return _Filling(tables, links.ends(limit_s), in_flight, limits, limit_s).cuts()
 
 
-def _retraced(tables: Sequence[Table], ends: Sequence[int], in_flight: Sequence[int], limits: Sequence[float], limit_s: float) -> Cuts | None:
-    """As `_fill`, where a stage on a slower or smaller place cannot take the piece that those before it have left: they take fewer, so
-    that it has one before that."""
-    came: list[dict[int, int]] = [{0: 0}]  # for each stage: where it may end -> where it begins then
-    for stage, (table, flying, limit_bytes) in enumerate(zip(tables, in_flight, limits, strict=True)):
-        allowed, found = ends[:max(len(ends) - (len(in_flight) - 1 - stage), 0)], dict[int, int]()
-        for first in sorted(came[-1], reverse=True):
-            behind = allowed[bisect_right(allowed, first):]
-            taken = _most(table, first, behind, flying, limit_bytes, limit_s)
-            for stop in behind[:bisect_right(behind, taken[0])] if taken is not None else ():
-                found.setdefault(stop, first)
-        came.append(found)
-    if ends[-1] not in came[-1]:
-        return None
-    edges = [ends[-1]]
-    for found in reversed(came[1:]):
-        edges.append(found[edges[-1]])
-    edges.reverse()
-    again = [table.again(a, b, flying, limit_bytes) or 0
-             for table, (a, b), flying, limit_bytes in zip(tables, itertools.pairwise(edges), in_flight, limits, strict=True)]
-    return Cuts(edges[1:-1], again)
+class _Filling:
+    """Stages that take as many pieces as they may, one after the other; `ends` are the positions where they may end."""
 
+    def __init__(self, tables: Sequence[Table], ends: Sequence[int], in_flight: Sequence[int], limits: Sequence[float], limit_s: float) -> None:
+        self.tables, self.ends, self.in_flight, self.limits, self.limit_s = tables, ends, in_flight, limits, limit_s
+        self.edges = [0]  # where each stage begins, and the last one ends
+        self.never: dict[tuple[int, int], None] = {}  # stages, and where they cannot end
 
-def _most(table: Table, first: int, ends: Sequence[int], flying: int, limit_bytes: float, limit_s: float) -> tuple[int, int] | None:
-    """The last of `ends` to which a stage from `first` may go, and how many of its pieces are run again; None where not even the first
-    fits."""
-    def at(stop: int) -> int | None:
-        again = table.again(first, stop, flying, limit_bytes)
-        return None if again is None or table.time_s(first, stop, again) > limit_s * (1 + 1e-12) else again
+    def cuts(self) -> Cuts | None:
+        """The cuts; None where pieces are left."""
+        for stage in range(len(self.tables)):
+            end = self._furthest(stage)
+            if end is not None:
+                self.edges.append(end)
+            elif not any(self._ends_at(stage, stop) for stop in reversed(self.ends[:bisect_right(self.ends, self.edges[-1])])):
+                return None
+        if self.edges[-1] != self.ends[-1]:
+            return None
+        again = [self._again(stage, *edges) or 0 for stage, edges in enumerate(itertools.pairwise(self.edges))]
+        return Cuts(self.edges[1:-1], again)
 
-    if not ends or at(ends[0]) is None:
-        return None
-    low, high = 0, len(ends) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if at(ends[middle]) is not None else (low, middle - 1)
-    found = at(ends[low])
-    assert found is not None, "the longest stage that fits was looked for among those that do"
-    return ends[low], found
+    def _again(self, stage: int, first: int, stop: int) -> int | None:
+        """How many of the first pieces of `[first, stop)` a stage runs again; None where it cannot have them."""
+        again = self.tables[stage].again(first, stop, self.in_flight[stage], self.limits[stage])
+        slow = again is not None and self.tables[stage].time_s(first, stop, again) > self.limit_s * (1 + 1e-12)
+        return None if slow else again
+
+    def _furthest(self, stage: int) -> int | None:
+        """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the next one."""
+        first, ends = self.edges[-1], self.ends
+        low, high = bisect_right(ends, first), len(ends) - len(self.tables) + stage
+        if low > high or self._again(stage, first, ends[low]) is None:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._again(stage, first, ends[middle]) is not None else (low, middle - 1)
+        return ends[low]
+
+    def _ends_at(self, stage: int, stop: int) -> bool:
+        """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer pieces if need be, as
+        where it is on a slower or smaller place and cannot have the piece that they have left. False where that cannot be."""
+        if self.edges[stage] < stop:
+            self.edges[stage + 1:] = [stop]
+            return True
+        for first in reversed(self.ends[:bisect_left(self.ends, stop)] if stage and (stage, stop) not in self.never else ()):
+            if self._again(stage, first, stop) is None:
+                break
+            if self._ends_at(stage - 1, first):
+                self.edges[stage + 1:] = [stop]
+                return True
+        self.never[stage, stop] = None
+        return False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
@@ -73,7 +73,6 @@ def test_two_kinds_of_places(costs: list[Cost], more: list[tuple[int, int, int]]
                              places: list[tuple[bool, int]]) -> None:
     """Each piece has another time on each kind, and each place its own memory."""
     places = places[:len(costs)]
-    assume(len(dict.fromkeys(places)) > 1)
     one = _with_rerun(costs, more)
     other = _with_rerun([replace(c, micro_s=float(s)) for c, s in zip(costs, others, strict=False)], more)
     _check([other if kind else one for kind, _ in places], list(range(len(places), 0, -1)), [float(limit) for _, limit in places], sends)

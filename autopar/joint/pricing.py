@@ -65,12 +65,15 @@ class Pricing:
         return best
 
     def exact(self, found: Found) -> Found | None:
-        """The same shape solved to the end and laid out as it runs, if need be under another timetable; None where nothing fits then."""
-        shape = found.shape
-        others = [table for table in self.tables(shape) if table != found.table]
-        for tables, level in [([found.table], found.level), *((others, level) for level in dict.fromkeys((found.level, *self.levels)))]:
+        """The same shape solved to the end and laid out as it runs; where it does not fit then, with more run again, or under another
+        timetable; None where nothing fits."""
+        shape, tables = found.shape, self.tables(found.shape)
+        others = [table for table in tables if table != found.table]
+        deeper = self.levels[self.levels.index(found.level):]
+        ways = [*(([found.table], level) for level in deeper), *((others, level) for level in dict.fromkeys((found.level, *self.levels)))]
+        for those, level in ways:
             with suppress(InfeasibleError):
-                return self.price(shape, tables, level, exact=True)
+                return self.price(shape, those, level, exact=True)
         return None
 
     def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),

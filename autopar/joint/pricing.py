@@ -65,15 +65,20 @@ class Pricing:
         return best
 
     def exact(self, found: Found) -> Found | None:
-        """The same shape solved to the end and laid out as it runs; where it does not fit then, with more run again, or under another
-        timetable; None where nothing fits."""
-        shape, tables = found.shape, self.tables(found.shape)
-        others = [table for table in tables if table != found.table]
-        deeper = self.levels[self.levels.index(found.level):]
-        ways = [*(([found.table], level) for level in deeper), *((others, level) for level in dict.fromkeys((found.level, *self.levels)))]
-        for those, level in ways:
+        """The same shape solved to the end and laid out as it runs; where it does not fit then, the faster of that with more run again and
+        that under another timetable; None where nothing fits."""
+        with suppress(InfeasibleError):
+            return self.price(found.shape, [found.table], found.level, exact=True)
+        deeper = self.levels[self.levels.index(found.level) + 1:]
+        others = [table for table in self.tables(found.shape) if table != found.table]
+        ways = [self._first(found.shape, [found.table], deeper), self._first(found.shape, others, dict.fromkeys((found.level, *self.levels)))]
+        return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
+
+    def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found | None:
+        """What fits at the first of `levels` where anything does."""
+        for level in levels:
             with suppress(InfeasibleError):
-                return self.price(shape, those, level, exact=True)
+                return self.price(shape, tables, level, exact=True)
         return None
 
     def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),

@@ -66,7 +66,7 @@ def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
             best, about = found, said
     if best is None:
-        raise InfeasibleError(_shortfall(planner, tried))
+        raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
     if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
         fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
         best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]

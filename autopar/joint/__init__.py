@@ -4,6 +4,7 @@
     spaces       what a search or a named pipeline may have     inner        the Problems of one shape, solved
     laid         one shape cut, timed, its memory counted       explore      the walk through a space
     pricing      what a shape comes to           frontier     step time against memory
+    offloading   parameters and optimizer state on the host
 """
 
 from __future__ import annotations
@@ -17,42 +18,34 @@ from torch import fx
 
 from autopar import onestage
 from autopar.cluster import Cluster
-from autopar.codegen.edges import options
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
+from autopar.joint import offloading
 from autopar.joint.explore import CLOSE, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
-from autopar.problem.graph import read
-from autopar.problem.prices import Prices
-from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
-    """As `onestage.plan`, with stages and microbatches.
+    """As `onestage.plan`, with stages and microbatches, and on the host where devices are short of memory.
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
     if request.recipe in OFFLOADS:
-        return _offloaded(gm, hints, request, **about)
-    return best(Inner(gm, hints, request), **about)
-
-
-def _offloaded(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
-    """The plan of a recipe that rests on the host. Raises InfeasibleError where device or host is too small."""
-    offload, settings = OFFLOADS[str(request.recipe)], replace(request.settings, offload=True)
-    offloads.checked(offload.name, request.cluster, settings)
-    made = replace(best(Inner(gm, hints, replace(request, recipe=offload.base, settings=settings)), **about), strategy=offload.name)
-    prices = Prices(request.cluster.mesh(made.mesh), request.cluster.device, settings)
-    program = read(gm, hints, training=True, device=request.cluster.device.kind)
-    host_bytes = sum(prices.host_bytes(op, options(made.nodes[op.name])) for op in program.ops.values() if op.role == "param")
-    offloads.fits(offload.name, host_bytes, request.cluster)
-    return replace(made, notes=(*made.notes, f"parameters, gradients and optimizer state rest on the host: {host_bytes / 2**30:.3g} GiB for each device"))
+        return offloading.by_recipe(gm, hints, request, **about)
+    inner = Inner(gm, hints, request)
+    try:
+        made = best(inner, **about)
+    except InfeasibleError as error:
+        if not offloading.may(request):
+            raise
+        return offloading.instead(inner, error, about)
+    return offloading.or_faster(inner, made, about) if offloading.may(request) else made
 
 
 def best(inner: Inner, **about: Any) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Device
 from autopar.errors import InfeasibleError, PlanError
 from autopar.problem.settings import Settings
 
@@ -30,11 +30,14 @@ def checked(name: str, cluster: Cluster, settings: Settings) -> None:
     device = cluster.device
     if not settings.training:
         raise PlanError(f"recipe {name} puts the state of an optimizer on the host, and mode {settings.mode} has none; use another recipe")
-    known = {key: getattr(device, key) for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s")}
-    missing = [key for key, value in known.items() if not value]
-    if missing:
+    if missing := unknown(device):
         raise PlanError(f"recipe {name} needs to know the hosts of {cluster.label}, whose device says nothing of {', '.join(missing)}: give them in a "
                         "cluster file (docs/clusters.md)")
+
+
+def unknown(device: Device) -> list[str]:
+    """What the description of `device` does not say of its host."""
+    return [key for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s") if not getattr(device, key)]
 
 
 def fits(name: str, host_bytes: float, cluster: Cluster) -> None:

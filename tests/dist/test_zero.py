@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar import joint
+from autopar import joint, onestage
 from autopar._torch import local_of
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Pair
@@ -99,6 +101,28 @@ def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Siz
     assert made.offload and made.strategy == "zero_offload" and Plan.from_json(made.to_json()) == made
     assert "host=True" in who.case(made).source()
     _right(who.verified(made))
+
+
+@pytest.mark.parametrize(("name", "recipe", "sizes"), [
+    ("hf-gpt2", "zero3", (4,)), ("hf-gpt2", "tp_zero3", (2, 2)), pytest.param("hf-llama", "megatron", (4,), marks=pytest.mark.slow),
+    pytest.param("hf-llama", "ddp", (2,), marks=pytest.mark.slow), pytest.param("cnn", "zero3", (4,), marks=pytest.mark.slow)])
+def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes) -> None:
+    """What the search may choose where devices are short of memory."""
+    who = subject(name)
+    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode, offload=True), recipe=recipe, mesh=sizes, time_limit_s=20.0)
+    made = onestage.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert made.offload and "host=True" in who.case(made).source()
+    _right(who.verified(made))
+
+
+def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
+    """Found without being asked for, and right on ranks of the CPU: weights, gradients and activations fit a device, optimizer state beside
+    them does not."""
+    who = subject("hf-gpt2")
+    request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), memory_bytes=1e6, time_limit_s=3.0)
+    made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert made.offload and "because nothing else fits" in made.notes[-1], made.notes
+    _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
 
 
 def test_plans_say_when_gradients_are_scattered() -> None:

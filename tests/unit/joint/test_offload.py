@@ -45,3 +45,38 @@ def test_what_is_not_known_or_too_small_is_refused() -> None:
         _planned("zero_offload", _with(host_memory_bytes=10_000_000))
     with pytest.raises(PlanError, match="mode inference has none"):
         _planned("zero_offload", mode="inference")
+
+
+GPUS = Cluster.parse("h100:1x4")
+
+
+def _searched(memory_bytes: float, cluster: Cluster = GPUS) -> Plan:
+    request = Request(cluster, Settings(), memory_bytes=memory_bytes, time_limit_s=3.0)
+    return joint.plan(graph(), {"b": BATCH}, request, model="stack", graph_hash="0" * 64)
+
+
+def test_the_search_goes_to_the_host_only_where_nothing_else_fits_or_that_is_faster() -> None:
+    """60 MB hold everything with blocks run again, which the optimizer's step on the host would not pay for; 40 MB do not hold optimizer state."""
+    assert not _searched(60e6).offload
+    made = _searched(40e6)
+    assert made.offload and made.predicted.memory_bytes <= 40e6
+    assert "rest on the host, 0.03" in made.notes[-1] and "because nothing else fits: 0.0" in made.notes[-1] and "GiB per device are missing" in made.notes[-1]
+    assert all(other.why for other in made.alternatives if other.step_s is None)
+
+
+def test_no_host_no_offload() -> None:
+    """Hosts of which the cluster says nothing are not used, nor is the memory of CPU ranks, which is the host's."""
+    for cluster in (replace(GPUS, device=replace(GPUS.device, host_memory_bytes=0)), CLUSTER):
+        with pytest.raises(InfeasibleError) as failed:
+            _searched(40e6, cluster)
+        assert "on the host" not in str(failed.value)
+    with pytest.raises(InfeasibleError, match="with parameters, gradients and optimizer state on the host: no plan fits"):
+        _searched(12e6)
+
+
+def test_a_fast_host_wins_where_blocks_would_run_again() -> None:
+    """With the host's memory as fast as the device's, running blocks again costs more than the step there."""
+    fast = replace(GPUS, device=replace(GPUS.device, host_link_bytes_s=450e9, host_bandwidth_bytes_s=3e12))
+    made = _searched(60e6, fast)
+    assert made.offload and "with all of it on devices" in made.notes[-1]
+    assert made.predicted.step_s < _searched(60e6).predicted.step_s

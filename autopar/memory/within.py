@@ -10,6 +10,7 @@ from autopar.errors import InfeasibleError
 
 T = TypeVar("T")
 TRIES = 4
+STUCK = 0.1  # relative: a peak that is above the limit by nearly as much as before
 
 
 def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float]) -> T:
@@ -17,13 +18,14 @@ def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable
 
     Raises InfeasibleError with the bytes that are missing where `solve` does, or where nothing that it gave fits.
     """
-    allowed, over = limit_bytes, 0.0
+    allowed, over, step = limit_bytes, 0.0, 0.0
     for _ in range(TRIES):
         found = solve(allowed)
-        over = peak_bytes(found) - limit_bytes
+        before, over = over, peak_bytes(found) - limit_bytes
         if over <= 0:
             return found
-        allowed -= over
+        step = 2 * step if 0 < before <= over * (1 + STUCK) else over  # the answer may be of whole blocks: so little less room changes nothing
+        allowed -= step
         if allowed <= 0:
             break
     raise InfeasibleError(f"the peak of the step is {over / 2**30:.2f} GiB over the {limit_bytes / 2**30:.2f} GiB of a device, with all that lives "

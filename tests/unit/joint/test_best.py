@@ -21,7 +21,7 @@ from autopar.request import Request
 from tests.helpers.verify import subject
 
 
-class _All(Explorer):
+class All(Explorer):
     """Visits everything and solves it exactly, under each timetable for itself."""
 
     def run(self) -> Found | None:
@@ -48,6 +48,6 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     monkeypatch.setattr(explore, "FEW", 4)  # so that it walks
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request)
     walked = Explorer(inner, SEARCH, math.inf, time.monotonic() + 600).run()
-    best = _All(inner, SEARCH, math.inf, time.monotonic() + 600).run()
+    best = All(inner, SEARCH, math.inf, time.monotonic() + 600).run()
     assert (walked is None) == (best is None)
     assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)

@@ -59,3 +59,11 @@ def test_room_shrinks_until_the_peak_fits() -> None:
     assert asked[0] == 100.0 and asked == sorted(asked, reverse=True)
     with pytest.raises(InfeasibleError, match="nothing is that small"):
         within(55.0, solve, lambda answer: 1.2 * answer)
+
+
+def test_an_answer_that_comes_in_wholes_is_left() -> None:
+    """Of 40, 80 or 120, with a fifth more for a moment: a little less room than 100 still gives 80, whose peak is 96."""
+    def solve(room: float) -> float:
+        return max(n for n in (40.0, 80.0, 120.0) if n <= room)
+
+    assert within(92.0, solve, lambda answer: 1.2 * answer) == 40.0

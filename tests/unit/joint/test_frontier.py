@@ -14,7 +14,7 @@ from tests.helpers.verify import subject
 
 def test_less_memory_takes_longer() -> None:
     who = subject("hf-gpt2")
-    request = Request(Cluster.parse("cpu:1x4"), Settings("train"), time_limit_s=10.0)
+    request = Request(Cluster.parse("cpu:1x4"), Settings("train"), time_limit_s=4.0)
     plans = frontier(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert len(plans) > 2
     for fast, small in itertools.pairwise(plans):

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar import joint
+from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import cutters, parse
-from autopar.memory import Prediction, predict
+from autopar.memory import Place, Prediction, predict
 from autopar.memory.largest import largest
 from autopar.onestage import meshes_for
 from autopar.plan import Plan
@@ -37,21 +38,23 @@ LARGEST = 1 << 22  # sizes beyond this are not looked at
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `limit_bytes` is what a plan may
-    fill of a device. `largest` are sizes by symbol: the largest of one with the others as planned."""
+    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one that has least room
+    left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by symbol: the largest of one with the others as
+    planned."""
 
     name: str
     mesh: tuple[int, ...]
     limit_bytes: float
     plan: Plan | None = None
     prediction: Prediction | None = None
+    place: Place | None = None
     why: str = ""
     largest: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of its fullest device is within the limit."""
-        return self.prediction is not None and self.prediction.peak_bytes <= self.limit_bytes
+        """Whether the peak of every device is within its limit."""
+        return self.place is not None and self.place.peak_bytes <= self.limit_bytes
 
 
 @dataclass(eq=False)
@@ -133,12 +136,20 @@ class Survey:
         if isinstance(plan, str):
             return Row(name, (), self.limit_bytes, why=plan)
         mesh = (plan.places, *plan.mesh) if plan.places > 1 else plan.mesh
-        return Row(name, mesh, self.limit_bytes, plan, self.predicted(plan), largest={
-            symbol: largest(self._peak(plan, symbol), self.limit_bytes, self._step(plan, symbol), self.most.get(symbol, LARGEST))
+        prediction, limits = self.predicted(plan), self._limits(plan)
+        place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
+        return Row(name, mesh, limits[place.number], plan, prediction, place, largest={
+            symbol: largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), self.most.get(symbol, LARGEST))
             for symbol in self.hints})
 
-    def _peak(self, plan: Plan, symbol: str) -> Callable[[int], float]:
-        return lambda size: self.predicted(plan, **{symbol: size}).peak_bytes
+    def _limits(self, plan: Plan) -> list[float]:
+        """Bytes that a plan may fill of the devices of each of its places."""
+        at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+        return [float(at.device(place).usable_memory_bytes) if at.mixed else self.limit_bytes for place in range(plan.places)]
+
+    def _peak(self, plan: Plan, symbol: str, limits: Sequence[float]) -> Callable[[int], float]:
+        """The peak by size, as if all places had as much as the largest."""
+        return lambda size: max(place.peak_bytes + max(limits) - limits[place.number] for place in self.predicted(plan, **{symbol: size}).places)
 
     def _step(self, plan: Plan, symbol: str) -> int:
         """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut something, but no

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import problem, rebuild
+from autopar.cluster import Cluster
+from autopar.plan import Plan
 from autopar.report import explain as why
 from autopar.report.grid import grid
 from autopar.report.reshards import ROLES, reshards
@@ -33,9 +35,15 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
         held = [op.name for op in cluster.members]
         if not write_json(json, {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}):
             show(_alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
-                 "", f"decided together: {', '.join(held)}")
+                 "", f"decided together: {', '.join(held)}", *_whose(rebuilt.plan))
     elif not write_json(json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}):
-        show(_nodes(parts), "", _reshards(moved), "", "the alternatives of one node: autopar explain PLAN --node NAME")
+        show(_nodes(parts), "", _reshards(moved), "", *_whose(rebuilt.plan), "the alternatives of one node: autopar explain PLAN --node NAME")
+
+
+def _whose(plan: Plan) -> list[str]:
+    """On which device these prices are, where places have several kinds."""
+    at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    return [f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place"] if at.mixed else []
 
 
 def _alternatives(title: str, rows: Sequence[why.Row], axes: str) -> Table:

@@ -59,18 +59,23 @@ def _survey(asked: Asked, tell: Any) -> Survey:
 def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
     symbols = list(survey.hints)
     sizes = ", ".join(f"{NAMES.get(s, s)} {n}" for s, n in survey.hints.items())
-    device = survey.request.cluster.device
-    table = fit_table(f"{asked.model} on {survey.request.cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
-                      f"{gibibytes(device.usable_memory_bytes)} of {gibibytes(device.memory_bytes)} usable", [NAMES.get(s, s) for s in symbols])
+    cluster = survey.request.cluster
+    table = fit_table(f"{asked.model} on {cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
+                      f"{', '.join(_usable(part) for part in cluster.parts) or _usable(cluster)} usable", [NAMES.get(s, s) for s in symbols])
     notes = []
     for row in rows:
-        if row.prediction is None:
+        if row.place is None:
             table.add_row(row.name, times(row.mesh) if row.mesh else "-", *["-"] * 7, "no", *["-"] * len(symbols))
             notes.append(f"{row.name}: {row.why.splitlines()[0]}")
         else:
-            table.add_row(row.name, times(row.mesh), *fit_row(row.prediction.fullest, row.limit_bytes),
+            table.add_row(row.name, times(row.mesh), *fit_row(row.place, row.limit_bytes),
                           *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols))
     return [table, *(["", *notes] if notes else [])]
+
+
+def _usable(cluster: Cluster) -> str:
+    device = cluster.device
+    return f"{gibibytes(device.usable_memory_bytes)} of {gibibytes(device.memory_bytes)}"
 
 
 def _size(size: int, most: int | None) -> str:

@@ -43,11 +43,11 @@ def overview(plan: Plan) -> Group:
 
 def _places(plan: Plan) -> Table:
     """Where the places of a pipeline are, on a cluster of several parts."""
-    table, at = grid("places", "place", "ranks", "device", "blocks", "memory", "of"), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    table, at = grid("places", "place", "ranks", "on", "device", "blocks", "memory", "of"), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     each = plan.ranks // plan.places
     for place, nbytes in enumerate(plan.predicted.places_bytes):
         blocks = sum(stop - first for stage in plan.stages if stage.place == place for first, stop in stage.blocks.values())
-        table.add_row(str(place), f"{place * each}-{(place + 1) * each - 1}", at.device(place).name, str(blocks), gibibytes(nbytes),
+        table.add_row(str(place), f"{place * each}-{(place + 1) * each - 1}", at.part(place).label, at.device(place).name, str(blocks), gibibytes(nbytes),
                       gibibytes(at.device(place).usable_memory_bytes))
     return table
 

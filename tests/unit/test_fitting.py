@@ -11,6 +11,7 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.fitting import Row, Survey
 from autopar.request import Request
+from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
 
 
@@ -51,6 +52,26 @@ def test_what_does_not_fit_is_shown_as_its_plan_of_least_memory() -> None:
     row = next(row for row in survey(1 << 20).rows(["ddp"]) if row.name == "ddp")
     assert not row.fits and row.prediction is not None and row.prediction.peak_bytes > row.limit_bytes
     assert row.largest["b"] < 8
+
+
+def test_each_place_has_its_own_memory() -> None:
+    """On two kinds of devices: with as much as its plan takes on the fuller one there, a pipeline fits, with less it does not."""
+    who = subject("gpt")
+
+    def row(small: float) -> Row:
+        here = Survey(who.captured.gm, who.captured.hints, Request(two_kinds("cpu:1x1", 1.5, small)))
+        return next(row for row in here.rows(["1f1b"]) if row.name == "1f1b")
+
+    roomy = row(1.0)
+    assert roomy.fits and roomy.plan is not None and roomy.place is not None and roomy.prediction is not None
+    tight = row(2.5e-4)  # the least that a cluster may say
+    assert tight.place is not None and tight.limit_bytes < roomy.limit_bytes
+    assert tight.fits == all(place.peak_bytes <= limit for place, limit in zip(tight.prediction.places, _limits(tight), strict=True))
+
+
+def _limits(row: Row) -> list[int]:
+    at = Cluster.from_dict(dict(row.plan.cluster)).places(row.plan.places, row.plan.mesh)
+    return [at.device(place).usable_memory_bytes for place in range(row.plan.places)]
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -73,6 +73,20 @@ def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **
     return finish(planner, best, min(bounds), tried, about)
 
 
+def beating(planner: Planner, known_s: float, **about: Any) -> Plan:
+    """The fastest plan of the free search, with no more run again than it takes to fit. Raises InfeasibleError where none that fits is faster
+    than `known_s`."""
+    deadline = time.monotonic() + planner.request.time_limit_s
+    for level in LEVELS:
+        planner.remat = levels(planner.program, level)
+        found, bound_s = _search(planner, deadline, None, known_s, None)
+        if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
+            return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
+        if not planner.missing_bytes:
+            break  # not for want of memory
+    raise InfeasibleError(f"no plan that fits is faster than {1e3 * known_s:.4g} ms")
+
+
 def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Callable[[], float] | None,
                   about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
     """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that

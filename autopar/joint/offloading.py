@@ -60,14 +60,12 @@ def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
     inner.request.say("short of memory: parameters and optimizer state on the host")
     planner = _planner(inner)
     try:
-        found = _settled(planner, onestage.plan_with(planner, lambda: step_s, **about), f": {1e3 * step_s:.4g} ms with all of it on devices")
+        found = _settled(planner, onestage.beating(planner, step_s, **about), f": {1e3 * step_s:.4g} ms with all of it on devices")
     except InfeasibleError as error:
         return replace(made, alternatives=(*made.alternatives, Alternative("on the host", made.mesh, None, None, str(error))))
-    if found.predicted.step_s >= step_s * (1 - CLOSE):
-        slower = Alternative(found.strategy, found.mesh, found.predicted.step_s, found.predicted.memory_bytes)
-        return replace(made, alternatives=(*made.alternatives, slower))
     others = (*made.alternatives, Alternative(made.strategy, made.mesh, step_s, made.predicted.memory_bytes))
-    return replace(found, alternatives=(*found.alternatives, *others))
+    proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
+    return replace(found, alternatives=(*found.alternatives, *others), predicted=proven)
 
 
 def least_s(inner: Inner) -> float:

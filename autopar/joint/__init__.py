@@ -1,10 +1,11 @@
 """The joint search: one stage or several, which schedule, how many microbatches, and what a place does, priced together.
 
     shapes       places, mesh of a place, microbatches          timetables   schedule and stages per place
-    spaces       what a search or a named pipeline may have     inner        the Problems of one shape, solved
-    laid         one shape cut, timed, its memory counted       explore      the walk through a space
-    pricing      what a shape comes to           frontier     step time against memory
-    offloading   parameters and optimizer state on the host
+    spaces       what a search or a named pipeline may have     kinds        places on unlike devices
+    models       the Problems of one shape, and a solution      inner        all that is made of one graph, when first asked for
+    floor        the least that a step can take                 laid         one shape cut, timed, its memory counted
+    pricing      what a shape comes to                          explore      the walk through a space
+    frontier     step time against memory                       offloading   parameters and optimizer state on the host
 """
 
 from __future__ import annotations

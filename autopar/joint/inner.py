@@ -1,12 +1,12 @@
-"""What a place does in one microbatch: for one shape and one role per mesh axis, the Problems of a microbatch and of what a step
-costs once, solved for the share of a timetable."""
+"""All that the search makes of one graph, when first asked for: for each shape and one role per mesh axis the Problems of a microbatch and of
+what a step costs once, solved for the share of a timetable; least work, memory at rest, how microbatches share values."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from torch import fx
@@ -15,25 +15,23 @@ from autopar.cluster import Device, Mesh, Places
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.floor import Work
 from autopar.joint.kinds import Ground, Weights, grounds
+from autopar.joint.models import Chosen, Mixed, Models
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
-from autopar.pipeline.balance import Cost, Pieces
-from autopar.pipeline.costs import costs
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.build import Frame, Model
+from autopar.problem.build import Frame
 from autopar.problem.graph import Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
-from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.remat import Levels, levels
 from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
-from autopar.problem.types import Solution
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
 from autopar.request import Request
@@ -42,81 +40,6 @@ from autopar.search import ilp
 SOLVE_S = 2.0  # seconds for one Problem
 SOLVED = 0.005  # relative: so near the optimum is solved
 TRUST = 0.95  # share of its bound that a Problem of several kinds of places is trusted with: what they weigh in it is only nearly right
-
-
-@dataclass(eq=False)
-class Models:
-    """The Problems of one microbatch and of what a step costs once, with the same choices, and the prices of the forward."""
-
-    micro: Model
-    once: Model
-    forward: ForwardPrices
-    _again: dict[str, Model] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> Sequence[Models]:
-        """Those of each kind of place."""
-        return (self,)
-
-    def at(self, level: str) -> Model:
-        """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
-        if level not in self._again:
-            self._again[level] = rematerialised(self.micro, self.forward, levels(self.micro.links[0].program, level))
-        return self._again[level]
-
-
-@dataclass(eq=False)
-class Mixed(Models):
-    """Those of places of several kinds; `micro`, `once` and `at` are what choices are made by."""
-
-    each: Sequence[Models] = field(kw_only=True)
-    weights: Weights = field(kw_only=True)
-
-    @staticmethod
-    def of(each: Sequence[Models], weights: Weights) -> Mixed:
-        """All kinds together."""
-        return Mixed(weights.meant([m.micro for m in each]), weights.meant([m.once for m in each]), each[0].forward, each=each, weights=weights)
-
-    @property
-    def kinds(self) -> Sequence[Models]:
-        """Those of each kind of place."""
-        return self.each
-
-    def at(self, level: str) -> Model:
-        """As Models.at, of all kinds together."""
-        if level not in self._again:
-            self._again[level] = self.weights.meant([models.at(level) for models in self.each])
-        return self._again[level]
-
-
-@dataclass(eq=False)
-class Chosen:
-    """What a place does: `solution` of `model`, all blocks run again at `level`; no plan of the shape is faster than `bound_s`.
-
-    `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
-    memory wants.
-    """
-
-    models: Models
-    model: Model
-    solution: Solution
-    level: str
-    apart: bool
-    all_again: bool
-    bound_s: float
-
-    @cached_property
-    def pieces(self) -> list[Pieces]:
-        """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
-        return [self._pieces(models) for models in self.models.kinds]
-
-    def _pieces(self, models: Models) -> Pieces:
-        micro, rerun = models.micro, models.at(self.level)
-        again = self._costs(models, rerun)
-        return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
-
-    def _costs(self, models: Models, micro: Model) -> list[Cost]:
-        return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
 
 
 class Inner:

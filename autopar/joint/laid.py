@@ -11,8 +11,9 @@ from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
 from autopar.errors import InfeasibleError
-from autopar.joint.inner import Chosen, Inner
+from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
+from autopar.joint.models import Chosen
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.memory import predict

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.floor import least_wait
-from autopar.joint.inner import Inner, Models
+from autopar.joint.inner import Inner
 from autopar.joint.laid import Found, lay
+from autopar.joint.models import Models
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Timetable, timetable

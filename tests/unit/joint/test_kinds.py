@@ -18,8 +18,9 @@ from autopar.errors import InfeasibleError
 from autopar.joint import explore, laid
 from autopar.joint.explore import Explorer
 from autopar.joint.floor import least_wait
-from autopar.joint.inner import Inner, Mixed
+from autopar.joint.inner import Inner
 from autopar.joint.kinds import Weights
+from autopar.joint.models import Mixed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.memory import predict

@@ -22,6 +22,7 @@ from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
+from autopar.problem.rerun import Rerun, rerun
 from autopar.problem.settings import Settings
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
@@ -37,7 +38,7 @@ NO_LIMIT_BYTES = float(1 << 60)
 @dataclass
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `attention_s` is the part of `forward_s` that attention takes from scores on.
+    activations. `attention_s` is the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
     `operators` counts what the host calls in the forward, views too."""
 
     forward_s: float = 0.0
@@ -45,6 +46,7 @@ class UnitTime:
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
     attention_s: float = 0.0
+    last_s: float = 0.0
     operators: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
@@ -124,6 +126,7 @@ class _Reader:
         self.home = homes(self.program, self.order)
         self.count = {run.scope: run.count for run in self.program.runs.values()}
         self.times = {unit.name: UnitTime() for unit in self.order}
+        self.reruns: dict[str, Rerun] = {}
 
     def place(self) -> Place:
         """The prices of all units."""
@@ -147,6 +150,13 @@ class _Reader:
         here.operators += op.count
         if in_attention(op):
             here.attention_s += forward
+        if op.scope and not self._reruns(op.scope).reached(op.name):
+            here.last_s += forward
+
+    def _reruns(self, scope: str) -> Rerun:
+        if scope not in self.reruns:
+            self.reruns[scope] = rerun(self.program, scope, ())
+        return self.reruns[scope]
 
     def _parameter(self, op: Op, here: UnitTime) -> None:
         layout: Layout = tuple(option.outs[0].value for option in self.decisions[op.name])

@@ -25,6 +25,10 @@ class Software:
     hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
     attention            rate of fused attention as a multiple of that of torch's own kernels on the device
     habits               how it holds memory
+    gathered_bytes       bytes of one element of a weight that is gathered where it is used
+    tensor_share         share of the bytes of tensor-parallel collectives that is sent, where some go in fewer bits
+    shard_bytes          bytes that gathers and scatters of a weight move on the device beside the collectives, per element and microbatch
+    stops_early          a block that runs again ends behind the last operator that saves anything
     captured             kernels are launched from a captured graph or compiled code: the host is not in the way
     """
 
@@ -36,6 +40,10 @@ class Software:
     captured: bool = False
     hidden_tensor: float = 0.0
     attention: float = 1.0
+    gathered_bytes: int = 2
+    tensor_share: float = 1.0
+    shard_bytes: float = 0.0
+    stops_early: bool = False
     habits: Habits = EMITTED
 
 

@@ -115,6 +115,7 @@ class _Step:
         names = list(dict.fromkeys(unit.name for unit in self.place.order))
         inside = {unit.name for unit in self.place.order if unit.instance >= 0}
         first = min((i for i, name in enumerate(names) if name in inside), default=len(names))
+        dealt = self.setup.blocks_of(self.layers) if self.setup.blocks else ()
         per_kind = self.layers / max(1, len(inside))
         found = []
         for index in range(count):
@@ -122,37 +123,45 @@ class _Step:
             for i, name in enumerate(names):
                 if name in inside:
                     share = (per_kind // count + (1 if index < per_kind % count else 0)) if per_kind >= count else per_kind / count
-                    self._add(times, self.place.times[name], share, block=True)
+                    share = dealt[index] / len(inside) if dealt else share
+                    self._add(times, self.place.times[name], share, again=self._again(index, share * len(inside)))
                 elif index == (0 if i < first else count - 1):
-                    self._add(times, self.place.times[name], 1.0, block=False)
+                    self._add(times, self.place.times[name], 1.0, again=0.0)
             found.append(times)
         return found
 
-    def _add(self, times: _Times, unit: UnitTime, count: float, *, block: bool) -> None:
-        """Add `count` instances of a unit."""
+    def _again(self, stage: int, blocks: float) -> float:
+        """The share of the blocks of a stage that run again."""
+        if self.setup.again:
+            return min(1.0, self.setup.again[stage] / blocks) if blocks else 0.0
+        return self.setup.recompute_share
+
+    def _add(self, times: _Times, unit: UnitTime, count: float, *, again: float) -> None:
+        """Add `count` instances of a unit, of which a share of `again` runs again."""
         setup, software = self.setup, self.software
-        comm = 1.0 - software.hidden_tensor
+        comm = (1.0 - software.hidden_tensor) * software.tensor_share
         forward, back = self.slowest * unit.forward_s, self.slowest * unit.backward_s + self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
-        again = again_comm = again_host = 0.0
+        again_s = again_comm = again_host = 0.0
         host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives)
-        if block and setup.recompute == "full":
-            again, again_comm, again_host = (x * setup.recompute_share for x in (forward, forward_comm, host))
-        elif block and setup.recompute == "selective":
-            again = self.slowest * unit.attention_s * setup.recompute_share
+        if setup.recompute == "full":
+            whole = forward - self.slowest * unit.last_s * software.stops_early
+            again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))
+        elif setup.recompute == "selective" and "attention" in setup.parts:
+            again_s = self.slowest * unit.attention_s * again
         late = _late_s(host, forward + forward_comm)
-        late_back = _late_s(host + again_host, back + back_comm + again + again_comm)
+        late_back = _late_s(host + again_host, back + back_comm + again_s + again_comm)
         shown = [0.0, 0.0]
         if setup.zero == 3 and setup.dp > 1:
-            shown = self._shards_s(unit, forward + late, back + again + late_back)
+            shown = self._shards_s(unit, forward + late, back + again_s + late_back)
         times.forward_s += count * forward
         times.backward_s += count * back
-        times.again_s += count * again
+        times.again_s += count * again_s
         times.host_s += count * (late + late_back)
         times.tensor_s += count * (forward_comm + back_comm + again_comm)
         times.shards_s += count * sum(shown)
         times.pace_forward_s += count * (forward + forward_comm + late + shown[0])
-        times.pace_backward_s += count * (back + back_comm + again + again_comm + late_back + shown[1])
+        times.pace_backward_s += count * (back + back_comm + again_s + again_comm + late_back + shown[1])
         times.parameters += count * unit.parameters
         times.expert_parameters += count * unit.expert_parameters
 
@@ -165,9 +174,10 @@ class _Step:
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
         """What sticks out of the gathers of a unit's weights and the scatters of their gradients, forward and backward."""
-        gather = collective_s("all_gather", 2 * unit.parameters, self.data)
+        gather = collective_s("all_gather", self.software.gathered_bytes * unit.parameters, self.data)
         scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.parameters, self.data)
-        return [_shown_s(gather, forward_s), _shown_s(gather + scatter, backward_s)]
+        copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
+        return [_shown_s(gather, forward_s), _shown_s(gather + scatter, backward_s) + copied_s]
 
     def _pipeline_s(self, stages: Sequence[_Times], places: Sequence[int]) -> float:
         """All microbatches through all stages."""

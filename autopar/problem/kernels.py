@@ -110,6 +110,8 @@ class _Shard:
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
         turned = BACKWARD if direction and any(op.weight) else 1.0
         whole_rows = device.kind == "cpu" or all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k))
+        if not whole_rows and not any(op.weight):
+            return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained
         aligned = 1.0 if whole_rows else UNALIGNED
         return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
 

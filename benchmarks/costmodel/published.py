@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Peak, Row
-from benchmarks.costmodel.software import Facts, facts
+from benchmarks.costmodel.software import Facts, facts, in_8_bits
 from benchmarks.costmodel.transformer import Config
 
 Line = dict[str, str]
@@ -79,7 +79,7 @@ def _row(line: Line, name: str) -> Row:
     recompute, share, parts = _recompute(line)
     setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=_int(line, "ep", 1), dp=dp, pp=pp,
                   vpp=_int(line, "vpp", 1) if pp > 1 else 1, sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
-                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul))
+                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1))
     step_s, peaks = _step_s(line, gpus), _peaks(line)
     if step_s is None and not peaks:
         raise Refused("neither a step time nor memory was published")
@@ -156,10 +156,11 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
     return ("selective" if parts else "none"), 1.0, parts
 
 
-def _software(line: Line, known: Facts, matmul: str) -> Software:
+def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool) -> Software:
     """What the software does, matmuls in `matmul`, on the device of a line."""
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
-    return replace(known.software, matmul=matmul, habits=habits)
+    software = in_8_bits(known.software, line["notes"], sequence_parallel) if matmul == "float8" else known.software
+    return replace(software, matmul=matmul, habits=habits)
 
 
 def _step_s(line: Line, gpus: int) -> float | None:

@@ -5,6 +5,7 @@ Nothing here is a number fitted to its runs. Sources that are not listed get wha
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from autopar.memory import Habits
@@ -32,13 +33,18 @@ outputs of stages are given back when they are sent (deallocate_pipeline_outputs
 MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
                  "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; attention of cuDNN, as "
                  "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5)")
+SHARD_BYTES = 16.0
+"""FSDP copies what was gathered into weights, forward and backward (2 x 4 bytes), and gradients into a flat buffer that is cast to 32 bits and
+scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py. Checkpoints without reentrance end a second forward early
+(torch/utils/checkpoint.py, set_checkpoint_early_stop)."""
+
 BRIDGE = replace(MEGATRON, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
                  "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16)")
 MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
 MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1,
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels, no fused attention, gradients summed behind the backward")
-FSDP = Facts(Software(fused=False, overlap_gradients=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
-FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
+FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
+FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 COMPILED = Facts(Software(captured=True, habits=replace(PYTORCH, fused=True)), why="compiled per block")
 XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, habits=replace(PYTORCH, fused=True, loss_in_place=True)), flash=False, dropout=0.0,
@@ -62,13 +68,22 @@ SOURCES = (
 """Beginning of a source's name -> what its software does."""
 
 
+def in_8_bits(software: Software, notes: str, sequence_parallel: bool) -> Software:
+    """With matmuls in 8 bits what is gathered along the sequence, half of tensor-parallel traffic, goes in 8 bits (Transformer Engine's
+    LayerNormLinear and torchao's Float8ColwiseParallel quantise first), and so do the weights of FSDP (torchao's
+    enable_fsdp_float8_all_gather); not where every row has a scale of its own."""
+    if "rowwise" in notes:
+        return software
+    return replace(software, tensor_share=0.75 if sequence_parallel else 1.0, gathered_bytes=1 if software.shard_bytes else 2)
+
+
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
     """The facts about one row: those of its source, corrected by what its notes say."""
     found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 else MEGATRON)
     software = found.software
     if "torch.compile" in notes:
         software = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True))
-    if "async tp" in notes.lower():
+    if re.search("async ?tp", notes.lower()):
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)

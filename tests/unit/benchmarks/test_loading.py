@@ -118,6 +118,12 @@ def test_parts_that_run_again_are_read(tmp_path: Path, detail: str, parts: tuple
     assert row.setup.parts == parts and row.setup.recompute == ("selective" if parts else "none")
 
 
+@pytest.mark.parametrize("notes, share", [("Float8", 0.75), ("float8 rowwise", 1.0)])
+def test_what_is_gathered_in_8_bits(tmp_path: Path, notes: str, share: float) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"dtype": "fp8", "notes": notes}])).rows
+    assert row.setup.software.tensor_share == share and row.setup.software.habits.kept_bytes == 1
+
+
 def test_a_plan_of_mist(tmp_path: Path) -> None:
     (row,) = mist.load(mist_folder(tmp_path, plan())).rows
     assert (row.setup.dp, row.setup.pp, row.setup.recompute, row.setup.recompute_share, row.step_s) == (2, 2, "full", 0.25, 1.5)

@@ -15,7 +15,7 @@ from autopar.predict.step import largest_of, line
 CLUSTER = Cluster.parse("a100-80:4x8")
 PLACE = Place((Unit("embedding"), Unit("blocks", 0), Unit("blocks", 1), Unit("head")),
               {"embedding": UnitTime(1e-4, 2e-4, parameters=1e6), "head": UnitTime(3e-4, 6e-4, parameters=1e6),
-               "blocks": UnitTime(1e-3, 2e-3, 1e-4, 1e-4, attention_s=2e-4, operators=30, collectives=4, parameters=1e7)},
+               "blocks": UnitTime(1e-3, 2e-3, 1e-4, 1e-4, attention_s=2e-4, last_s=3e-4, operators=30, collectives=4, parameters=1e7)},
               1e6, CLUSTER.mesh((4, 8)))
 SETUP = Setup(1, 8, 1024, tp=2, dp=2, pp=4)
 
@@ -42,6 +42,27 @@ def test_what_hides_or_is_spread_takes_less() -> None:
     assert step(zero=1).optimizer_s < step().optimizer_s
     assert step(software=Software(captured=True)).host_s == 0 < step().host_s
     assert step(software=Software(hidden_tensor=0.5)).tensor_s < step().tensor_s
+
+
+def test_blocks_are_dealt_and_run_again_as_stated() -> None:
+    even, uneven = step(blocks=(2, 2, 2, 2)), step(blocks=(1, 2, 4, 1))
+    assert even == step() and uneven.step_s > even.step_s
+    again = [step(recompute="full", again=(n,) * 4).recompute_s for n in (0, 1, 2)]
+    assert again == pytest.approx([0.0, again[2] / 2, step(recompute="full").recompute_s])
+    with pytest.raises(PlanError, match="wanted 8 in all"):
+        step(blocks=(1, 1, 1, 1))
+
+
+def test_what_runs_again_may_end_early_or_be_of_parts() -> None:
+    whole, early = (step(recompute="full", software=Software(stops_early=on)).recompute_s for on in (False, True))
+    assert early == pytest.approx(0.7 * whole)
+    assert step(recompute="selective", parts=("mlp",)).recompute_s == 0 < step(recompute="selective").recompute_s
+
+
+def test_fewer_bits_take_less_of_the_links_and_copies_take_memory() -> None:
+    shards = [step(zero=3, software=Software(gathered_bytes=n)).step_s for n in (1, 2)]
+    assert shards[0] < shards[1] < step(zero=3, software=Software(shard_bytes=16.0)).step_s
+    assert step(software=Software(tensor_share=0.5)).tensor_s == pytest.approx(step().tensor_s / 2)
 
 
 def test_one_place_runs_its_microbatches_one_after_the_other() -> None:

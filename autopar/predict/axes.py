@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,11 +44,10 @@ def axes(setup: Setup) -> list[Axis]:
     return [axis for axis in found if axis.ways > 1] or [Axis(1, roles.nothing)]
 
 
-_RESTING: dict[tuple[Role, Role], Role] = {}
-
-
+@cache
 def resting(role: Role, rests: Role) -> Role:
-    """Work as `role` has it; parameters that it would leave whole rest as `rests` has them."""
+    """Work as `role` has it; parameters that it would leave whole rest as `rests` has them. The same role for the same two, so that options are
+    found once."""
     if rests is roles.data:
         return role
 
@@ -60,7 +60,7 @@ def resting(role: Role, rests: Role) -> Role:
             return op.of_weights or works(op, option)
         return allow
 
-    return _RESTING.setdefault((role, rests), mixed)
+    return mixed
 
 
 def tensor_role(setup: Setup) -> Role:

@@ -7,7 +7,7 @@ decisions come the operators' seconds (`Prices`) and the reshards (`codegen.edge
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
-from autopar.predict.axes import in_attention, tensor_role
+from autopar.predict.axes import axes, in_attention
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
@@ -26,7 +26,6 @@ from autopar.problem.rerun import Rerun, rerun
 from autopar.problem.settings import Settings
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
-from autopar.recipes import roles, sequence
 from autopar.request import Request
 from autopar.search import ilp
 
@@ -89,14 +88,15 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
     """Settle what the roles of the axes leave open."""
-    sizes, used = _axes(setup)
+    used = axes(replace(setup, dp=setup.ep, replicas=1, zero=0))
+    sizes = tuple(axis.ways for axis in used)
     hints = {"b": setup.micro_batch * setup.ep, "s": setup.seq}
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, attention=software.attention, dealt=True)
     planner = Planner.of(gm, hints, Request(cluster, settings))
     mesh = _mesh(cluster, sizes)
     prices = Prices(mesh, cluster.device, settings)
-    joints = [planner.joints(role, n) for role, n in zip(used, sizes, strict=True)]
+    joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
     return Decided(planner, mesh, settings, decisions)
@@ -106,13 +106,6 @@ def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     """Axes of `sizes` on the innermost devices of `cluster`."""
     outer = cluster.devices // math.prod(sizes)
     return Mesh(cluster.mesh((outer, *sizes)).axes[1:]) if outer > 1 else cluster.mesh(sizes)
-
-
-def _axes(setup: Setup) -> tuple[tuple[int, ...], tuple[roles.Role, ...]]:
-    """Sizes and roles of the mesh of a place, axes of one device left out."""
-    found = [(n, role) for n, role in ((setup.ep, roles.experts), (setup.cp, sequence.context), (setup.tp, tensor_role(setup))) if n > 1]
-    found = found or [(1, roles.nothing)]
-    return tuple(n for n, _ in found), tuple(role for _, role in found)
 
 
 class _Reader:

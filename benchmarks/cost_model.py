@@ -14,7 +14,9 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,19 +25,27 @@ from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.predictions import Predictor
 from benchmarks.costmodel.results import Result, as_json, explained, memory_text, summary_text, worst_text
-from benchmarks.costmodel.rows import Loaded
+from benchmarks.costmodel.rows import Loaded, Row
 
+T = TypeVar("T")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def predicted(loaded: Loaded, *, memory: bool) -> list[Result]:
-    """A result for each row that can be priced; the others are added to what was refused."""
+    """A result for each row that can be priced; the others are added to what was refused, and so is memory that cannot be told."""
     predictor, found = Predictor(), []
-    for row in loaded.rows:
+
+    def told(row: Row, what: Callable[[Row], T]) -> T | None:
         try:
-            found.append(Result(row, predictor.predict(row), predictor.held(row) if row.peaks and memory else None))
+            return what(row)
         except AutoparError as error:
             loaded.refused.append(f"{row.name}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
+            return None
+
+    for row in loaded.rows:
+        step = told(row, predictor.predict)
+        if step is not None:
+            found.append(Result(row, step, told(row, predictor.held) if row.peaks and memory else None))
     return found
 
 

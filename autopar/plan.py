@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Plan:
     remat: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are kept: none where the
     block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its operators save."""
-    offload: bool = False  # whether trained parameters rest in the memory of the host, with the optimizer's state, and are updated there
+    offload: str = ""  # what is in the memory of the host: one of problem.settings.OFFLOADED
     totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()

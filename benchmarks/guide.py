@@ -51,7 +51,7 @@ ROWS = {row.name: row for row in (
     Row("one node, does not fit, PCIe", "PP before TP and ZeRO", LLAMA, 8, 2048, f"{HERE}/clusters/a100-80-pcie.toml", ("zero3", "tp_sp")),
     Row("largest layer does not fit", "TP, or ZeRO-3", f"{HERE.parent}/models/mlp.py:giant", 64, 1, "h100:1x8", ("zero3", "1f1b"), "float32"),
     Row("several nodes, fast links", "ZeRO, or PP+TP+DP", LLAMA, 16, 2048, "a100-80:2x4", ("3d",)),
-    Row("several nodes, slow links, short of memory", "DP+PP+TP+ZeRO-1", LLAMA, 16, 2048, f"{HERE}/clusters/a100-40-ethernet.toml", ("zero3", "pp_zero1")),
+    Row("several nodes, slow links, short of memory", "DP+PP+TP+ZeRO-1", LLAMA, 16, 2048, f"{HERE}/clusters/a100-40-ethernet.toml", ("zero3", "pp_zero1", "3d")),
     Row("few samples on two nodes", "TP inside the node", LLAMA, 2, 2048, "h100:2x8", ("tp_sp",)),
     Row("few samples of wide layers on two nodes", "TP inside the node", f"{HERE.parent}/models/mlp.py:wide", 16, 1, "h100:2x4", ("3d", "tp_zero3"), "float32"),
 )}

@@ -55,6 +55,9 @@ def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
     return lines
 
 
+_ON_HOST = {"": "", "optimizer": ", host_state=True", "parameters": ", host=True"}
+
+
 def _parameter(context: Context, op: Op) -> str:
     lies = out_pair(context.plan, (op.name, 0))
     layout = lies.rest if op.role == "param" else lies.value
@@ -63,7 +66,8 @@ def _parameter(context: Context, op: Op) -> str:
     own = str(op.out_dtypes[0]).removeprefix("torch.")
     dtype = rests_in(own, context.plan.precision) if op.call.outs[0].grad else own
     leaf += f', compute="{own}"' if dtype != own else ""
-    leaf += ", host=True" if context.plan.offload and op.role == "param" and op.node.meta.get("requires_grad", True) else ""
+    if op.role == "param" and op.node.meta.get("requires_grad", True):
+        leaf += _ON_HOST[context.plan.offload]
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"

@@ -64,13 +64,13 @@ def rests_in(dtype: str, precision: str) -> str:
 
 
 def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, training: bool = True,
-                    leaf: float | None = None, *, offload: bool = False) -> ParameterBytes:
+                    leaf: float | None = None, *, offload: str = "") -> ParameterBytes:
     """Bytes of `numel` trainable elements that are computed with in `dtype`; `leaf` elements where those that are computed with are
     more than those that rest (problem.resting), else as many.
 
     One dtype and one layout: weights, gradients and optimizer state, all of that dtype, as plain torch has it. Under a policy, or with a
     leaf: the weights that are computed with, and what rests as the master copy, with gradients and state in its dtype. Not training:
-    weights only. `offload`: what rests and the optimizer's state are on the host. Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
+    weights only. `offload` (problem.settings.OFFLOADED): the optimizer's state is on the host, or what rests too. Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer {optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}")
@@ -79,7 +79,7 @@ def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, tr
         return ParameterBytes(weights=weights)
     rest = rests_in(dtype, precision)
     resting = numel * itemsize(rest)
-    if offload:
+    if offload == "parameters":
         return ParameterBytes(weights, resting)
     apart = leaf is not None or rest != dtype.removeprefix("torch.")
-    return ParameterBytes(weights, resting, resting * OPTIMIZERS[optimizer], resting if apart else 0.0)
+    return ParameterBytes(weights, resting, 0.0 if offload else resting * OPTIMIZERS[optimizer], resting if apart else 0.0)

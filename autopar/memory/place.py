@@ -177,11 +177,14 @@ class Holding:
         return float(min(together, max([BUCKET_BYTES, *sizes])))
 
     def update_bytes(self) -> float:
-        """torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
+        """What the optimizer's step takes beside what rests: where its state is on the host, that of one parameter, which is brought. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
         _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
-        if self.shares.plan.offload or self.shares.habits.fused_update:
-            return 0.0  # on the host, or in the registers of one kernel
-        return (2.0 if OPTIMIZERS[self.shares.plan.optimizer] > 1 else 0.0) * largest_state(self.shares, self.views)
+        offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer]
+        if offload == "parameters":
+            return 0.0  # on the host
+        brought = values if offload == "optimizer" else 0
+        temporary = 2 if values > 1 and not self.shares.habits.fused_update else 0  # else in the registers of one kernel
+        return float(brought + temporary) * largest_state(self.shares, self.views)
 
     def _when(self, peak: Moment) -> str:
         if peak.stage < 0:

@@ -168,12 +168,13 @@ class Prices:
         held = self._held(op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
-        if self.settings.offload:
+        if self.settings.offload == "parameters":
             return self._host_update_s(op, held.gradients)
-        rests = held.master or held.weights
-        moved = 2 * (rests + held.optimizer) + held.gradients + self._cast_bytes(op, rests)
+        rests, state = held.master or held.weights, held.gradients * OPTIMIZERS[self.settings.optimizer]
+        moved = 2 * (rests + state) + held.gradients + self._cast_bytes(op, rests)
         moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
-        return moved_s + self.device.update_s * op.count
+        brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0  # there and back, not hidden
+        return moved_s + brought_s + self.device.update_s * op.count
 
     def _host_update_s(self, op: Op, rests: float) -> float:
         """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed with is cast and comes back."""
@@ -183,10 +184,11 @@ class Prices:
         return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count
 
     def host_bytes(self, op: Op, options: Sequence[Option]) -> float:
-        """Bytes in the memory of the host for one parameter, all its instances: what rests, its gradient, the optimizer's state."""
+        """Bytes in the memory of the host for one parameter, all its instances: the optimizer's state, or with it what rests and its gradient."""
         if op.role != "param" or not self.settings.offload:
             return 0.0
-        return self._held(op, Resting.of(options)).gradients * (2 + OPTIMIZERS[self.settings.optimizer])
+        beside = 2 if self.settings.offload == "parameters" else 0
+        return self._held(op, Resting.of(options)).gradients * (beside + OPTIMIZERS[self.settings.optimizer])
 
     def _cast_bytes(self, op: Op, rests: float) -> float:
         """Bytes read and written when what rests is cast to the dtype of the computation."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OFFLOADED = ("", "optimizer", "parameters")
+"""What may be on the host, the least first: nothing; the optimizer's state, which is brought to the device for the step; trained parameters
+too, with their gradients, so that the optimizer steps there."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -12,7 +16,7 @@ class Settings:
     `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
     (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
-    `offload`: trained parameters rest in the memory of the host, with the optimizer's state, and are updated there.
+    `offload` (OFFLOADED): what is in the memory of the host.
     """
 
     mode: str = "train"
@@ -22,7 +26,7 @@ class Settings:
     matmul: str = ""
     attention: float = 1.0
     dealt: bool = False
-    offload: bool = False
+    offload: str = ""
 
     @property
     def training(self) -> bool:

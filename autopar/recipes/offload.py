@@ -1,4 +1,4 @@
-"""Named strategies whose trained parameters rest on the host: another recipe, with the optimizer's step there (ZeRO-Offload)."""
+"""Named strategies with the optimizer's state on the host, or trained parameters too: another recipe, with the optimizer's step there (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from autopar.problem.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`base` is the recipe that says how parameters lie; `about` is one line for users."""
+    """`base` is the recipe that says how parameters lie, `held` what is on the host (problem.settings.OFFLOADED); `about` is one line for users."""
 
     name: str
     base: str
+    held: str
     about: str
 
 
 _TABLE = (
-    Offload("zero_offload", "zero1", "ZeRO-1 with float32 parameters and optimizer state in the memory of the host, where the optimizer steps"),
+    Offload("optimizer_offload", "zero1", "optimizer", "ZeRO-1 with optimizer state in the memory of the host, brought to the device for the step"),
+    Offload("zero_offload", "zero1", "parameters", "ZeRO-1 with float32 parameters and optimizer state in the memory of the host, where the optimizer steps"),
 )
 
 OFFLOADS: dict[str, Offload] = {offload.name: offload for offload in _TABLE}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import batch, checkpoint, optimizer_state, regather, rng
+from autopar.runtime import batch, checkpoint, host_state, optimizer_state, regather, rng
 from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
@@ -114,6 +114,7 @@ class ShardedModule(Scope):
         self._names = declarations.names(aliases, self.ORDER, elsewhere)
         self._held = declarations.register(self, aliases, self._names, self.MESH)
         self._watch()
+        host_state.install(self)
         checkpoint.install(self, self._held, aliases, self.MESH)
 
     def _scopes(self) -> Sequence[Scope]:

@@ -32,7 +32,7 @@ class Param:
     leaf is gathered once per step, and its gradient, partial on these axes, is scattered back; `each`: after every microbatch.
     `compute`: the dtype of the leaf, where that is another one; gradients add up, are summed and kept in `dtype`.
     `host`: it rests in the memory of the host (pinned, where the mesh is of accelerators), with its gradient, so that an optimizer steps there;
-    the leaf is on the device. `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
+    the leaf is on the device; `host_state`: only the state of its optimizer rests there (runtime.host_state). `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
     gradient. `persistent`: whether a buffer belongs to the state dict.
     """
 
@@ -46,6 +46,7 @@ class Param:
     each: bool = False
     compute: str = ""
     host: bool = False
+    host_state: bool = False
 
     @property
     def entries(self) -> Layout:

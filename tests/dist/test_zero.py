@@ -88,9 +88,9 @@ def test_pipelines_equal_one_device(name: str, sizes: Sizes, used: tuple[roles.R
     _right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
 
 
-def offloaded(who: Subject, sizes: Sizes) -> Plan:
-    """zero_offload, planned as users do."""
-    request = Request(Cluster.parse(f"cpu:1x{sizes[0]}"), Settings(who.mode), recipe="zero_offload", mesh=sizes, time_limit_s=20.0)
+def offloaded(who: Subject, sizes: Sizes, recipe: str = "zero_offload") -> Plan:
+    """A plan on the host, as users ask for it."""
+    request = Request(Cluster.parse(f"cpu:1x{sizes[0]}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0)
     return joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
 
 
@@ -98,30 +98,40 @@ def offloaded(who: Subject, sizes: Sizes) -> Plan:
 def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Sizes) -> None:
     who = subject(name)
     made = offloaded(who, sizes)
-    assert made.offload and made.strategy == "zero_offload" and Plan.from_json(made.to_json()) == made
+    assert made.offload == "parameters" and made.strategy == "zero_offload" and Plan.from_json(made.to_json()) == made
     assert "host=True" in who.case(made).source()
     _right(who.verified(made))
 
 
-@pytest.mark.parametrize(("name", "recipe", "sizes"), [
-    ("hf-gpt2", "zero3", (4,)), ("hf-gpt2", "tp_zero3", (2, 2)), pytest.param("hf-llama", "megatron", (4,), marks=pytest.mark.slow),
-    pytest.param("hf-llama", "ddp", (2,), marks=pytest.mark.slow), pytest.param("cnn", "zero3", (4,), marks=pytest.mark.slow)])
-def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes) -> None:
-    """What the search may choose where devices are short of memory."""
+@pytest.mark.parametrize(("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-t5", (2,), marks=pytest.mark.slow)])
+def test_optimizer_state_on_the_host_equals_one_device(name: str, sizes: Sizes) -> None:
     who = subject(name)
-    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode, offload=True), recipe=recipe, mesh=sizes, time_limit_s=20.0)
-    made = onestage.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
-    assert made.offload and "host=True" in who.case(made).source()
+    made = offloaded(who, sizes, "optimizer_offload")
+    assert made.offload == "optimizer" and made.strategy == "optimizer_offload" and Plan.from_json(made.to_json()) == made
+    assert "host_state=True" in who.case(made).source()
     _right(who.verified(made))
 
 
+@pytest.mark.parametrize("held", ["optimizer", "parameters"])
+@pytest.mark.parametrize(("name", "recipe", "sizes"), [
+    ("hf-gpt2", "zero3", (4,)), ("hf-gpt2", "tp_zero3", (2, 2)), pytest.param("hf-llama", "megatron", (4,), marks=pytest.mark.slow),
+    pytest.param("hf-llama", "ddp", (2,), marks=pytest.mark.slow), pytest.param("cnn", "zero3", (4,), marks=pytest.mark.slow)])
+def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes, held: str) -> None:
+    """What the search may choose where devices are short of memory."""
+    who = subject(name)
+    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode, offload=held), recipe=recipe, mesh=sizes, time_limit_s=20.0)
+    made = onestage.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert made.offload == held and {"optimizer": "host_state=True", "parameters": "host=True"}[held] in who.case(made).source()
+    _right(who.verified(made))
+
+
+@pytest.mark.slow
 def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
-    """Found without being asked for, and right on ranks of the CPU: weights, gradients and activations fit a device, optimizer state beside
-    them does not."""
+    """Found without being asked for, and right on ranks of the CPU: the optimizer's state leaves no room on a device for what blocks keep."""
     who = subject("hf-gpt2")
-    request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), memory_bytes=1e6, time_limit_s=3.0)
+    request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,), memory_bytes=1e6, time_limit_s=20.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
-    assert made.offload and "because nothing else fits" in made.notes[-1], made.notes
+    assert made.offload and "on the host" in made.notes[-1], made.notes
     _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
 
 
@@ -212,6 +222,7 @@ LIVES: dict[str, Callable[[Subject], Plan]] = {
     "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
     "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
     "zero_offload": lambda who: offloaded(who, (4,)),
+    "optimizer_offload": lambda who: offloaded(who, (4,), "optimizer_offload"),
     "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
 }
 

@@ -60,12 +60,12 @@ def test_several_nodes_with_fast_links() -> None:
 
 def test_several_nodes_with_slow_links_and_little_memory() -> None:
     """Guide: DP+PP+TP+ZeRO-1. Llama-3-8B on 4 x 4 A100-40 with 25 Gb/s per node: a stage per node, in it 2 ways data and 2 ways tensor
-    parallel, weights gathered once per step: 0.93 s. Without TP (pp_zero1) a node has half as many microbatches to fill the pipeline with
-    or four times the weights: 1.25. ZeRO-3 gathers all weights over the slow links: 20.8."""
+    parallel: 0.93 s, with weights gathered once per step where memory wants it; the guide's own (3d) 1.09. Without TP (pp_zero1) a node has
+    half as many microbatches to fill the pipeline with or four times the weights: 1.25. ZeRO-3 gathers all weights over the slow links: 20.8."""
     made = answer("several nodes, slow links, short of memory")
-    assert {"PP", "TP", "ZeRO-1"} <= made.kinds and made.plan.places == 4, str(made)
+    assert {"PP", "TP"} <= made.kinds and made.kinds & {"DP", "ZeRO-1"} and made.plan.places == 4, str(made)
     assert all(made.levels(axis) <= {"gpu"} for axis in range(len(made.plan.mesh))), str(made)
-    assert 1.2 * made.plan.predicted.step_s < made.step_s("pp_zero1") and 10 * made.plan.predicted.step_s < made.step_s("zero3"), str(made)
+    assert made.plan.predicted.step_s <= made.step_s("3d") < made.step_s("pp_zero1") and 10 * made.step_s("3d") < made.step_s("zero3"), str(made)
 
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:

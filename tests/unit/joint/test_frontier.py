@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from autopar.cluster import Cluster
 from autopar.joint.frontier import frontier
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.request import Request
+from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
 
 
-def test_less_memory_takes_longer() -> None:
+@pytest.mark.parametrize("cluster", [Cluster.parse("cpu:1x4"), pytest.param(two_kinds("cpu:1x2", 2.0), marks=pytest.mark.slow)], ids=lambda c: c.label)
+def test_less_memory_takes_longer(cluster: Cluster) -> None:
     who = subject("hf-gpt2")
-    request = Request(Cluster.parse("cpu:1x4"), Settings("train"), time_limit_s=4.0)
+    request = Request(cluster, Settings("train"), time_limit_s=4.0)
     plans = frontier(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert len(plans) > 2
     for fast, small in itertools.pairwise(plans):
         assert fast.predicted.step_s <= small.predicted.step_s
         assert fast.predicted.memory_bytes > small.predicted.memory_bytes
-    assert all(plan.cluster == plans[0].cluster and Plan.from_json(plan.to_json()) == plan for plan in plans)
+    assert all(Plan.from_json(plan.to_json()) == plan for plan in plans)
+    assert all(plan.cluster == cluster.to_dict() for plan in plans if not cluster.parts)
     report = who.verified(plans[-1])
     assert report.ok, [row for row in report.rows if not row.ok][:4]

@@ -6,6 +6,7 @@
     floor        the least that a step can take                 laid         one shape cut, timed, its memory counted
     pricing      what a shape comes to                          explore      the walk through a space
     frontier     step time against memory                       offloading   parameters and optimizer state on the host
+    alone        one part of the cluster against all of it
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.cluster import Cluster
 from autopar.decided import rule_notes
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
+from autopar.joint.alone import compared
 from autopar.joint.explore import CLOSE, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
@@ -46,6 +48,7 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         if not offloading.may(request):
             raise
         return offloading.instead(inner, error, about)
+    made = compared(inner, made, best)
     return offloading.or_faster(inner, made, about) if offloading.may(request) else made
 
 

@@ -161,3 +161,13 @@ def test_more_of_the_same_is_one_kind() -> None:
     """Unequal nodes: both parts have the same device and the same price."""
     made = _planned(Cluster.parse("cpu:1x2+cpu:2x1"), "1f1b")
     assert made.ranks == 4 and json.loads(made.to_json())["cluster"]["parts"][1]["name"] == "cpu"
+
+
+@pytest.mark.parametrize(("times", "better"), [(100.0, True), (1.2, False)])
+def test_a_part_that_is_in_the_way_is_named(times: float, better: bool) -> None:
+    made = _planned(two_kinds("cpu:1x2", times), None)
+    notes = [note for note in made.notes if "alone is faster" in note]
+    assert len(notes) == better and all(note.startswith("cpu:1x2 alone is faster") for note in notes)
+    alone = [other for other in made.alternatives if other.name == "cpu:1x2 alone"]
+    if better:
+        assert alone[0].step_s == pytest.approx(_planned(Cluster.parse("cpu:1x2"), None).predicted.step_s, rel=CLOSE)

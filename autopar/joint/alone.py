@@ -1,0 +1,36 @@
+"""Whether a cluster of several parts is worth more than one of them: a slow part, or a slow network to it, may be in the way of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.joint.floor import Work
+from autopar.joint.inner import Inner
+from autopar.joint.kinds import distinct
+from autopar.onestage import CLOSE
+from autopar.plan import Alternative, Plan
+
+
+def compared(inner: Inner, made: Plan, best: Callable[[Inner], Plan]) -> Plan:
+    """`made`, with the best plan of each part alone that may be as fast among the alternatives, and a note where one is faster. Each may take
+    half of the time of the request. Nothing is compared where a recipe or a mesh was asked for."""
+    request = inner.request
+    free = request.recipe is None and request.mesh is None and request.search == "ilp" and request.settings.training
+    if not request.cluster.parts or not free:
+        return made
+    others, notes, step_s = list[Alternative](), list[str](), made.predicted.step_s
+    for part in distinct(request.cluster):
+        if Work.of(inner.whole.program, part.device, request.settings).step_s(part.devices, 1, 1) >= step_s * (1 - CLOSE):
+            continue
+        request.say(f"{part.label} alone")
+        try:
+            alone = best(Inner(inner.gm, inner.hints, replace(request, cluster=part, time_limit_s=request.time_limit_s / 2)))
+        except InfeasibleError:
+            continue
+        found = alone.predicted
+        others.append(Alternative(f"{part.label} alone", (alone.places, *alone.mesh) if alone.places > 1 else alone.mesh, found.step_s, found.memory_bytes))
+        if found.step_s < step_s * (1 - CLOSE):
+            notes.append(f"{part.label} alone is faster, {1e3 * found.step_s:.4g} ms: the rest of the cluster is in its way")
+    return replace(made, alternatives=(*made.alternatives, *others), notes=(*made.notes, *notes))

@@ -154,7 +154,8 @@ class Inner:
         """The Problems of one kind of place."""
         mesh, device, settings = at.mesh(place), at.device(place), self.request.settings
         kernels, ahead = self._kernels(here, device)
-        micro, once = (frame.priced(kind(mesh, device, settings, kernels), self.limit_bytes, str(shape)) for kind in (MicroPrices, StepPrices))
+        prices = (MicroPrices(mesh, device, settings, kernels, shape.microbatches), StepPrices(mesh, device, settings, kernels))
+        micro, once = (frame.priced(each, self.limit_bytes, str(shape)) for each in prices)
         return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
 
     def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:

@@ -17,6 +17,9 @@ from autopar.pipeline.views import View
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
+WEIGHTS = "backward for weights"
+"""The phase in which a backward in two parts comes to the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -140,10 +143,16 @@ class Holding:
         for action, waiting, halfway in self._flying():
             forward = action.kind == "F"
             back = back or not forward
-            key = (action.stage, forward, back, *waiting.values(), *halfway.values())
-            if action.kind == "W" or key in seen:
+            key = (action.stage, action.kind, back, *waiting.values(), *halfway.values())
+            if key in seen:
                 continue
             seen[key] = None
+            if action.kind == "W":  # what it needs is there when it begins
+                waiting[action.stage] += 1
+                halfway[action.stage] += 1
+                total = base + self._beside(waiting, halfway) + (held if several else 0.0)
+                yield Moment(total, WEIGHTS, -1, 0, tuple(waiting[i] for i in stages), tuple(halfway[i] for i in stages), several)
+                continue
             nbytes, time = self.profiles[action.stage].peak(forward=forward)
             total = base + self._beside(waiting, halfway) + nbytes + (held if several and back else 0.0)
             yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
@@ -203,7 +212,7 @@ class Holding:
             found.append(Entry("gradients of activations", f"stage {stage}, for its weights", "", n * self.profiles[stage].waiting_bytes, n))
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
-        else:
+        elif peak.phase != WEIGHTS:
             nbytes = self.sums_bytes() if peak.phase == "sums of gradients" else self.update_bytes()
             found += [Entry("gradient sums" if peak.phase == "sums of gradients" else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))

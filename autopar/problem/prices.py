@@ -176,6 +176,16 @@ class Prices:
         brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0  # there and back, not hidden
         return moved_s + brought_s + self.device.update_s * op.count
 
+    def adding_s(self, op: Op, options: Sequence[Option]) -> float:
+        """Seconds in which the gradients of one parameter that a microbatch leaves, all instances, are added to those of the microbatches before
+        it: cast to the dtype that they add up in where that is another one, then both read and one written, as whole as they are then."""
+        if op.role != "param" or not (self.settings.training and op.call.outs[0].grad):
+            return 0.0
+        lies = Resting.of(options)
+        own, kept = op.out_dtypes[0].itemsize, itemsize(self._rest_dtype(op))
+        elements = self._elements(op, lies.rest if lies.each else lies.leaf)
+        return op.count * (self.device.launch_s + self.device.memory_s(elements * (3 * kept + (own + kept if own != kept else 0))))
+
     def _host_update_s(self, op: Op, rests: float) -> float:
         """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed with is cast and comes back."""
         state = rests * OPTIMIZERS[self.settings.optimizer]

@@ -1,7 +1,7 @@
 """A step of several microbatches on several places, from two Problems with the same choices: what every microbatch costs, and
 what a step costs once.
 
-    micro   operators, reshards, gathered weights; bytes kept for the backward
+    micro   operators, reshards, gathered weights, gradients that add up; bytes kept for the backward
     once    sums of gradients of weights that rest whole, the optimizer; bytes that rest
     forward the part of `micro` that is the forward
 
@@ -31,7 +31,11 @@ from autopar.rules.language import Option
 
 
 class MicroPrices(Prices):
-    """What one microbatch costs."""
+    """What one of `microbatches` costs, on average: the first one's gradients are added to none."""
+
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, microbatches: int = 1) -> None:
+        super().__init__(mesh, device, settings, kernels)
+        self.adding = (microbatches - 1) / microbatches
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
@@ -44,8 +48,8 @@ class MicroPrices(Prices):
         return 0.0
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
-        """Nothing: the optimizer runs once per step."""
-        return 0.0
+        """Adding gradients up: the optimizer runs once per step."""
+        return self.adding * self.adding_s(op, options)
 
 
 class ForwardPrices(Prices):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -15,7 +15,7 @@ from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
-from autopar.problem.graph import Program, Ref, read
+from autopar.problem.graph import Op, Program, Ref, read
 from autopar.problem.settings import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces
 from autopar.simulate.rank import Ran, Rank
@@ -73,6 +73,8 @@ class Stages:
             else:
                 each = [bucket for bucket in self.syncs[place].buckets(self.views[stage], self.turns[stage]) if bucket.each]
                 rank.backward(self.turns[stage], each if part != "inputs" else (), part)
+                if part != "inputs":
+                    rank.local(self.adding(stage), part)
             self._ran[key] = rank.run()
         return self._ran[key]
 
@@ -103,18 +105,27 @@ class Stages:
 
     def optimizer(self, place: int) -> Piece:
         """The optimizer's step over what a rank of `place` holds."""
-        ops, blocks, tops = self.program.ops, dict[str, int](), dict[str, None]()
-        for view, stage in zip(self.views, self.plan.stages, strict=True):
-            if stage.place == place:
-                tops |= dict.fromkeys(view.held)
-                for scope, (first, stop) in view.blocks.items():
-                    blocks[scope] = blocks.get(scope, 0) + stop - first
-        seconds = 0.0
-        for op in ops.values():
+        here = [i for i, stage in enumerate(self.plan.stages) if stage.place == place]
+        prices, nodes = self.pieces[place].prices, self.plan.nodes
+        return Piece(self.plan.optimizer, "compute", COMPUTE, sum(share * prices.update_s(op, options(nodes[op.name])) for op, share in self._held(here)))
+
+    def adding(self, stage: int) -> Piece:
+        """Adding the gradients of a microbatch to those of the others, on average."""
+        prices, nodes, count = self.pieces[self.plan.stages[stage].place].prices, self.plan.nodes, self.plan.microbatches
+        seconds = sum(share * prices.adding_s(op, options(nodes[op.name])) for op, share in self._held([stage]))
+        return Piece("adding gradients up", "compute", COMPUTE, seconds * (count - 1) / count)
+
+    def _held(self, stages: Sequence[int]) -> Iterator[tuple[Op, float]]:
+        """The parameters that some stages of one place hold, with the share of their instances."""
+        blocks: dict[str, int] = {}
+        tops: dict[str, None] = {}
+        for view in (self.views[i] for i in stages):
+            tops |= dict.fromkeys(view.held)
+            for scope, (first, stop) in view.blocks.items():
+                blocks[scope] = blocks.get(scope, 0) + stop - first
+        for op in self.program.ops.values():
             if op.role == "param" and (op.scope in blocks or op.name in tops):
-                share = blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
-                seconds += share * self.pieces[place].prices.update_s(op, options(self.plan.nodes[op.name]))
-        return Piece(self.plan.optimizer, "compute", COMPUTE, seconds)
+                yield op, blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
 
     def send_s(self, stage: int, *, gradients: bool = False) -> float:
         """Seconds of sending what leaves a stage in one microbatch to the next one, or the gradients of it back."""

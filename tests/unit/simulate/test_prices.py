@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.codegen.edges import options
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.recipes.free import space
@@ -77,7 +78,10 @@ def test_stages_together_are_the_model(schedule: str, virtual: int) -> None:
     parts = ("inputs", "weights") if cut.splitting else ("backward",)
     for stage, turns in enumerate(cut.turns):
         seconds = math.fsum(task.work_s for part in ("forward", *parts) for task in cut.ran(stage, part).tasks)
-        assert seconds == pytest.approx(_alone_s(turns), rel=1e-9)
+        assert seconds == pytest.approx(_alone_s(turns) + cut.adding(stage).seconds, rel=1e-9)
+    held, plan = [op for op in whole.program.ops.values() if op.role == "param"], whole.plan
+    added_s = sum(whole.pieces[0].prices.adding_s(op, options(plan.nodes[op.name])) for op in held) * 3 / 4  # none to those of the first microbatch
+    assert whole.adding(0).seconds == pytest.approx(added_s)
 
 
 def test_blocks_that_run_again_take_their_forward_once_more() -> None:

@@ -48,7 +48,7 @@ class Row:
 ROWS = {row.name: row for row in (
     Row("one node, fits", "DP, or ZeRO", f"hf:{HERE.parent}/models/hf/gpt2.json", 64, 512, "a100-80:1x8", ("tp_sp",)),
     Row("one node, does not fit, NVLink", "PP, ZeRO and TP about equal", LLAMA, 8, 2048, "a100-80:1x4", ("zero3", "tp_sp", "zero_bubble")),
-    Row("one node, does not fit, PCIe", "PP before TP and ZeRO", LLAMA, 8, 2048, f"{HERE}/clusters/a100-80-pcie.toml", ("zero3", "tp_sp")),
+    Row("one node, does not fit, PCIe", "PP before TP and ZeRO", LLAMA, 8, 2048, f"{HERE}/clusters/a100-80-pcie.toml", ("zero3", "tp_sp", "zero_bubble")),
     Row("largest layer does not fit", "TP, or ZeRO-3", f"{HERE.parent}/models/mlp.py:giant", 64, 1, "h100:1x8", ("zero3", "1f1b"), "float32"),
     Row("several nodes, fast links", "ZeRO, or PP+TP+DP", LLAMA, 16, 2048, "a100-80:2x4", ("3d",)),
     Row("several nodes, slow links, short of memory", "DP+PP+TP+ZeRO-1", LLAMA, 16, 2048, f"{HERE}/clusters/a100-40-ethernet.toml", ("zero3", "pp_zero1", "3d")),

@@ -73,12 +73,14 @@ def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **
     return finish(planner, best, min(bounds), tried, about)
 
 
-def beating(planner: Planner, known_s: float, **about: Any) -> Plan:
-    """The fastest plan of the free search, with no more run again than it takes to fit. Raises InfeasibleError where none that fits is faster
-    than `known_s`."""
+def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any) -> Plan:
+    """The fastest plan of the free search, with no more run again than it takes to fit, at one of the levels `open_`. Raises InfeasibleError
+    where none that fits is faster than `known_s`."""
     deadline = time.monotonic() + planner.request.time_limit_s
-    for level in LEVELS:
+    for level in open_:
         planner.remat = levels(planner.program, level)
+        if planner.least_bytes() > planner.request.limit_bytes:
+            continue
         found, bound_s = _search(planner, deadline, None, known_s, None)
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)

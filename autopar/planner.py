@@ -92,8 +92,12 @@ class Planner:
                        Kernels(device, replace(settings, mode="inference")))
 
     def anew(self, request: Request) -> Planner:
-        """The same program for another request on the same cluster with the same settings; what was found so far is shared."""
-        return replace(self, request=request, remat={}, missing_bytes=[])
+        """The same program for another request on the same cluster, with settings that differ at most in what is on the host; what was found so
+        far is shared."""
+        same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
+        assert same, "operators are priced under other settings"
+        prices = self._prices if request.settings == self.request.settings else {}
+        return replace(self, request=request, remat={}, missing_bytes=[], _prices=prices)
 
     def table(self, ways: int, *, placed: bool) -> Table:
         """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""

@@ -30,13 +30,16 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_cluster_file_of_the_docs_is_one(tmp_path: Path) -> None:
+def test_the_cluster_files_of_the_docs_are_some(tmp_path: Path) -> None:
     from autopar import Cluster
 
-    (text,) = blocks(ROOT / "docs" / "clusters.md", "toml")
-    (tmp_path / "ours.toml").write_text(text)
-    cluster = Cluster.parse(tmp_path / "ours.toml")
-    assert cluster.label == "ours:4x8" and cluster.levels[0].bandwidth_bytes_s == 25e9
+    found = []
+    for text in blocks(ROOT / "docs" / "clusters.md", "toml"):
+        (tmp_path / "ours.toml").write_text(text)
+        found.append(Cluster.parse(tmp_path / "ours.toml"))
+    one, parts = found
+    assert one.label == "ours:4x8" and one.levels[0].bandwidth_bytes_s == 25e9
+    assert parts.label == "ours" and [part.devices for part in parts.parts] == [16, 16] and parts.parts[1].device.usable_memory == 0.85
 
 
 def test_links_lead_somewhere() -> None:

@@ -19,6 +19,7 @@ from autopar.plan import Alternative, Plan
 from autopar.planner import Planner
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
+from autopar.problem.remat import LEVELS
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
@@ -74,13 +75,14 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     tried: list[Alternative] = []
     reason = ""
     for held in OFFLOADED[1:]:
-        if least_s(inner, held) >= known_s * (1 - CLOSE):
+        open_ = [level for level in LEVELS if least_s(inner, held, level) < known_s * (1 - CLOSE)]
+        if not open_:
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")
         settings = replace(inner.request.settings, offload=held)
-        planner = Planner.of(inner.gm, inner.hints, replace(inner.request, settings=settings, memory_bytes=inner.limit_bytes))
+        planner = inner.whole.anew(replace(inner.request, settings=settings, memory_bytes=inner.limit_bytes))
         try:
-            made = onestage.plan_with(planner, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, **about)
+            made = onestage.plan_with(planner, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, **about)
             best = _settled(planner, made, why)
         except InfeasibleError as error:
             reason = str(error)
@@ -90,13 +92,14 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     return best, tried, reason
 
 
-def least_s(inner: Inner, held: str) -> float:
-    """Seconds that no plan with that on the host beats: the least work of a step, and an even share of the update for each device."""
+def least_s(inner: Inner, held: str, level: str) -> float:
+    """Seconds that no plan with that on the host and all blocks run again at `level` beats: the least work of a step, and an even share of
+    the update for each device."""
     request = inner.request
     prices = Prices(request.cluster.line(1).mesh((1,)), request.cluster.device, replace(request.settings, offload=held))
     table = inner.whole.table(1, placed=False)
     update_s = sum(prices.update_s(op, table[op.name][:1]) for op in inner.whole.program.ops.values() if op.role == "param")
-    return inner.work(1).step_s(request.cluster.devices, 1, 1) + update_s / request.cluster.devices
+    return inner.work(1, level).step_s(request.cluster.devices, 1, 1) + update_s / request.cluster.devices
 
 
 def _settled(planner: Planner, made: Plan, why: str) -> Plan:

@@ -60,6 +60,7 @@ def test_several_nodes_with_fast_links() -> None:
     assert made.plan.predicted.step_s < made.step_s("3d") < 1.5 * made.plan.predicted.step_s, str(made)
 
 
+@pytest.mark.slow  # half a minute
 def test_several_nodes_with_slow_links_and_little_memory() -> None:
     """Guide: DP+PP+TP+ZeRO-1. Llama-3-8B on 4 x 4 A100-40 with 25 Gb/s per node: a stage per node, in it weights cut over its devices, by
     ZeRO or by tensor parallelism, which come out alike: 0.99 s; the guide's own (3d) 1.21. pp_zero1 has four times the weights and gradients on

@@ -77,12 +77,8 @@ import torch.nn.functional as F
 
 from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{again}
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
-MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{_device_type(plan)}"{places})
+MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places})
 '''
-
-
-def _device_type(plan: Plan) -> str:
-    return plan.device_kind
 
 
 def _algorithms(context: Context) -> str:

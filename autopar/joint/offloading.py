@@ -75,7 +75,8 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     tried: list[Alternative] = []
     reason = ""
     for held in OFFLOADED[1:]:
-        open_ = [level for level in LEVELS if least_s(inner, held, level) < known_s * (1 - CLOSE)]
+        beside_s = _update_s(inner, held)
+        open_ = [level for level in LEVELS if _work_s(inner, level) + beside_s < known_s * (1 - CLOSE)]
         if not open_:
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")
@@ -92,14 +93,18 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     return best, tried, reason
 
 
-def least_s(inner: Inner, held: str, level: str) -> float:
-    """Seconds that no plan with that on the host and all blocks run again at `level` beats: the least work of a step, and an even share of
-    the update for each device."""
+def _update_s(inner: Inner, held: str) -> float:
+    """Seconds that no update with that on the host beats: an even share of it for each device."""
     request = inner.request
     prices = Prices(request.cluster.line(1).mesh((1,)), request.cluster.device, replace(request.settings, offload=held))
     table = inner.whole.table(1, placed=False)
-    update_s = sum(prices.update_s(op, table[op.name][:1]) for op in inner.whole.program.ops.values() if op.role == "param")
-    return inner.work(1, level).step_s(request.cluster.devices, 1, 1) + update_s / request.cluster.devices
+    whole_s = sum(prices.update_s(op, table[op.name][:1]) for op in inner.whole.program.ops.values() if op.role == "param")
+    return whole_s / request.cluster.devices
+
+
+def _work_s(inner: Inner, level: str) -> float:
+    """Seconds that nothing before the update beats, with all blocks run again at `level`."""
+    return inner.work(1, level).step_s(inner.request.cluster.devices, 1, 1)
 
 
 def _settled(planner: Planner, made: Plan, why: str) -> Plan:

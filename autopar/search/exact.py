@@ -77,7 +77,7 @@ class _Run:
 
     def shrink(self, keep: list[np.ndarray]) -> None:
         """Leaves only the choices `keep` (and the best solution's, so that it stays one of the problem)."""
-        own = [np.searchsorted(k, c) for k, c in zip(self.kept, self.best, strict=True)]
+        own = self.incumbent()
         keep = [np.union1d(k, [c]) for k, c in zip(keep, own, strict=True)]
         self.problem = select(self.problem, keep)
         self.kept = [old[new] for old, new in zip(self.kept, keep, strict=True)]

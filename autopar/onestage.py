@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from autopar.memory import predict
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.largest import largest
-from autopar.problem.remat import LEVELS, levels, price
+from autopar.problem.remat import LEVELS, price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe
 from autopar.recipes.free import space, spaces
@@ -40,9 +40,29 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     return plan_with(Planner.of(gm, hints, request), **about)
 
 
-def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **about: Any) -> Plan:
-    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again. `elsewhere` gives the seconds of a plan
-    of several stages: it is asked before anything is solved to the end, and nothing is that does not promise better."""
+@dataclass(eq=False)
+class Elsewhere:
+    """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
+    once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`."""
+
+    ask: Callable[[float], float]
+    seconds: float = math.inf
+
+    def asked(self, known_s: float) -> float:
+        """The seconds, known from now on."""
+        if math.isinf(self.seconds):
+            self.seconds = self.ask(known_s)
+        return self.seconds
+
+
+def nowhere() -> Elsewhere:
+    """Where there are no plans of several stages."""
+    return Elsewhere(lambda known_s: math.inf)
+
+
+def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any) -> Plan:
+    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again."""
+    elsewhere = elsewhere or nowhere()
     request = planner.request
     _check_mesh(request)
     deadline = time.monotonic() + request.time_limit_s
@@ -53,13 +73,15 @@ def plan_with(planner: Planner, elsewhere: Callable[[], float] | None = None, **
     for level in LEVELS if open_ else (request.remat_level,):
         if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
             break
-        planner.remat = levels(planner.program, level)
+        known_s = min(best.cost.time_s, elsewhere.seconds) if best is not None else math.inf
+        if planner.work(level).step_s(request.cluster.devices, 1, 1) >= known_s * (1 - SIMPLER):
+            break  # nothing can be won there
+        planner.remat = planner.levels(level)
         if open_ and (over := planner.least_bytes() - request.limit_bytes) > 0:
             planner.missing_bytes.append(over)
             tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
                                      f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
             continue
-        known_s = best.cost.time_s if best is not None else math.inf
         found, said, more, bound = _at_one_level(planner, deadline, known_s, elsewhere, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
@@ -78,10 +100,10 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any
     where none that fits is faster than `known_s`."""
     deadline = time.monotonic() + planner.request.time_limit_s
     for level in open_:
-        planner.remat = levels(planner.program, level)
+        planner.remat = planner.levels(level)
         if planner.least_bytes() > planner.request.limit_bytes:
             continue
-        found, bound_s = _search(planner, deadline, None, known_s, None)
+        found, bound_s = _search(planner, deadline, None, known_s, nowhere())
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if not planner.missing_bytes:
@@ -89,7 +111,7 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any
     raise InfeasibleError(f"no plan that fits is faster than {1e3 * known_s:.4g} ms")
 
 
-def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Callable[[], float] | None,
+def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Elsewhere,
                   about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
     """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that
     another level has."""
@@ -159,6 +181,8 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
             fewer = " or fewer" if recipe.fewer else ""
             raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
         for sizes in meshes:
+            if (recipe.name, sizes) in planner.settled:
+                continue
             request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
             limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
             try:
@@ -167,13 +191,15 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
+            if found.peak < FULL * request.limit_bytes:
+                planner.settled.add((recipe.name, sizes))
             if best is None or found.cost.time_s < best.cost.time_s:
                 best = found
     return best, tried
 
 
 def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: float,
-            elsewhere: Callable[[], float] | None) -> tuple[Candidate | None, float]:
+            elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
@@ -198,7 +224,7 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
 
 
 def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float,
-                elsewhere: Callable[[], float] | None) -> tuple[Candidate | None, float]:
+                elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
     """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best, `known`
     seconds, and what is `elsewhere`."""
     request = planner.request
@@ -211,8 +237,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
             known = min(known, seen[-1].cost.time_s)
     found = min((c for c in seen if c.peak_bytes is not None), key=lambda c: c.cost.time_s, default=None)
     bounds: list[float] = []
-    if elsewhere is not None and any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
-        known = min(known, elsewhere())
+    if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
+        known = min(known, elsewhere.asked(known))
     for first in sorted(seen, key=lambda c: c.cost.time_s):
         left = deadline - time.monotonic()
         if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:

@@ -20,13 +20,15 @@ from autopar.problem.build import Decisions, Model, build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
+from autopar.problem.floor import Work
 from autopar.problem.graph import Program, read
 from autopar.problem.keeping import best_kept
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, sections_of, table_of
 from autopar.problem.prices import Prices
-from autopar.problem.remat import Levels, rematerialised
+from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
@@ -77,7 +79,11 @@ class Planner:
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
+    _plain: dict[tuple[Mesh, tuple[roles.Role, ...]], Model] = field(default_factory=dict)  # with nothing run again: levels of that share them
+    _levels: dict[str, Levels] = field(default_factory=dict)
+    _work: dict[str, Work] = field(default_factory=dict)
     remat: Levels = field(default_factory=dict)  # the blocks that are run again in all that is priced
+    settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # recipes on meshes that have room to spare: nothing to run again for
     missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
     @staticmethod
@@ -96,8 +102,8 @@ class Planner:
         far is shared."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
-        prices = self._prices if request.settings == self.request.settings else {}
-        return replace(self, request=request, remat={}, missing_bytes=[], _prices=prices)
+        shared = request.settings == self.request.settings
+        return replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _prices=self._prices if shared else {}, _plain=self._plain if shared else {})
 
     def table(self, ways: int, *, placed: bool) -> Table:
         """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""
@@ -125,11 +131,28 @@ class Planner:
         mesh, alike = at.mesh(0), at.device(0) == self.kernels.device
         if mesh not in self._prices:
             self._prices[mesh] = Prices(mesh, at.device(0), self.request.settings, self.kernels if alike else None)
-        prices = self._prices[mesh]
-        limit = self.request.limit_bytes
-        joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
-        made = build(self.program, self.clusters, joints, prices, limit, name, self.branches)
+        prices, key = self._prices[mesh], (mesh, tuple(used))
+        if key not in self._plain:
+            joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
+            self._plain[key] = build(self.program, self.clusters, joints, prices, math.inf, branches=self.branches)
+        made = self._plain[key].called(name, self.request.limit_bytes)
         return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels if alike else None), self.remat)
+
+    def levels(self, level: str) -> Levels:
+        """What all blocks keep at one of problem.remat.LEVELS, found once."""
+        if level not in self._levels:
+            self._levels[level] = levels(self.program, level)
+        return self._levels[level]
+
+    def again(self, level: str) -> list[str]:
+        """The Ops that run forward twice where all blocks are run again at `level`."""
+        return [name for scope, names in self.levels(level).items() for name in rerun(self.program, scope, names).again]
+
+    def work(self, level: str) -> Work:
+        """The least work of a step with all blocks run again at `level`, found once."""
+        if level not in self._work:
+            self._work[level] = Work.of(self.program, self.request.cluster.device, self.request.settings, self.again(level))
+        return self._work[level]
 
     def least_bytes(self) -> float:
         """Bytes per device without which no plan of one stage and one microbatch can be."""

@@ -3,10 +3,9 @@
     shapes       places, mesh of a place, microbatches          timetables   schedule and stages per place
     spaces       what a search or a named pipeline may have     kinds        places on unlike devices
     models       the Problems of one shape, and a solution      inner        all that is made of one graph, when first asked for
-    floor        the least that a step can take                 laid         one shape cut, timed, its memory counted
-    pricing      what a shape comes to                          explore      the walk through a space
-    frontier     step time against memory                       offloading   parameters and optimizer state on the host
-    alone        one part of the cluster against all of it
+    laid         one shape cut, timed, its memory counted       pricing      what a shape comes to
+    explore      the walk through a space                       frontier     step time against memory
+    offloading   parameters and optimizer state on the host     alone        one part of the cluster against all of it
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def best(inner: Inner, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(inner, SEARCH, float("inf"), began + request.time_limit_s / 2)
-    elsewhere = (lambda: NEARER * first.probe()) if several else None
+    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s)) if several else None
     try:
         flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, **about)
     except InfeasibleError as error:

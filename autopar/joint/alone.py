@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.joint.floor import Work
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import distinct
 from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
+from autopar.problem.floor import Work
 
 
 def compared(inner: Inner, made: Plan, best: Callable[[Inner], Plan]) -> Plan:

@@ -78,8 +78,9 @@ class Explorer:
         """The fastest step that is known, here or to others."""
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
-    def probe(self) -> float:
-        """Seconds of the fastest of the starts, each looked at once: what a later walk begins with."""
+    def probe(self, known_s: float) -> float:
+        """Seconds of the fastest of the starts, each looked at once, and of what others have by now: what a later walk begins with."""
+        self.known_s = min(self.known_s, known_s)
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
             self.visit(shape, NEARER)
@@ -105,7 +106,7 @@ class Explorer:
             self._polish(best)
 
     def _walk(self, shapes: list[Shape]) -> None:
-        begin = shapes if len(shapes) <= FEW else self._starts(shapes)
+        begin = shapes if len(shapes) <= FEW and not self.wider else self._starts(shapes)
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
         while (at := self._promising()) is not None:
@@ -148,6 +149,8 @@ class Explorer:
         while True:
             self.visit(shape, self._near)
             here_s = self._reached_s(shape)
+            if shape in self.beaten and self.wider:
+                return  # far from what the walk around this one has found
             fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
             if here_s >= before_s or not fewer:
                 return

@@ -12,8 +12,7 @@ from functools import cached_property
 from torch import fx
 
 from autopar.cluster import Device, Mesh, Places
-from autopar.errors import InfeasibleError, PlanError
-from autopar.joint.floor import Work
+from autopar.errors import PlanError
 from autopar.joint.kinds import Ground, Weights, grounds
 from autopar.joint.models import Chosen, Mixed, Models
 from autopar.joint.shapes import Shape
@@ -25,12 +24,11 @@ from autopar.pipeline.units import Unit, units
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Frame
+from autopar.problem.floor import Work
 from autopar.problem.graph import Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
-from autopar.problem.remat import Levels, levels
-from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
@@ -54,9 +52,8 @@ class Inner:
         self._shared: dict[int, Microbatching] = {}
         self._held: dict[str, float] = {}
         self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
-        self._levels: dict[str, Levels] = {}
         self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
-        self._work: dict[tuple[str, bool], Work] = {}
+        self._mixed: dict[str, Work] = {}  # on places that are not alike
         self._paces: dict[Device, float] = {}
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
@@ -83,13 +80,13 @@ class Inner:
 
     def work(self, places: int, level: str = "none") -> Work:
         """The least work of a step on one place or on several, with all blocks run again at one of problem.remat.LEVELS."""
-        cluster, program, settings = self.request.cluster, self.whole.program, self.request.settings
-        key = (level, places > 1 and bool(cluster.parts))
-        if key not in self._work:
-            again = [name for scope, names in self.levels(level).items() for name in rerun(program, scope, names).again]
-            self._work[key] = (Work.mixed(program, [(part.device, part.devices) for part in cluster.parts], settings, again) if key[1] else
-                               Work.of(program, cluster.device, settings, again))
-        return self._work[key]
+        parts = self.request.cluster.parts
+        if places == 1 or not parts:
+            return self.whole.work(level)
+        if level not in self._mixed:
+            self._mixed[level] = Work.mixed(self.whole.program, [(part.device, part.devices) for part in parts], self.request.settings,
+                                            self.whole.again(level))
+        return self._mixed[level]
 
     def pace(self, device: Device) -> float:
         """How often in a second one device can do all operators at its best rates."""
@@ -176,24 +173,15 @@ class Inner:
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
-        least_bytes = sum(float(node.memory_bytes.min()) for node in model.problem.nodes)
-        if least_bytes > limit_bytes:  # seen before anything is searched
-            raise InfeasibleError(f"no choice of layouts needs less than {least_bytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are there")
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
                     ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust))
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
-
-    def levels(self, level: str) -> Levels:
-        """What all blocks keep at one of problem.remat.LEVELS, found once."""
-        if level not in self._levels:
-            self._levels[level] = levels(self.whole.program, level)
-        return self._levels[level]
 
     def held_bytes(self, shape: Shape, level: str) -> float:
         """Bytes of each device if all that is held were cut evenly over all of them, each place with one microbatch at least."""
         if level not in self._held:
             self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
-                                            self.request.settings, self.levels(level))
+                                            self.request.settings, self.whole.levels(level))
         rest = self.rest_bytes / self.request.cluster.devices
         return rest + (self._held[level] - rest) / shape.microbatches
 

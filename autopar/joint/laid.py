@@ -125,7 +125,7 @@ def _assembled(here: _Laying, cuts: Cuts) -> Plan:
     """The plan cut into stages, without a prediction."""
     inner, shape, chosen = here.inner, here.shape, here.chosen
     rerun = chosen.all_again or any(cuts.again)
-    remat = inner.levels(chosen.level) if rerun else {}
+    remat = inner.whole.levels(chosen.level) if rerun else {}
     run_again = replace(here.flat, remat={scope: tuple(names) for scope, names in remat.items()})
     made = pipelined(run_again, inner.whole.program, cuts.bounds, here.table.kind.schedule, shape.places, inner.shared(shape.microbatches),
                      shape.microbatches)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.joint.floor import least_wait
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found, lay
 from autopar.joint.models import Models
@@ -18,6 +17,7 @@ from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Timetable, timetable
 from autopar.onestage import FULL
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.problem.floor import least_wait
 from autopar.problem.remat import LEVELS
 
 Way = TypeVar("Way")

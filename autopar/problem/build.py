@@ -47,6 +47,10 @@ class Model:
         """The same with other room in memory."""
         return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=replace(self.problem, memory_limit_bytes=limit_bytes))
 
+    def called(self, name: str, limit_bytes: float) -> Model:
+        """The same with another name and other room in memory."""
+        return replace(self, problem=replace(self.problem, name=name, memory_limit_bytes=limit_bytes))
+
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""
         found: Decisions = {}

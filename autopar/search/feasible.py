@@ -39,6 +39,16 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
         f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give more time")
 
 
+def check_room(problem: Problem) -> None:
+    """Raises InfeasibleError where the limit is below what every node and every net needs at least by itself: no search is needed to see that."""
+    if np.isinf(problem.memory_limit_bytes):
+        return
+    nodes = sum(float(node.memory_bytes[np.isfinite(node.cost_s)].min(initial=np.inf)) for node in problem.nodes)
+    nets = sum(float(net.memory_bytes[np.isfinite(net.cost_s)].min(initial=np.inf)) for net in problem.nets if net.uses)
+    if np.isfinite(nodes + nets) and nodes + nets > problem.memory_limit_bytes * (1 + GAP):
+        raise shortfall(problem, nodes + nets)
+
+
 def in_bytes(problem: Problem) -> Problem:
     """`problem` with bytes for seconds, without limit and groups: its optimum is the solution of least memory."""
     nodes = tuple(replace(node, cost_s=np.where(np.isfinite(node.cost_s), node.memory_bytes, np.inf),
@@ -60,10 +70,10 @@ def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:
 
 
 def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
-    """The error that says what is missing, given the least memory that any solution reaches."""
+    """The error that says what is missing, given bytes that no solution is below."""
     limit = problem.memory_limit_bytes
     return InfeasibleError(
-        f"problem {problem.name}: the solution of least memory needs {_size(least_bytes)} per device, the limit is "
+        f"problem {problem.name}: every solution needs {_size(least_bytes)} per device or more, the limit is "
         f"{_size(limit)}: {_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model",
         missing_bytes=least_bytes - limit)
 

@@ -11,7 +11,7 @@ import time
 
 from autopar.problem.types import Problem, Solution
 from autopar.search.descent import better, descend
-from autopar.search.feasible import least_memory
+from autopar.search.feasible import check_room, least_memory
 
 
 def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
@@ -20,6 +20,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     Raises InfeasibleError with the shortfall when nothing fits.
     """
     deadline = time.perf_counter() + time_limit_s
+    check_room(problem)
     found = descend(problem, None, deadline)
     if start is not None:
         found = better(problem, better(problem, start, descend(problem, start, deadline)), found)

@@ -13,6 +13,7 @@ from autopar.problem.types import Problem, Solution
 from autopar.search import dual, greedy
 from autopar.search.descent import better, fits
 from autopar.search.exact import GAP, minimise
+from autopar.search.feasible import check_room
 
 
 def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
@@ -25,6 +26,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     Deterministic for a seed unless time runs out. Raises InfeasibleError with the shortfall when nothing fits.
     """
     deadline = time.perf_counter() + time_limit_s
+    check_room(problem)
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
     found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
@@ -37,6 +39,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
 def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
     several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
+    check_room(problem)
     small, restore = allowed(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
     seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s)

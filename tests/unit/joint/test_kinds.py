@@ -17,7 +17,6 @@ from autopar.cluster.mixed import join
 from autopar.errors import InfeasibleError
 from autopar.joint import explore, laid
 from autopar.joint.explore import Explorer
-from autopar.joint.floor import least_wait
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Weights
 from autopar.joint.models import Mixed
@@ -27,6 +26,7 @@ from autopar.memory import predict
 from autopar.onestage import CLOSE
 from autopar.pipeline.balance import Cuts
 from autopar.plan import Plan
+from autopar.problem.floor import least_wait
 from autopar.problem.graph import read
 from autopar.problem.settings import Settings
 from autopar.recipes import roles

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from autopar.problem.types import Problem
-from autopar.search.state import Penalty, State, scale_s
+from autopar.search.state import TOLERANCE, Penalty, State, scale_s
 
 _SWEEPS = 4  # there and back twice: what message passing starts from need not be a local optimum
 _RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
@@ -38,22 +38,31 @@ def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, st
 
 
 def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
-    """Coordinate descent, forwards and backwards, until no move helps, time is up or it has gone round often enough."""
+    """Coordinate descent, forwards and backwards, until no move helps, time is up or it has gone round often enough. Nodes that are well where
+    they are, are not looked at before a neighbour moves or the way back begins."""
     order = list(range(len(state.choice)))
+    restless = np.array([c < 0 for c in state.choice])
+    if not restless.any():
+        restless = state.restless(penalty)
     for _ in range(_SWEEPS):
-        changed = False
-        for v in order:
-            if state.own[v].shape[1] == 1 and state.choice[v] >= 0:
-                continue  # it has nowhere to go
-            scores = state.score(state.after_all(v), penalty)
-            c = int(scores.argmin())
-            now = state.choice[v]
-            if now < 0 or scores[c] < scores[now] - 1e-12 * abs(scores[now]):
-                state.move(v, c)
-                changed = True
-        order.reverse()
-        if not changed or time.perf_counter() > deadline:
+        if not restless.any():
             return
+        for v in order:
+            if restless[v]:
+                _settle(state, v, penalty, restless)
+        if time.perf_counter() > deadline:
+            return
+        order.reverse()
+        restless = state.restless(penalty)
+
+
+def _settle(state: State, v: int, penalty: Penalty, restless: np.ndarray) -> None:
+    """Moves node `v` to its best choice, and says of its neighbours that they may want to move then."""
+    scores = state.score(state.after_all(v), penalty)
+    c, now = int(scores.argmin()), state.choice[v]
+    if now < 0 or scores[c] < scores[now] - TOLERANCE * abs(scores[now]):
+        state.move(v, c)
+        restless[state.near[v]] = True
 
 
 def fits(problem: Problem, choice: tuple[int, ...]) -> bool:

@@ -1,8 +1,8 @@
 """A solution under change: what moving one node would cost, for many of its choices at once.
 
 A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds its own row of
-choices to it, every net the distinct columns that its readers ask for; only what touches the moved node is computed again, so
-a sweep over nodes that stay where they are costs next to nothing.
+choices to it, every net the distinct columns that its readers ask for. What each choice of each node would change is kept, side by
+side; a move makes only that of its neighbours stale, so to ask which nodes would rather be elsewhere costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.problem.types import Net, Node, Problem
 
+TOLERANCE = 1e-12  # relative: differences below are rounding
 _FIXED = 3  # seconds, bytes, forbidden pairs; the groups follow
 
 
@@ -33,18 +34,24 @@ class State:
         self.slots = [self._slots(net) for net in problem.nets]
         self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]  # lists: read one by one
         self.own = [self._node_features(node) for node in problem.nodes]
-        self.touching: list[list[int]] = [[] for _ in problem.nodes]
+        self.touching: list[list[tuple[int, list[np.ndarray]]]] = [[] for _ in problem.nodes]  # nets, and the columns that the node asks for
         for t, net in enumerate(problem.nets):
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
-                self.touching[v].append(t)
-        self.near = [sorted({w for t in near for w in _members(problem.nets[t])} - {v}) for v, near in enumerate(self.touching)]
+                self.touching[v].append((t, [use.column for use in net.uses if use.node == v]))
+        self.near = [sorted({w for t, _ in near for w in _members(problem.nets[t])} - {v}) for v, near in enumerate(self.touching)]
+        self.starts = np.cumsum([0, *(own.shape[1] for own in self.own)])
+        self._changes = np.zeros((self._rows, int(self.starts[-1])))  # by choice of every node: what it would add to the totals
+        self._stale = set(range(len(problem.nodes)))  # nodes with a neighbour that has moved
+        self.choice = [-1] * len(problem.nodes)
         self.reset(choice)
 
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
-        """Takes `choice` and counts everything anew."""
+        """Takes `choice` and counts the totals anew."""
+        for v, (before, c) in enumerate(zip(self.choice, choice, strict=True)):
+            if before != c:
+                self._stale.update((v, *self.near[v]))
         self.choice = list(choice)
         self.totals = np.zeros((self._rows, 1))
-        self._whole: list[np.ndarray | None] = [None] * len(choice)  # the contribution of all choices, until a neighbour moves
         for v, c in enumerate(choice):
             if c >= 0:
                 self.totals[:, 0] += self.own[v][:, c]
@@ -55,25 +62,36 @@ class State:
 
     def move(self, v: int, c: int) -> None:
         """Puts node `v` on choice `c`."""
-        self.totals = self.after(v, np.array([c]))
+        changes = self._changes_of(v)
+        self.totals = self.totals + changes[:, c:c + 1]
+        changes -= changes[:, c:c + 1].copy()
         self.choice[v] = c
-        for w in self.near[v]:
-            self._whole[w] = None
+        self._stale.update(self.near[v])
 
     def after(self, v: int, choices: np.ndarray) -> np.ndarray:
         """Totals, one column for each of `choices` of node `v`."""
-        return np.asarray(self.totals - self._before(v) + self._contribution(v, choices))
+        return np.asarray(self.totals + self._changes_of(v)[:, choices])
 
     def after_all(self, v: int) -> np.ndarray:
         """Totals, one column for every choice of node `v`."""
-        whole = self._whole[v]
-        if whole is None:
-            whole = self._whole[v] = self._count(v, np.arange(self.own[v].shape[1]))
-        return np.asarray(self.totals - self._before(v) + whole)
+        return np.asarray(self.totals + self._changes_of(v))
 
-    def _before(self, v: int) -> np.ndarray:
-        """What of the totals node `v` accounts for where it is."""
-        return self._contribution(v, np.array([self.choice[v]])) if self.choice[v] >= 0 else self._idle(v)
+    def restless(self, penalty: Penalty) -> np.ndarray:
+        """Whether each node would be better off elsewhere, all others staying where they are; all nodes are placed."""
+        for v in list(self._stale):
+            self._changes_of(v)
+        best = np.minimum.reduceat(self.score(self.totals + self._changes, penalty), self.starts[:-1])
+        now = float(self.score(self.totals, penalty)[0])
+        return np.asarray(best < now - TOLERANCE * abs(now))
+
+    def _changes_of(self, v: int) -> np.ndarray:
+        """What each choice of node `v` would add to the totals, a view."""
+        changes = self._changes[:, self.starts[v]:self.starts[v + 1]]
+        if v in self._stale:
+            whole, now = self._count(v), self.choice[v]
+            changes[:] = whole - (whole[:, now:now + 1] if now >= 0 else self._idle(v))
+            self._stale.discard(v)
+        return changes
 
     def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
         """Seconds of each column, penalties included."""
@@ -95,27 +113,23 @@ class State:
     def _idle(self, v: int) -> np.ndarray:
         """What the nets that `v` reads cost before it is placed."""
         out = np.zeros((len(self.totals), 1))
-        for t in self.touching[v]:
+        for t, _ in self.touching[v]:
             net = self.problem.nets[t]
             if net.producer != v and self.choice[net.producer] >= 0:
                 row = net.row[self.choice[net.producer]]
                 out[self.slots[t], 0] += self.tables[t][:, row, self._columns(t, v)].sum(1)
         return out
 
-    def _contribution(self, v: int, choices: np.ndarray) -> np.ndarray:
-        """What each of `choices` of node `v` adds, with all others as they are."""
-        whole = self._whole[v]
-        return self._count(v, choices) if whole is None else whole[:, choices]
-
-    def _count(self, v: int, choices: np.ndarray) -> np.ndarray:
-        out = self.own[v][:, choices]
-        for t in self.touching[v]:
+    def _count(self, v: int) -> np.ndarray:
+        """What each choice of node `v` accounts for, with all others as they are."""
+        out = self.own[v].copy()
+        for t, own in self.touching[v]:
             net, table = self.problem.nets[t], self.tables[t]
             columns = self._columns(t, v)
             if net.producer == v:
-                out[self.slots[t]] += table[:, :, columns].sum(2)[:, net.row[choices]]
+                out[self.slots[t]] += table[:, :, columns].sum(2)[:, net.row]
             elif self.choice[net.producer] >= 0:
-                out[self.slots[t]] += _reading(table[:, net.row[self.choice[net.producer]]], net, v, choices, columns)
+                out[self.slots[t]] += _reading(table[:, net.row[self.choice[net.producer]]], own, columns)
         return out
 
     def _columns(self, t: int, v: int) -> list[int]:
@@ -141,19 +155,16 @@ def _members(net: Net) -> list[int]:
     return [net.producer, *(use.node for use in net.uses)]
 
 
-def _reading(row: np.ndarray, net: Net, v: int, choices: np.ndarray, columns: list[int]) -> np.ndarray:
-    """Cost of a net, one column for each of `choices` of its reader `v`, when others ask for `columns`. `row` is [slots, columns]."""
-    total = np.repeat(row[:, columns].sum(1)[:, None], len(choices), axis=1)
-    seen: list[np.ndarray] = [np.full(len(choices), c) for c in columns]
-    for use in net.uses:
-        if use.node == v:
-            column = use.column[choices]
-            new = np.ones(len(choices), bool)
-            for other in seen:
-                new &= other != column
-            total += row[:, column] * new
-            seen.append(column)
-    return total
+def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.ndarray:
+    """Cost of a net, one column for each choice of a reader whose uses ask for the columns `own`, when others ask for `columns`. `row` is
+    [slots, columns]."""
+    rest = row.copy()
+    rest[:, columns] = 0.0  # there anyway
+    total = rest[:, own[0]] + row[:, columns].sum(1)[:, None]
+    for i, column in enumerate(own[1:], start=1):
+        new = np.all([column != other for other in own[:i]], axis=0)
+        total += rest[:, column] * new
+    return np.asarray(total)
 
 
 def _features(net: Net) -> np.ndarray:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
 settings.load_profile("without deadlines")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_not_garbage() -> Iterator[None]:
+    """Models captured for one file are kept for the next ones. Python's collector would walk all of them again and again, in the end for most
+    of the time of a test."""
+    yield
+    gc.collect()
+    gc.freeze()

@@ -25,7 +25,7 @@ def run(folder, data):
 
 
 @pytest.mark.parametrize(("name", "recipe"), [
-    ("hf-llama", "tp"), ("hf-t5", "zero3"), ("hf-bert", "tp_sp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hf-vit", "ddp"), ("hf-gpt2", "megatron"))),
+    ("hf-llama", "tp"), ("hf-bert", "tp_sp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hf-t5", "zero3"), ("hf-vit", "ddp"), ("hf-gpt2", "megatron"))),
 ])
 def test_a_folder_saved_from_a_model_on_meta_runs(name, recipe, tmp_path):
     empty, real = loaded(name, "meta"), loaded(name, "cpu")

@@ -12,7 +12,7 @@ from autopar.cli.app import app
 from autopar.cluster import Cluster
 
 
-@pytest.mark.parametrize("recipe", ["megatron", "zero3"])
+@pytest.mark.parametrize("recipe", [pytest.param("megatron", marks=pytest.mark.slow), "zero3"])
 def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
     plan, cluster, trace = tmp_path / "plan.json", tmp_path / "c.toml", tmp_path / "t.json"
     ran = CliRunner().invoke(app, ["plan", "models/gpt.py:tiny", "--cluster", "cpu:1x2", "--seq", "16", "--recipe", recipe, "-o", str(plan)], catch_exceptions=False)

@@ -103,7 +103,8 @@ def test_a_small_device_limits_one_stage() -> None:
         onestage.plan(graph(), {"b": BATCH}, Request(cluster, recipe="ddp"))
 
 
-@pytest.mark.parametrize(("times", "memory"), [(2.0, 1.0), pytest.param(3.0, 3e-4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("times", "memory"), [(2.0, 1.0), (3.0, 3e-4)])
+@pytest.mark.slow
 def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tests/unit/joint/test_best.py has it, of all shapes, timetables and orders of the parts."""
     monkeypatch.setattr(explore, "FEW", 4)

@@ -199,7 +199,7 @@ def test_cross_entropy(name):
     def function(m, x, y):
         return F.cross_entropy((x @ m.w).view(-1, 6), y.view(-1), **options)
 
-    gm = normalized(function, data(4, 3, 6), labels, dims={"x": {0: B, 1: S}, "y": {0: B, 1: S}})
+    gm = normalized(function, data(4, 3, 6), labels, dims={"x": {0: B, 1: S}, "y": {0: B, 1: S}} if name in ("mean", "ignore") else None)
     if name != "none":
         assert "aten.reshape.default" not in targets(gm)
     assert "aten.cross_entropy_loss.default" not in targets(gm)

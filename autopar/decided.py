@@ -9,10 +9,12 @@ from autopar.layout import fraction, parse
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.pairs import pair
+from autopar.problem.tiling import tiled
 from autopar.recipes.kinds import kind
 from autopar.rules import derived, unknown
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
+from autopar.rules.tiles import WEIGHT
 
 
 def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
@@ -30,6 +32,13 @@ def local_share(plan: Plan, ref: Ref) -> float:
     """The share of a value that one rank has where it is made."""
     value = plan.nodes[ref[0]].outs[ref[1]].split("|")[0]
     return fraction(parse(value), plan.mesh)
+
+
+def tiling_notes(program: Program, plan: Plan) -> list[str]:
+    """Which weights are gathered in tiles, if any are."""
+    found = [f"{program.ops[program.following.get(ref, ref)].fqn or ref} in {count}" for name, count in tiled(plan.runs).items()
+             for ref in [program.ops[name].operands[WEIGHT][0]]]
+    return [f"too large to be gathered whole, gathered and used in tiles: {', '.join(dict.fromkeys(found))}"] if found else []
 
 
 def rule_notes(program: Program, rules: Mapping[Any, Rule] | None) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.decided import rule_notes
+from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
 from autopar.memory import predict
 from autopar.plan import Alternative, Plan, Predicted
@@ -271,7 +271,8 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
     made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
-    notes = (*filter(None, [price(best.model, best.solution.choice)]), *rule_notes(planner.program, planner.request.rules))
+    notes = (*filter(None, [price(best.model, best.solution.choice)]), *tiling_notes(planner.program, made),
+             *rule_notes(planner.program, planner.request.rules))
     about = {**about, "notes": (*about.get("notes", ()), *notes)}
     peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
     predicted = Predicted(cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)

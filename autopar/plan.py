@@ -139,6 +139,11 @@ class Plan:
         return len(self.stages) > 1 or self.microbatches > 1
 
     @property
+    def runs(self) -> dict[str, tuple[str, ...]]:
+        """The runtime algorithms of each node, one per mesh axis."""
+        return {name: node.runs for name, node in self.nodes.items()}
+
+    @property
     def micro_hints(self) -> dict[str, int]:
         """The sizes of one microbatch, by symbol."""
         return {name: size // self.microbatches if name == "b" else size for name, size in self.hints.items()}

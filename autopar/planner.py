@@ -25,11 +25,12 @@ from autopar.problem.graph import Program, read
 from autopar.problem.keeping import best_kept
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
-from autopar.problem.options import Sections, sections_of, table_of
+from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
 from autopar.problem.prices import Prices
 from autopar.problem.remat import Levels, levels, rematerialised
 from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices
+from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
@@ -76,7 +77,8 @@ class Planner:
     branches: Branches
     kernels: Kernels
     forward_kernels: Kernels
-    _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+    tiles: Tiles = untiled
+    _tables: dict[tuple[int, bool, bool], Table] = field(default_factory=dict)
     _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
     _plain: dict[tuple[Mesh, tuple[roles.Role, ...]], Model] = field(default_factory=dict)  # with nothing run again: levels of that share them
@@ -87,15 +89,15 @@ class Planner:
     missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
 
     @staticmethod
-    def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> Planner:
-        """Read the graph at the planned sizes."""
+    def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, planned: Mapping[str, Sequence[str]] | None = None) -> Planner:
+        """Read the graph at the planned sizes. The runtime algorithms of `planned` (by node) are among the options, whatever device they were planned for."""
         program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
         sections = sections_of(program, request.rules)
         whole = table_of(program, 1, sections, request.rules)
         clusters = build_clusters(program, whole)
         device, settings = request.cluster.device, request.settings
         return Planner(program, request, sections, clusters, find_branches(program, clusters), Kernels(device, settings),
-                       Kernels(device, replace(settings, mode="inference")))
+                       Kernels(device, replace(settings, mode="inference")), large(request.limit_bytes, planned or {}))
 
     def anew(self, request: Request) -> Planner:
         """The same program for another request on the same cluster, with settings that differ at most in what is on the host; what was found so
@@ -105,18 +107,18 @@ class Planner:
         shared = request.settings == self.request.settings
         return replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _prices=self._prices if shared else {}, _plain=self._plain if shared else {})
 
-    def table(self, ways: int, *, placed: bool) -> Table:
-        """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`."""
-        key = (ways, placed)
+    def table(self, ways: int, *, placed: bool, tiled: bool = False) -> Table:
+        """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`, large weights in tiles where `tiled`."""
+        key = (ways, placed, tiled)
         if key not in self._tables:
-            self._tables[key] = {name: options + (self.branches.options(self.program.ops[name], ways) if placed else [])
-                                 for name, options in table_of(self.program, ways, self.sections, self.request.rules).items()}
+            found = table_of(self.program, ways, self.sections, self.request.rules, self.tiles if tiled else untiled)
+            self._tables[key] = {name: options + (self.branches.options(self.program.ops[name], ways) if placed else []) for name, options in found.items()}
         return self._tables[key]
 
     def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
         """Options of every cluster on an axis of `ways` ranks with that role."""
         if (role, ways) not in self._joints:
-            table, allow = self.table(ways, placed=role is roles.anything), role(ways)
+            table, allow = self.table(ways, placed=role is roles.anything, tiled=role in roles.GATHERING), role(ways)
             self._joints[role, ways] = [join(cluster, table, allow) for cluster in self.clusters]
         return self._joints[role, ways]
 

@@ -95,7 +95,7 @@ def settings(plan: Plan) -> Settings:
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)))
+    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)), plan.runs)
     planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 

@@ -20,6 +20,7 @@ from autopar.layout import cutters, dim_of, show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
 from autopar.rules import halo as windows
+from autopar.rules import tiles
 from autopar.rules.arguments import given
 from passes import ops
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded",
-            "vocab_cross_entropy_sum", "vocab_embedding")
+            "tiled_linear", "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -107,6 +108,14 @@ def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
     return f"ring_attention({', '.join(call.args[:3])}{kept}, rows={rows}, axes={axes}, mesh=MESH)"
 
 
+def _tiled(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    name = "tiled_linear" if tiles.BY_OUTPUTS[op.target] else "tiled_matmul"
+    context.algorithms[name] = None
+    (axis,) = axes
+    named = "".join(f", {key}={text}" for key, text in call.kwargs.items())
+    return f"{name}({', '.join(call.args)}{named}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, mesh=MESH)"
+
+
 def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     """The operator on images with borders, padded along the dims that are cut."""
     context.algorithms["halo"] = None
@@ -167,6 +176,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "own_experts": _experts,
     "own_groups": _own_groups,
     "ring": _ring,
+    **{tiles.name(count): _tiled for count in tiles.COUNTS},
 }
 
 OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar import onestage
 from autopar.cluster import Cluster
-from autopar.decided import rule_notes
+from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.alone import compared
@@ -145,6 +145,7 @@ def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
 def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
     predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s),
                           best.places_bytes if best.table.places > 1 else ())
-    notes = (*about.get("notes", ()), *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
+    notes = (*about.get("notes", ()), *tiling_notes(inner.whole.program, best.plan),
+             *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

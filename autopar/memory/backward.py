@@ -137,6 +137,7 @@ class Backward:
         if any(weight and value.grad_bytes for weight, value in zip(op.weight, step.ins, strict=True)):
             self.waiting_bytes += sum(slot.nbytes for slot in slots)
         self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits))
+        self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):
             if value.grad_bytes:
                 handed = hands_on(op, index, step.local) and value.leaf is None

@@ -17,8 +17,10 @@ from autopar.memory.operators import COPIED, DROPOUT, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.inner import sites
 from autopar.problem.looking import looks
 from autopar.problem.saved import HOLDERS
+from autopar.rules.tiles import WEIGHT
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +207,16 @@ class Forward:
             self.frame.append(storage)
         runs = self.shares.plan.nodes[op.name].runs
         self.book.new("temporaries", op.name, op.where, forward_bytes(local, runs, self.habits))
+        self.passing(op, backward=False)
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
+
+    def passing(self, op: Op, *, backward: bool) -> None:
+        """Parts of weights that an algorithm of `op` gathers, and of their whole gradients, which are there while it runs only."""
+        for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
+            if algorithm.gathers:
+                weight = self.program.ops[op.operands[WEIGHT][0]]
+                for kind, nbytes in zip(("gathered weights", "whole gradients"), algorithm.gathers[backward](site), strict=True):
+                    self.book.new(kind, named(weight), weight.where, nbytes)
 
     def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
         """What an operator makes: nothing where it runs in the kernel of its reader, whose backward works from what this one read."""

@@ -14,6 +14,7 @@ import torch
 from autopar.memory.habits import Habits
 from autopar.problem.graph import Op
 from autopar.problem.looking import looks
+from autopar.rules import tiles
 from passes import ops
 from passes.tables import BINARY
 
@@ -110,10 +111,25 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
     return looks(op) and op.target not in _COPIES_GRADIENT
 
 
+def _tiled(local: Local, count: int) -> tuple[float, float]:
+    """Of a product in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward. Parts of results and gradients, and where
+    parts add up the one that is added; of 16-bit numbers the sum is as wide as two of them."""
+    (x, *_), y, sums = local.ins, local.out, 2 if local.op.call.outs[0].itemsize < 4 else 1
+    if tiles.BY_OUTPUTS[local.op.target]:
+        return y / count, y / count + sums * x * local.op.call.ins[0].grad
+    return x / count + sums * y, x / count
+
+
+def _tiles(runs: Sequence[str]) -> int:
+    return max(map(tiles.tiles, runs), default=1)
+
+
 def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporaries of the forward of one call; `runs` are its runtime algorithms."""
     if in_place(local.op, habits):
         return 0.0
+    if _tiles(runs) > 1:
+        return _tiled(local, _tiles(runs))[0]
     return SPLIT_LOSS[0](local) if "cross_entropy" in runs else FORWARD.get(local.op.target, nothing)(local)
 
 
@@ -123,6 +139,8 @@ def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
         return 0.0
     if "cross_entropy" in runs:
         return SPLIT_LOSS[1](local)
+    if _tiles(runs) > 1:
+        return _tiled(local, _tiles(runs))[1]
     if local.op.target in BINARY and local.op.target not in BACKWARD:
         return _reduced(local)
     return BACKWARD.get(local.op.target, nothing)(local)

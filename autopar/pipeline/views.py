@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from autopar.plan import Plan, Stage
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.saved import HOLDERS
+from autopar.problem.tiling import tiled
 
 RESULTS = ("loss", "output", "mutation")
 
@@ -33,7 +34,7 @@ class View:
     results: tuple[tuple[int, Op], ...]
     separable: bool = True
     """Whether the backward may be taken apart. Every weight must meet what is received, or torch loses its gradient; and blocks that are
-    run again for the backward would be run again once more for each group of weights."""
+    run again for the backward would be run again once more for each group of weights, and weights that are gathered in tiles gathered so."""
 
     def runs(self, name: str) -> bool:
         """Whether the top-level operator `name` runs here."""
@@ -59,7 +60,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
         outside = {r: None for r in wanted if r not in made[index] and r not in totals and program.ops[r[0]].role not in HOLDERS}
         arriving[index] = {**_unfinished(program, plan.stages[index]), **outside}
     assert not arriving[0], f"nothing can come before the first stage, but {list(arriving[0])} would"
-    found = []
+    found, in_tiles = [], tiled(plan.runs)
     for index, stage in enumerate(plan.stages):
         names = dict.fromkeys(ref[0] for ref in reads[index])
         holders = {name: None for name, op in program.ops.items() if name in names and op.role in HOLDERS}
@@ -70,7 +71,8 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
             given=tuple(r for r in totals if r in reads[index]),
             receives=tuple(arriving[index]), sends=tuple(arriving[index + 1]),
             results=tuple((i, op) for i, op in _results(program) if owners[i] == index),
-            separable=not any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items()) and _separable(program, stage, arriving[index])))
+            separable=not any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items())
+            and not any(name in ops[index] or program.ops[name].scope in stage.blocks for name in in_tiles) and _separable(program, stage, arriving[index])))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
 from autopar.problem.lanes import in_lanes, whole
-from autopar.problem.nets import Choice, Link, links_of, net_bytes, node_bytes, step_s
+from autopar.problem.nets import Choice, Link, links_of, net_bytes, node_bytes, passing_bytes, step_s
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, kept
@@ -153,7 +153,8 @@ def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, pric
                 work_s, under_s = prices.work_s(op, chosen)
                 seconds[i] += work_s
                 hide[i] += under_s
-    return Node(cluster.name, labels, seconds, node_bytes(index, cluster, options, keeps, prices), hide, group)
+    held, live = node_bytes(index, cluster, options, keeps, prices), passing_bytes(cluster, options, prices)
+    return Node(cluster.name, labels, seconds, held if live is None else held + live, hide, group, live_bytes=live)
 
 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from autopar.layout import NO_GRAD, dim_of, is_shard
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules.language import Option, Use
+from autopar.rules.tiles import tiles
 
 Allow = Callable[[Op, Option], bool]
 Table = Mapping[str, Sequence[Option]]  # op name -> options on one axis
@@ -175,7 +176,7 @@ def _distinct(cluster: Cluster, joints: Sequence[Joint], inner: Mapping[str, int
     for joint in joints:
         outer = tuple(use for op, option in zip(cluster.members, joint.options, strict=True)
                       for ref, use in zip(op.operands, option.ins, strict=op.role == "op") if ref[0] not in inner)
-        key = (outer, joint.options[-1].outs)
+        key = (outer, joint.options[-1].outs, tuple(option.run for option in joint.options if tiles(option.run) > 1))
         work = sum(option.split for option in joint.options)
         if key not in best or work > best[key][0]:
             best[key] = (work, joint)

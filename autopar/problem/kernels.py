@@ -19,6 +19,7 @@ from autopar.layout import Layout, fraction
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
 from autopar.problem.settings import Settings
+from autopar.rules import tiles
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Site
@@ -67,11 +68,13 @@ class _Shard:
 
     def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
         self.device, self.settings = kernels.device, kernels.settings
-        self.op, self.options, self.sizes = op, options, sizes
+        self.op, self.sizes = op, sizes
+        self.used, self.tiled = sites(op, options, sizes), tiles.tiled(options)
+        self.options = tuple(map(tiles.as_worked, options)) if self.tiled > 1 else options
 
     def seconds(self) -> tuple[float, float]:
         """Forward, and backward."""
-        op, used = self.op, sites(self.op, self.options, self.sizes)
+        op, used = self.op, self.used
         share = math.prod(1.0 / n for o, n in zip(self.options, self.sizes, strict=True) if o.split)
         share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
         local = self._moved()
@@ -79,11 +82,20 @@ class _Shard:
         if op.target in INSIDE:
             inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes))
         forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
-        matmul = self._matmul(share)
-        ahead = self._kernel_s(op.flops * share, forward * local + inside, matmul, 0, local)
+        matmul, beside = self._matmul(share), self._beside_bytes()
+        ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0, local)
         if not (self.settings.training and op.graded):
             return ahead, 0.0
-        return ahead, self._kernel_s(op.backward_flops * share, backward * local + 2 * inside, matmul, 1, local)
+        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1, local)
+
+    def _beside_bytes(self) -> tuple[float, float]:
+        """What tiles read and write beside one pass over all tensors, forward and backward."""
+        found = [tiles.moved_bytes(site, by_outputs=tiles.BY_OUTPUTS[self.op.target]) for algorithm, site in self.used if algorithm.gathers]
+        return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+
+    def _kernels_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
+        """As `_kernel_s`, of as many kernels as there are tiles."""
+        return self.tiled * self._kernel_s(flops / self.tiled, nbytes / self.tiled, matmul, direction, local / self.tiled)
 
     def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
         """Seconds of the kernels of one direction (0 forward, 1 backward)."""
@@ -136,7 +148,10 @@ class _Shard:
         last = 1 if "conv" in getattr(op.target, "__name__", "") else len(sizes) - 1  # columns: channels of a convolution, features else
         n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
         m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
-        return m, n, max(1, int(op.flops * share / 2 / max(numel, 1)))
+        inner = max(1, int(op.flops * share / 2 / max(numel, 1)))
+        if self.tiled > 1 and tiles.BY_OUTPUTS[op.target]:
+            return m, max(1, n // self.tiled), inner
+        return m, n, max(1, inner // self.tiled)
 
     def _cut(self, layout: Layout, dim: int) -> int:
         """Into how many parts a layout cuts a dim."""

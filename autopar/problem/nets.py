@@ -22,6 +22,7 @@ from autopar.problem.types import Use
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.language import Use as TensorUse
+from autopar.rules.tiles import tiled
 
 Choice = tuple[Joint, ...]  # one joint option per axis
 Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among the members)
@@ -189,6 +190,17 @@ def node_bytes(index: int, cluster: Cluster, options: Sequence[Choice], keeps: K
         for (name, output), count in own:
             found[i] += prices.local_bytes(program.bytes_of((name, output)), lies(combo, place[name], output)) * count
     return found
+
+
+def passing_bytes(cluster: Cluster, options: Sequence[Choice], prices: Prices) -> np.ndarray | None:
+    """Bytes per device that operators of a cluster have of weights while they run only, under each choice; None where that is nothing."""
+    found = np.zeros(len(options))
+    for i, combo in enumerate(options):
+        for member, op in enumerate(cluster.members):
+            chosen = tuple(joint.options[member] for joint in combo)
+            if tiled(chosen) > 1:
+                found[i] += prices.passing_bytes(op, chosen)
+    return found if found.any() else None
 
 
 def lies(combo: Choice, member: int, output: int) -> Layout:

@@ -9,7 +9,7 @@ other outputs may stay cut (they are handed out as DTensors).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.layout import dim_of, is_shard, shard
@@ -19,13 +19,26 @@ from autopar.problem.resting import EACH
 from autopar.rules import options_for
 from autopar.rules.language import Option, Use, options
 from autopar.rules.rule import Rule
+from autopar.rules.tiles import in_tiles
 
 Sections = tuple[tuple[int, ...], ...]
 
 
-def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> dict[str, list[Option]]:
+Tiles = Callable[[Op, int], Sequence[int]]
+"""In how many tiles the weight of an Op may be gathered on an axis of so many ranks: the numbers that are offered."""
+
+
+def untiled(op: Op, ways: int) -> Sequence[int]:
+    """No weight is gathered in tiles."""
+    return ()
+
+
+def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None, tiles: Tiles = untiled) -> dict[str, list[Option]]:
     """The options of every Op on an axis of `ways` ranks, by name."""
     found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
+    for op in program.ops.values():
+        if counts := tiles(op, ways):
+            found[op.name] = found[op.name] + in_tiles(found[op.name], counts)
     for name in program.following:
         found[name] = found[name] + _of_gathered(found[name])
     return found

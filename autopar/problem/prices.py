@@ -79,7 +79,7 @@ class Prices:
         seconds, back = self.kernels.seconds(op, options, self.sizes)
         if not any(option.run for option in options):
             return seconds + back, 0.0
-        used = sites(op, options, self.sizes)
+        used = sites(op, options, self.sizes, self.settings.precision)
         shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
         if not (self.settings.training and op.graded):
             return seconds + shown, taken
@@ -161,6 +161,12 @@ class Prices:
         for index in op.copies:
             own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
+
+    def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Bytes per device of parts of weights that algorithms of one Op gather, and of their whole gradients, at the fullest moment of one run."""
+        directions = (0, 1) if self.settings.training and op.graded else (0,)
+        used = [(algorithm, site) for algorithm, site in sites(op, options, self.sizes, self.settings.precision) if algorithm.gathers]
+        return max(sum(sum(algorithm.gathers[direction](site)) for algorithm, site in used) for direction in directions)
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and

@@ -77,7 +77,7 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
                 seconds[i] += again_s
                 hide[i] += under_s
     plain, stays = (node_bytes(index, cluster, options, keeps, model.prices) for keeps in (before, after))
-    live = np.maximum(plain - stays, 0.0) / cluster.root.count
+    live = np.maximum(plain - stays, 0.0) / cluster.root.count + (0.0 if node.live_bytes is None else node.live_bytes)
     return replace(node, cost_s=np.where(placed, np.inf, node.cost_s + seconds), hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)
 
 

@@ -91,6 +91,10 @@ class StepPrices(Prices):
         """Nothing: kept by microbatches."""
         return 0.0
 
+    def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
+        """Nothing: there while a microbatch runs."""
+        return 0.0
+
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """Nothing: kept by microbatches."""
         return 0.0

@@ -113,6 +113,10 @@ def samples(ways: int) -> Allow:
     return lambda op, option: op.of_weights or (_samples(op, option, ways) and not _scattered_each(op, option))
 
 
+GATHERING: tuple[Role, ...] = (anything, zero3, samples)
+"""Roles that gather weights where they are used, those that are too large for that in tiles."""
+
+
 def tensor(ways: int) -> Allow:
     """Tensor parallel: work splits over weights and heads; every rank sees the whole batch and sequence."""
     def allow(op: Op, option: Option) -> bool:

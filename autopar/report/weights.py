@@ -3,7 +3,7 @@
     column      cut at rest and in use, the operator's result is cut with it (Megatron's column-parallel)
     row         cut at rest and in use, the operator leaves partial sums (row-parallel)
     vocabulary  cut along the vocabulary of an embedding or a loss, with the runtime's own algorithm
-    gathered    cut at rest, whole in use (ZeRO-3)
+    gathered    cut at rest, whole in use (ZeRO-3), all at once or in so many tiles
     once        cut at rest, gathered once per step (ZeRO-1, ZeRO-2)
     moved       cut at rest and in use, along different dims
     sliced      whole at rest, cut in use
@@ -25,6 +25,7 @@ from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.names import namings
+from autopar.rules.tiles import tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
 
 def _cut(reader: Op, axis: int, plan: Plan) -> str:
     node = plan.nodes[reader.name]
+    if node.runs and tiles(node.runs[axis]) > 1:
+        return f"gathered in {tiles(node.runs[axis])} tiles"
     if node.runs and node.runs[axis] in VOCABULARY:
         return "vocabulary"
     partial = any(Pair.of(out).value[axis].startswith("P") for out in node.outs)

@@ -9,6 +9,7 @@
     own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
     own_groups       rows are whole, each rank multiplies those of its own groups: nothing is sent
     expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
+    tiles<n>         rows are cut, the weight as it rests: it is gathered and used in n tiles, their gradients are scattered one by one
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.layout import dim_of, is_shard
-from autopar.rules import experts, halo, ring
+from autopar.layout import dim_of, is_placed, is_shard
+from autopar.rules import experts, halo, ring, tiles
 from autopar.rules.language import Option
 from autopar.rules.site import Inner, Inside, Site, once
 
@@ -29,7 +30,8 @@ class Algorithm:
     `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
     `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even. `inside` is what
     it holds and moves beside operands and outputs. `follow` are operands whose part on a rank must not depend on minor axes along the
-    dim that this one cuts of operand 0.
+    dim that this one cuts of operand 0. `apart` are operands of which no second axis may cut the dim that this one cuts. `gathers` are
+    bytes of gathered weights and of their whole gradients at its fullest moment, one for the forward and one for the backward.
     """
 
     forward: tuple[Inner, ...] = ()
@@ -39,6 +41,8 @@ class Algorithm:
     travels: tuple[int, ...] = ()
     inside: Inside | None = None
     follow: tuple[int, ...] = ()
+    apart: tuple[int, ...] = ()
+    gathers: tuple[Callable[[Site], tuple[float, float]], ...] = ()
 
     def inner(self, *, training: bool) -> tuple[Inner, ...]:
         """The inner collectives of one call, backward included when training."""
@@ -47,14 +51,13 @@ class Algorithm:
 
 def agree(options: Sequence[Option]) -> bool:
     """Whether one operator can do `options`, one per axis, major first."""
-    return not any(option.run and (_crowded(axis, options) or _behind(axis, options)) for axis, option in enumerate(options))
+    return not any(option.run and (_crowded(axis, options) or _behind(axis, options) or _aside(axis, options)) for axis, option in enumerate(options))
 
 
 def _crowded(axis: int, options: Sequence[Option]) -> bool:
     """Whether another axis cuts a dim that the algorithm on `axis` wants to cut alone."""
-    if not ALGORITHMS[options[axis].run].alone:
-        return False
-    cut = [(i, dim_of(use.value)) for i, use in enumerate(options[axis].ins) if is_shard(use.value)]
+    algorithm = ALGORITHMS[options[axis].run]
+    cut = [(i, dim_of(use.value)) for i, use in enumerate(options[axis].ins) if is_shard(use.value) and (algorithm.alone or i in algorithm.apart)]
     others = [other for index, other in enumerate(options) if index != axis]
     return any(_cuts(other, i, dim) for other in others for i, dim in cut)
 
@@ -64,6 +67,11 @@ def _behind(axis: int, options: Sequence[Option]) -> bool:
     2 key heads cut by the minor axis it has the second, which those do not attend to."""
     dim = dim_of(options[axis].ins[0].value) if is_shard(options[axis].ins[0].value) else -1
     return any(_cuts(minor, i, dim) for minor in options[axis + 1:] for i in ALGORITHMS[options[axis].run].follow)
+
+
+def _aside(axis: int, options: Sequence[Option]) -> bool:
+    """Whether only some ranks of another axis would run an algorithm that gathers weights, which all are to use."""
+    return bool(ALGORITHMS[options[axis].run].gathers) and any(is_placed(use.value) for option in options for use in (*option.ins, *option.outs))
 
 
 def _cuts(option: Option, operand: int, dim: int) -> bool:
@@ -86,4 +94,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "own_groups": Algorithm(),
     "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
+    **{tiles.name(count): Algorithm(tiles.FORWARD, tiles.BACKWARD, travels=(tiles.WEIGHT,), apart=(tiles.WEIGHT,), 
+                                    gathers=(tiles.forward_bytes, tiles.backward_bytes)) for count in tiles.COUNTS},
 }

@@ -14,13 +14,15 @@ from autopar.rules.language import Call, Option, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what is no tensor."""
+    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what is no tensor. `wider`: an
+    element of the sum of a weight's gradients has so many times the bytes of one of the weight."""
 
     operands: Sequence[Tensor]
     options: Sequence[Option]
     sizes: tuple[int, ...]
     axis: int = 0
     call: Call | None = None
+    wider: float = 1.0
 
     @property
     def ways(self) -> int:

@@ -66,10 +66,11 @@ def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return start_reduce_scatter(x, axis, mesh)()
 
 
-def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Callable[[], Tensor]:
-    """`reduce_scatter` in the background; the result comes from calling what this returns. `x` must not change until then."""
+def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None) -> Callable[[], Tensor]:
+    """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this returns. `x` must not
+    change until then."""
     x = x.contiguous()
-    out = x.new_empty(x.shape[1:])
+    out = x.new_empty(x.shape[1:]) if out is None else out
     work = _reduce_scatter(out, x.flatten(0, 1), group=mesh.group(axis), async_op=True)
 
     def finish() -> Tensor:

@@ -12,7 +12,7 @@ from autopar.cluster import Cluster, Mesh
 from autopar.decided import node_plan
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
-from autopar.memory.within import within
+from autopar.memory.within import TRIES, within
 from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -177,10 +177,14 @@ class Planner:
             return found if bounds[0] >= cutoff_s else self.counted(found)
 
         try:
-            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes or 0.0)
+            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes or 0.0, 2 * TRIES if self.tiling(sizes, used) else TRIES)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             raise
+
+    def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
+        """Whether some weight may be gathered in tiles, of which a Problem counts less than is there for a moment."""
+        return any(role in roles.GATHERING and self.tiles(op, ways) for role, ways in zip(used, sizes, strict=True) for op in self.program.ops.values())
 
     def counted(self, found: Candidate) -> Candidate:
         """With the bytes at the peak of its fullest rank."""

@@ -13,13 +13,13 @@ TRIES = 4
 STUCK = 0.1  # relative: a peak that is above the limit by nearly as much as before
 
 
-def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float]) -> T:
-    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit.
+def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float], tries: int = TRIES) -> T:
+    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit, in so many `tries`.
 
     Raises InfeasibleError with the bytes that are missing where `solve` does, or where nothing that it gave fits.
     """
     allowed, over, step = limit_bytes, 0.0, 0.0
-    for _ in range(TRIES):
+    for _ in range(tries):
         found = solve(allowed)
         before, over = over, peak_bytes(found) - limit_bytes
         if over <= 0:

@@ -30,6 +30,7 @@ from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Inner, Site
+from autopar.rules.tiles import tile_bytes
 
 OVERLAP = 0.8
 """The share of compute under which collectives can hide on an accelerator."""
@@ -64,27 +65,28 @@ class Prices:
         return self.work_s(op, options)[0]
 
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """`op_s`, and the seconds under which collectives of others can hide: not those under which its own algorithm's do."""
+        """`op_s`, and the seconds under which collectives of others can hide: not those under which its own algorithm's do, nor those of
+        collectives."""
         key = (op.name, tuple([o.factor for o in options]))
         found = self._op.get(key)
         if found is None:
-            seconds, taken = self._op_s(op, options)
-            found = self._op[key] = seconds * op.count, (seconds * self.overlap - taken) * op.count
+            seconds, room = self._op_s(op, options)
+            found = self._op[key] = seconds * op.count, room * op.count
         return found
 
     def _op_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """Seconds of one run of `op`, and how many of them hide its own collectives."""
+        """Seconds of one run of `op`, and how many of them can hide collectives of others."""
         if op.role != "op":
             return 0.0, 0.0
         seconds, back = self.kernels.seconds(op, options, self.sizes)
         if not any(option.run for option in options):
-            return seconds + back, 0.0
+            return seconds + back, (seconds + back) * self.overlap
         used = sites(op, options, self.sizes, self.settings.precision)
         shown, taken = self._inner_s([(site, algorithm.forward) for algorithm, site in used], seconds)
         if not (self.settings.training and op.graded):
-            return seconds + shown, taken
+            return seconds + shown, seconds * self.overlap - taken
         more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
-        return seconds + back + shown + more, taken + under
+        return seconds + back + shown + more, (seconds + back) * self.overlap - taken - under
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
@@ -163,10 +165,9 @@ class Prices:
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Bytes per device of parts of weights that algorithms of one Op gather, and of their whole gradients, at the fullest moment of one run."""
-        directions = (0, 1) if self.settings.training and op.graded else (0,)
-        used = [(algorithm, site) for algorithm, site in sites(op, options, self.sizes, self.settings.precision) if algorithm.gathers]
-        return max(sum(sum(algorithm.gathers[direction](site)) for algorithm, site in used) for direction in directions)
+        """Bytes per device of what algorithms of one Op gather of weights at a time: one tile of each, as one copy of each gathered weight counts. They
+        have more at their fullest moment, but not all at once."""
+        return sum(tile_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.gathers)
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and

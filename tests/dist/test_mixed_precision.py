@@ -7,7 +7,8 @@ is compared exactly; and lifted to float64, where nothing is rounded, everything
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor
 import autopar
 from autopar._torch import local_of
 from autopar.api import Compiled
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.errors import PlanError
 from autopar.frontend import load
 from autopar.frontend.loading import cast
@@ -26,6 +29,7 @@ from autopar.verify.reference import trainable
 from autopar.verify.step import Light
 from passes.interpret import Interpret
 from tests.helpers.ranks import living
+from tests.helpers.tiled import in_tiles
 from tests.helpers.tiny import TINY
 
 BATCH, SEQ = 8, 16
@@ -170,3 +174,29 @@ def test_names() -> None:
         autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16")
     with pytest.raises(PlanError, match="precision 'fp8' is neither mixed precision \\(bf16\\) nor a floating dtype"):
         autopar.compile(loaded.model, "cpu:1x4", given, precision="fp8")
+
+
+def test_weights_in_tiles_equal_one_device_that_does_the_same() -> None:
+    """What is gathered in tiles is bfloat16, what is scattered float32."""
+    what = mixed("zero3")
+    captured = what.compiled.captured
+    assert captured is not None
+    made = in_tiles(captured, what.compiled.plan, 2)
+    losses, grads = alone()
+    source = emit(captured.gm, made, Names.of(captured))
+    got, whole, gap, dtypes, _ = living(4).run(_trained, source, replace(what.light, plan=made))[0]
+    assert got == pytest.approx(losses, rel=2e-2) and gap <= 1e-7 and dtypes["gradient"] == {"torch.float32"}
+    assert all(float((grad - grads[name]).norm()) <= 0.05 * float(grads[name].norm()) + 1e-4 for name, grad in whole.items())
+    seen = living(4).run(_in_tiles, source, replace(what.light, plan=made))[0]
+    assert seen["reduce_scatter"] == seen["all_gather"]  # twice in bfloat16, once in float32
+
+
+def _in_tiles(source: str, light: Light) -> Counter[str]:
+    """Bytes by kind of collective of tiles in one step."""
+    module = light.build(source)
+    with count() as seen:
+        module.train_step(*module.shard_batch(**light.batch))
+    found: Counter[str] = Counter()
+    for item in seen:
+        found[item.kind] += item.bytes if item.name.startswith("tiled") else 0
+    return found

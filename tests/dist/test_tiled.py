@@ -129,7 +129,7 @@ def _right(report: Report, made: Plan) -> None:
 @pytest.mark.parametrize(("name", "how"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_plans_equal_one_device(name: str, how: str) -> None:
     who, (sizes, used) = subject(name), ROLES[how]
-    made = in_tiles(who, by_roles(who, sizes, used, how), 2)
+    made = in_tiles(who.captured, by_roles(who, sizes, used, how), 2)
     assert Plan.from_json(made.to_json()) == made
     _right(who.verified(made), made)
 
@@ -137,21 +137,21 @@ def test_plans_equal_one_device(name: str, how: str) -> None:
 @pytest.mark.parametrize(("name", "schedule", "virtual"), PIPES)
 def test_pipelines_equal_one_device(name: str, schedule: str, virtual: int) -> None:
     who = subject(name)
-    made = in_tiles(who, by_stages(who, (2,), (roles.zero3,), 2, 4, schedule, virtual), 2)
+    made = in_tiles(who.captured, by_stages(who, (2,), (roles.zero3,), 2, 4, schedule, virtual), 2)
     _right(who.verified(made), made)
 
 
 @pytest.mark.parametrize(("name", "level"), [("hf-llama", "selective"), pytest.param("hf-gpt2", "full", marks=pytest.mark.slow)])
 def test_blocks_that_are_run_again_equal_one_device(name: str, level: str) -> None:
     who = subject(name)
-    made = rematerialised(who, in_tiles(who, by_recipe(who, (2,), "zero3"), 2), level)
+    made = rematerialised(who, in_tiles(who.captured, by_recipe(who, (2,), "zero3"), 2), level)
     _right(who.verified(made), made)
 
 
 def test_errors_are_found() -> None:
     """Another number of tiles computes the same with other collectives; tiles of the wrong axis do not fit together."""
     who = subject("mlp")
-    made = in_tiles(who, by_roles(who, (2, 2), (roles.data, roles.zero3), "hsdp"), 4)
+    made = in_tiles(who.captured, by_roles(who, (2, 2), (roles.data, roles.zero3), "hsdp"), 4)
     other = verify(replace(who.case(made), mutate=lambda text: text.replace("tiles=4", "tiles=2", 1)), ranks=living(4))
     assert {row.kind for row in other.rows if not row.ok} == {"collectives"}
     wrong = verify(replace(who.case(made), mutate=lambda text: text.replace("tiles=4, axes=(1,)", "tiles=4, axes=(0,)", 1)), ranks=living(4))
@@ -188,7 +188,7 @@ def test_the_peak_of_a_step_is_counted() -> None:
     """Gloo holds copies of what it moves, here of the largest weights there are: less is counted with tiles as less is predicted, and where activations
     are most the peak is as predicted."""
     who = wide()
-    plain, tiles = _limited(1e12), in_tiles(who, _limited(1e12), 8)
+    plain, tiles = _limited(1e12), in_tiles(who.captured, _limited(1e12), 8)
     predicted, counted = zip(*(_peaks(who, made, {"b": 16}) for made in (plain, tiles)), strict=True)
     assert predicted[1] < 0.5 * predicted[0] and counted[1] < 0.7 * counted[0]
     predicted_bytes, counted_bytes = _peaks(who, tiles, {"b": 4096})

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.capture import Captured
 from autopar.codegen.edges import Pair, in_pair
 from autopar.layout import is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Program, read
 from autopar.problem.tiling import tileable
 from autopar.rules.tiles import ROWS, WEIGHT, name
-from tests.helpers.verify import Subject
 
 
-def in_tiles(who: Subject, made: Plan, count: int) -> Plan:
+def in_tiles(captured: Captured, made: Plan, count: int) -> Plan:
     """`made` with every weight that one axis gathers whole for a product of its own rows gathered in `count` tiles instead, where they cut it evenly."""
-    program = read(who.captured.gm, made.micro_hints, training=who.mode == "train")
+    program = read(captured.gm, made.micro_hints, training=made.mode == "train")
     nodes = {**made.nodes, **{op: replace(made.nodes[op], **changed) for op, changed in _tiled(program, made, count).items()}}
     assert nodes != made.nodes, "nothing is gathered that so many tiles cut evenly"
     return replace(made, nodes=nodes)

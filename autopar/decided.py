@@ -14,7 +14,7 @@ from autopar.recipes.kinds import kind
 from autopar.rules import derived, unknown
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
-from autopar.rules.tiles import WEIGHT
+from autopar.rules.tiles import NAMES, OPERATORS
 
 
 def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
@@ -37,7 +37,7 @@ def local_share(plan: Plan, ref: Ref) -> float:
 def tiling_notes(program: Program, plan: Plan) -> list[str]:
     """Which weights are gathered in tiles, if any are."""
     found = [f"{program.ops[program.following.get(ref, ref)].fqn or ref} in {count}" for name, count in tiled(plan.runs).items()
-             for ref in [program.ops[name].operands[WEIGHT][0]]]
+             for ref in [program.ops[name].operands[NAMES[OPERATORS[program.ops[name].target]]][0]]]
     return [f"too large to be gathered whole, gathered and used in tiles: {', '.join(dict.fromkeys(found))}"] if found else []
 
 

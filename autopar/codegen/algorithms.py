@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded",
-            "tiled_linear", "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding")
+            "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -109,11 +109,18 @@ def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
 
 
 def _tiled(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    name = "tiled_linear" if tiles.BY_OUTPUTS[op.target] else "tiled_matmul"
+    name = "tiled_linear" if op.target in tiles.BY_OUTPUTS else "tiled_matmul"
     context.algorithms[name] = None
     (axis,) = axes
     named = "".join(f", {key}={text}" for key, text in call.kwargs.items())
     return f"{name}({', '.join(call.args)}{named}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, mesh=MESH)"
+
+
+def _tiled_lookup(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["tiled_embedding"] = None
+    (axis,) = axes
+    padding = f", {call.args[2]}" if len(call.args) > 2 else ""
+    return f"tiled_embedding({call.args[1]}, {call.args[0]}{padding}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, mesh=MESH)"
 
 
 def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -176,7 +183,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "own_experts": _experts,
     "own_groups": _own_groups,
     "ring": _ring,
-    **{tiles.name(count): _tiled for count in tiles.COUNTS},
+    **{f"{name}{count}": write for name, write in (("tiles", _tiled), ("lookup_tiles", _tiled_lookup)) for count in tiles.COUNTS},
 }
 
 OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {

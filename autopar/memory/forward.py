@@ -20,7 +20,7 @@ from autopar.problem.graph import Op, Program, Ref, Run
 from autopar.problem.inner import sites
 from autopar.problem.looking import looks
 from autopar.problem.saved import HOLDERS
-from autopar.rules.tiles import WEIGHT
+from autopar.rules.tiles import weight_of
 
 
 @dataclass(eq=False, slots=True)
@@ -214,7 +214,7 @@ class Forward:
         """Parts of weights that an algorithm of `op` gathers, and of their whole gradients, which are there while it runs only."""
         for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
             if algorithm.gathers:
-                weight = self.program.ops[op.operands[WEIGHT][0]]
+                weight = self.program.ops[op.operands[weight_of(site)][0]]
                 for kind, nbytes in zip(("gathered weights", "whole gradients"), algorithm.gathers[backward](site), strict=True):
                     self.book.new(kind, named(weight), weight.where, nbytes)
 

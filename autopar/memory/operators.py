@@ -112,10 +112,12 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
 
 
 def _tiled(local: Local, count: int) -> tuple[float, float]:
-    """Of a product in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward. Parts of results and gradients, and where
+    """Of a product or lookup in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward. Parts of results and gradients, and where
     parts add up the one that is added; of 16-bit numbers the sum is as wide as two of them."""
     (x, *_), y, sums = local.ins, local.out, 2 if local.op.call.outs[0].itemsize < 4 else 1
-    if tiles.BY_OUTPUTS[local.op.target]:
+    if tiles.OPERATORS[local.op.target] == "lookup_tiles":
+        return y + 3 * local.ins[1], y + 3 * local.ins[1]  # the rows of a tile, with their places
+    if local.op.target in tiles.BY_OUTPUTS:
         return y / count, y / count + sums * x * local.op.call.ins[0].grad
     return x / count + sums * y, x / count
 

@@ -90,7 +90,7 @@ class _Shard:
 
     def _beside_bytes(self) -> tuple[float, float]:
         """What tiles read and write beside one pass over all tensors, forward and backward."""
-        found = [tiles.moved_bytes(site, by_outputs=tiles.BY_OUTPUTS[self.op.target]) for algorithm, site in self.used if algorithm.gathers]
+        found = [tiles.moved_bytes(site) for algorithm, site in self.used if algorithm.gathers]
         return sum(ahead for ahead, _ in found), sum(back for _, back in found)
 
     def _kernels_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
@@ -149,7 +149,7 @@ class _Shard:
         n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
         m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
         inner = max(1, int(op.flops * share / 2 / max(numel, 1)))
-        if self.tiled > 1 and tiles.BY_OUTPUTS[op.target]:
+        if self.tiled > 1 and op.target in tiles.BY_OUTPUTS:
             return m, max(1, n // self.tiled), inner
         return m, n, max(1, inner // self.tiled)
 

@@ -38,7 +38,7 @@ def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any
     found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
     for op in program.ops.values():
         if counts := tiles(op, ways):
-            found[op.name] = found[op.name] + in_tiles(found[op.name], counts)
+            found[op.name] = found[op.name] + in_tiles(op.target, found[op.name], counts)
     for name in program.following:
         found[name] = found[name] + _of_gathered(found[name])
     return found

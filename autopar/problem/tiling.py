@@ -20,9 +20,11 @@ def large(memory_bytes: float, planned: Mapping[str, Sequence[str]]) -> Tiles:
 
 
 def tileable(op: Op) -> bool:
-    """Whether the backward of an operator with one weight does the same in all blocks: in a first block whose input has no gradient it would gather
+    """Whether there are tiles of the weight of an operator, whose backward does the same in all blocks: in a first block whose input has no gradient it would gather
     no tiles again."""
-    return op.role == "op" and op.target in tiles.BY_OUTPUTS and op.weight[:2] == (False, True) and op.saves == op.first_saves
+    if op.role != "op" or not tiles.can(op.call) or op.saves != op.first_saves:
+        return False
+    return [i for i in (0, 1) if op.weight[i]] == [tiles.NAMES[tiles.OPERATORS[op.target]]]
 
 
 def tiled(runs: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.layout import dim_of, is_shard
 from autopar.problem.graph import Op
 from autopar.rules.language import Option
-from autopar.rules.tiles import WEIGHT, tiles
+from autopar.rules.tiles import tiles, weight_at
 
 SAMPLE, OPERATOR, ATTRIBUTE, PARAMETER, REPLICATE, PARTIAL = (
     "sample", "operator", "attribute", "parameter", "replicate", "partial")
@@ -23,7 +23,7 @@ def kind(op: Op, option: Option) -> str:
         return PARTIAL if option.factor.startswith("P") else REPLICATE
     cut = _cut(option)
     if tiles(option.run) > 1:  # of the weight every rank uses all
-        cut.pop(WEIGHT, None)
+        cut.pop(weight_at(option.run), None)
     if any(is_weight and index in cut and cut[index] not in op.batch[index] for index, is_weight in enumerate(op.weight)):
         return PARAMETER  # a weight repeated for every sample (a class token) is cut by samples
     if any(dim in op.batch[index] for index, dim in cut.items()):

@@ -10,6 +10,7 @@
     own_groups       rows are whole, each rank multiplies those of its own groups: nothing is sent
     expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
     tiles<n>         rows are cut, the weight as it rests: it is gathered and used in n tiles, their gradients are scattered one by one
+    lookup_tiles<n>  the same of the table of an embedding
 """
 
 from __future__ import annotations
@@ -94,6 +95,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "own_groups": Algorithm(),
     "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
-    **{tiles.name(count): Algorithm(tiles.FORWARD, tiles.BACKWARD, travels=(tiles.WEIGHT,), apart=(tiles.WEIGHT,), 
-                                    gathers=(tiles.forward_bytes, tiles.backward_bytes)) for count in tiles.COUNTS},
+    **{f"{name}{count}": Algorithm(tiles.FORWARD, tiles.BACKWARD, travels=(weight,), apart=(weight,), gathers=(tiles.forward_bytes, tiles.backward_bytes))
+       for name, weight in tiles.NAMES.items() for count in tiles.COUNTS},
 }

@@ -5,7 +5,7 @@
 The work is cut along x as in data parallelism, the weight lies cut as it rests. The operator gathers a tile, multiplies and lets it go while the
 next one is on its way; its backward gathers each again and scatters the gradient of each at once, so neither the whole weight nor its whole
 gradient is ever there. A weight whose rows are outputs (linear) gives columns of the result, one whose rows are inputs (matmul) takes columns
-of x and gives parts of a sum.
+of x and gives parts of a sum, one whose rows are looked up (embedding) gives the rows that are in the tile and is not gathered again.
 
 Bytes and seconds are those of autopar.runtime.algorithms.tiled, which the tests count.
 """
@@ -20,17 +20,21 @@ from typing import Any
 import torch
 
 from autopar.layout import is_shard
-from autopar.rules.language import Call, Option, Use
+from autopar.rules.arguments import given
+from autopar.rules.language import Call, Option, Tensor, Use
 from autopar.rules.site import Inner, Site
 
 aten = torch.ops.aten
-ROWS, WEIGHT = 0, 1
-NAME = "tiles"
+NAMES = {"tiles": 1, "lookup_tiles": 0}
+"""The algorithms without their number of tiles: of products, and of lookups; which operand is the weight. The other one of the first two has the rows
+of the result."""
 COUNTS = tuple(2**power for power in range(1, 11))
 """The numbers of tiles that there are algorithms for."""
 
-BY_OUTPUTS: dict[Any, bool] = {aten.linear.default: True, aten.matmul.default: False, aten.mm.default: False}
-"""Operators that can gather their second operand in tiles, and whether its rows are outputs (else inputs)."""
+OPERATORS: dict[Any, str] = {aten.embedding.default: "lookup_tiles", aten.linear.default: "tiles", aten.matmul.default: "tiles", aten.mm.default: "tiles"}
+"""Operators that can gather their weight in tiles, and the algorithm."""
+BY_OUTPUTS = (aten.linear.default,)
+"""Those whose weight has a row per output; rows of other products are inputs."""
 
 LARGE = 1 / 16
 """Of a device's memory: weights of fewer bytes are not offered in tiles."""
@@ -38,14 +42,19 @@ LARGE = 1 / 16
 SHARD = Use("S0", "S0")
 
 
-def name(count: int) -> str:
-    """The algorithm of so many tiles."""
-    return f"{NAME}{count}"
+def name(target: Any, count: int) -> str:
+    """The algorithm of an operator of OPERATORS that gathers so many tiles."""
+    return f"{OPERATORS[target]}{count}"
 
 
 def tiles(run: str) -> int:
     """How many tiles an algorithm gathers, 1 where it is another one."""
-    return int(run.removeprefix(NAME)) if run.startswith(NAME) else 1
+    return int(run[len(run.rstrip("0123456789")):]) if run.rstrip("0123456789") in NAMES else 1
+
+
+def weight_at(run: str) -> int:
+    """Which operand an algorithm of NAMES gathers."""
+    return NAMES[run.rstrip("0123456789")]
 
 
 def tiled(options: Sequence[Option]) -> int:
@@ -56,34 +65,60 @@ def tiled(options: Sequence[Option]) -> int:
 def counts(call: Call, ways: int, memory_bytes: float) -> tuple[int, ...]:
     """The numbers of tiles that are offered on an axis of `ways` ranks of `memory_bytes` each: none of a weight that is not large, else powers of two
     until a tile is small, as far as they cut every shard evenly."""
-    weight = call.ins[WEIGHT] if call.target in BY_OUTPUTS else None
-    if ways < 2 or weight is None or len(weight.shape) != 2 or not isinstance(weight.shape[0], int):
+    if ways < 2 or not can(call):
         return ()
+    weight = call.ins[NAMES[OPERATORS[call.target]]]
     nbytes, rows = math.prod(weight.sizes) * weight.itemsize, weight.sizes[0]
     return tuple(n for n in COUNTS if nbytes / n * 2 > LARGE * memory_bytes < nbytes and rows % (ways * n) == 0)
 
 
-def in_tiles(options: Sequence[Option], counts: Sequence[int]) -> list[Option]:
-    """Those of the `options` of an operator of BY_OUTPUTS that cut its rows and use the weight whole, with the weight gathered in tiles instead."""
-    return [replace(option, factor=f"{option.factor}/{name(count)}", run=name(count), ins=_as_it_rests(option.ins))
-            for option in options if not option.run and is_shard(option.ins[ROWS].value) and option.ins[WEIGHT].value == "R" for count in counts]
+def can(call: Call) -> bool:
+    """Whether there is an algorithm for a call: of a matrix with a known number of rows, all of whose gradients count as they are."""
+    if call.target not in OPERATORS or (call.target is aten.embedding.default and any(given(call)[name] for name in ("scale_grad_by_freq", "sparse"))):
+        return False
+    weight = call.ins[NAMES[OPERATORS[call.target]]]
+    return len(weight.shape) == 2 and isinstance(weight.shape[0], int)
 
 
-def _as_it_rests(ins: tuple[Use, ...]) -> tuple[Use, ...]:
-    rests = SHARD if ins[WEIGHT].grad == "P" else Use("S0", ins[WEIGHT].grad)
-    return (*ins[:WEIGHT], rests, *ins[WEIGHT + 1:])
+def in_tiles(target: Any, options: Sequence[Option], counts: Sequence[int]) -> list[Option]:
+    """Those of the `options` of an operator of OPERATORS that cut its rows and use the weight whole, with the weight gathered in tiles instead."""
+    weight = NAMES[OPERATORS[target]]
+    return [replace(option, factor=f"{option.factor}/{name(target, count)}", run=name(target, count), ins=_with(option.ins, weight, _as_it_rests(option.ins[weight])))
+            for option in options if not option.run and is_shard(option.ins[1 - weight].value) and option.ins[weight].value == "R" for count in counts]
+
+
+def _as_it_rests(use: Use) -> Use:
+    return SHARD if use.grad == "P" else Use("S0", use.grad)
+
+
+def _with(ins: tuple[Use, ...], at: int, use: Use) -> tuple[Use, ...]:
+    return (*ins[:at], use, *ins[at + 1:])
 
 
 def as_worked(option: Option) -> Option:
     """The option with the operands as the kernels see them: weights that are gathered in tiles are whole."""
     if tiles(option.run) == 1:
         return option
-    return replace(option, ins=(*option.ins[:WEIGHT], Use("R", "P"), *option.ins[WEIGHT + 1:]))
+    return replace(option, ins=_with(option.ins, weight_at(option.run), Use("R", "P")))
+
+
+def weight_of(site: Site) -> int:
+    """Which operand is gathered in tiles."""
+    return weight_at(site.options[site.axis].run)
+
+
+def _weight(site: Site) -> Tensor:
+    return site.operands[weight_of(site)]
+
+
+def _again(site: Site) -> bool:
+    """Whether the backward needs the weight."""
+    return site.operands[1 - weight_of(site)].grad
 
 
 def tile_bytes(site: Site) -> float:
     """One gathered tile."""
-    return site.local_bytes(WEIGHT) * site.ways / _count(site)
+    return site.local_bytes(weight_of(site)) * site.ways / _count(site)
 
 
 def gradient_bytes(site: Site) -> float:
@@ -104,19 +139,19 @@ def _others(site: Site) -> int:
 
 
 def _first_again(site: Site) -> int:
-    return int(site.operands[ROWS].grad)
+    return int(_again(site))
 
 
 def _others_again(site: Site) -> int:
-    return _others(site) * site.operands[ROWS].grad
+    return _others(site) * _again(site)
 
 
 def _last_scattered(site: Site) -> int:
-    return int(site.operands[WEIGHT].grad)
+    return int(_weight(site).grad)
 
 
 def _others_scattered(site: Site) -> int:
-    return _others(site) * site.operands[WEIGHT].grad
+    return _others(site) * _weight(site).grad
 
 
 FORWARD = (Inner("all_gather", tile_bytes, _first), Inner("all_gather", tile_bytes, _others, hidden=True))
@@ -132,7 +167,7 @@ def forward_bytes(site: Site) -> tuple[float, float]:
 def backward_bytes(site: Site) -> tuple[float, float]:
     """The same of the backward. With three tiles or more, two are there beside the gradient of the one before, which is on its way. With two the second
     is there alone by then; the gradient of the first is made beside it, and cast where gradients are summed in another dtype."""
-    tile, whole, x, weight = tile_bytes(site), gradient_bytes(site), site.operands[ROWS].grad, site.operands[WEIGHT].grad
+    tile, whole, x, weight = tile_bytes(site), gradient_bytes(site), _again(site), _weight(site).grad
     made = whole + (tile if site.wider > 1 else 0.0)
     if not (x and weight):
         return 2 * tile * x, made * weight
@@ -140,18 +175,22 @@ def backward_bytes(site: Site) -> tuple[float, float]:
     return max(moments, key=sum)
 
 
-def moved_bytes(site: Site, *, by_outputs: bool) -> tuple[float, float]:
+def moved_bytes(site: Site) -> tuple[float, float]:
     """Bytes that are read and written beside one pass over operands and result, forward and backward: x once more for each further tile, results
-    and gradients put in their place, sums that add up."""
-    more, x, y = _count(site) - 1, site.local_bytes(ROWS), _result_bytes(site)
-    if by_outputs:
+    and gradients put in their place, sums that add up; of lookups a result for each tile, of which some rows count."""
+    assert site.call is not None, "tiles of a call"
+    more, x, y = _count(site) - 1, site.local_bytes(1 - weight_of(site)), _result_bytes(site)
+    if weight_of(site) == 0:
+        return (more + 1) * (x + 3 * y), (more + 1) * (x + 2 * y)
+    if site.call.target in BY_OUTPUTS:
         return more * x + 2 * y, 2 * y + more * 4 * x
     return 2 * x + more * 3 * y, 4 * x + more * y
 
 
 def _result_bytes(site: Site) -> float:
-    """The result on one rank: as many rows as x, as wide as the weight gives."""
+    """The result on one rank: as many rows as x, or ids, as wide as the weight gives."""
     assert site.call is not None, "tiles of a call"
-    lead = range(len(site.operands[ROWS].shape) - 1)
-    wide = site.operands[WEIGHT].sizes[0] if BY_OUTPUTS[site.call.target] else site.local(WEIGHT, 1)
-    return site.local(ROWS, *lead) * wide * site.operands[ROWS].itemsize
+    rows, weight = site.operands[1 - weight_of(site)], _weight(site)
+    lead = range(len(rows.shape) - weight_of(site))
+    wide = weight.sizes[0] if site.call.target in BY_OUTPUTS else site.local(weight_of(site), 1)
+    return site.local(1 - weight_of(site), *lead) * wide * weight.itemsize

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from autopar.capture import Captured
 from autopar.codegen.edges import Pair, in_pair
-from autopar.layout import is_shard
+from autopar.layout import dim_of, is_shard
 from autopar.plan import Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Op, Program, read
 from autopar.problem.tiling import tileable
-from autopar.rules.tiles import ROWS, WEIGHT, name
+from autopar.rules.tiles import NAMES, OPERATORS, name
 
 
 def in_tiles(captured: Captured, made: Plan, count: int) -> Plan:
@@ -27,18 +27,19 @@ def _tiled(program: Program, made: Plan, count: int) -> dict[str, dict[str, tupl
         node = made.nodes[op.name]
         if not tileable(op) or node.outs[0].startswith("O"):
             continue
-        rows, weight = in_pair(made, op.name, ROWS), in_pair(made, op.name, WEIGHT)
+        at = NAMES[OPERATORS[op.target]]
+        rows, weight = in_pair(made, op.name, 1 - at), in_pair(made, op.name, at)
         axes = [a for a, kind in enumerate(node.kinds) if kind == "sample" and is_shard(rows.value[a]) and weight.value[a] == "R"]
-        if axes and "S0" not in weight.value and op.call.ins[WEIGHT].sizes[0] % (made.mesh[axes[-1]] * count) == 0:
-            found[op.name] = _changed(made, op.name, weight, axes[-1], count)
+        if axes and not any(is_shard(e) and dim_of(e) == 0 for e in weight.value) and op.call.ins[at].sizes[0] % (made.mesh[axes[-1]] * count) == 0:
+            found[op.name] = _changed(made, op, at, axes[-1], count)
     return found
 
 
-def _changed(made: Plan, op: str, weight: Pair, axis: int, count: int) -> dict[str, tuple[str, ...]]:
-    node, rest = made.nodes[op], "S0" if weight.grad[axis] == "P" else weight.grad[axis]
+def _changed(made: Plan, op: Op, at: int, axis: int, count: int) -> dict[str, tuple[str, ...]]:
+    node, weight, run = made.nodes[op.name], in_pair(made, op.name, at), name(op.target, count)
+    rest = "S0" if weight.grad[axis] == "P" else weight.grad[axis]
     pair = Pair(_put(weight.value, axis, "S0"), _put(weight.grad, axis, rest))
-    return {"ins": _put(node.ins, WEIGHT, str(pair)), "runs": _put(node.runs, axis, name(count)),
-            "factors": _put(node.factors, axis, f"{node.factors[axis]}/{name(count)}")}
+    return {"ins": _put(node.ins, at, str(pair)), "runs": _put(node.runs, axis, run), "factors": _put(node.factors, axis, f"{node.factors[axis]}/{run}")}
 
 
 def _put(texts: tuple[str, ...], at: int, text: str) -> tuple[str, ...]:

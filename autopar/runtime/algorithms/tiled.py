@@ -1,4 +1,4 @@
-"""Products with a weight that is too large to gather whole: it is gathered, used and let go in tiles, forward and backward.
+"""Products with a weight, and lookups in a table, that is too large to gather whole: it is gathered, used and let go in tiles, forward and backward.
 
 On n ranks that have o/n rows of `weight [o, i]` each, tile j of t is rows j o/(n t) ... (j + 1) o/(n t) of every rank's shard: an all-gather
 of contiguous memory, and every n t-th run of rows of the whole. The next tile is on its way while one is used. The backward gathers each again
@@ -39,6 +39,13 @@ def tiled_matmul(x: Tensor, weight: Tensor, *, tiles: int, axes: Sequence[int], 
     return out
 
 
+def tiled_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
+    """F.embedding: `ids [...]` this rank's, of all v rows, `weight [v/n, h]` its part of the table -> `[..., h]`. Row `padding_idx` (-1: none) gets no
+    gradient. As `tiled_linear` else."""
+    out: Tensor = _Embedding.apply(ids, weight, padding_idx, _tiling(weight, tiles, axes, mesh, "tiled_embedding"))
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     """How one weight is gathered; its gradient is summed in `sums`."""
@@ -63,6 +70,11 @@ class _Tiling:
         grad = grad.to(self.sums).unflatten(0, (self.ways, -1))
         record("reduce_scatter", self.axis, grad.numel() * grad.element_size(), self.name)
         return start_reduce_scatter(grad, self.axis, self.mesh, out)
+
+    def rows(self, ids: Tensor, each: int) -> tuple[Tensor, Tensor]:
+        """The tile that each row of the whole is in, and its place there, where a rank has `each` rows of a tile."""
+        owner, own = ids // (each * self.count), ids % (each * self.count)
+        return own // each, owner * each + own % each
 
     def columns(self, x: Tensor) -> Tensor:
         """`x [..., o]` by the tile that its columns belong to: `[..., n, tiles, o/(n tiles)]`."""
@@ -181,3 +193,31 @@ class _Matmul(torch.autograd.Function):
                 sums.wait()
                 sums.add(columns[..., number, :].flatten(-2).flatten(0, -2).T @ rows)
         return grad_x, None if sums is None else sums.all(), None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, shard: Tensor, padding: int, how: _Tiling) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.how, ctx.padding, ctx.shard = how, padding, shard.detach()
+        tiles, out = _Gathered(how, shard), shard.new_zeros((*ids.shape, shard.shape[1]))
+        tile_of, place = how.rows(ids, shard.shape[0] // how.count)
+        for number in range(how.count):
+            here = tile_of == number
+            rows = F.embedding(place.where(here, 0), tiles.take())
+            torch.where(here.unsqueeze(-1), rows, out, out=out)
+            del rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), how, shard = ctx.saved_tensors, ctx.how, ctx.shard
+        each = shard.shape[0] // how.count
+        tile_of, place = how.rows(ids, each)
+        sums = _Scattered(how, shard)
+        for number in range(how.count):
+            here = (tile_of == number) & (ids != ctx.padding)
+            grad = grads[0] * here.unsqueeze(-1)
+            sums.wait()
+            sums.add(torch.ops.aten.embedding_dense_backward(grad, place.where(here, 0), each * how.ways, -1, False))
+        return None, sums.all(), None, None

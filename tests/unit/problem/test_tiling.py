@@ -64,7 +64,7 @@ def test_only_large_weights_are_offered_in_tiles() -> None:
 def test_no_second_axis_may_cut_the_rows_of_the_weight() -> None:
     """Of [o, i] with o cut on two axes, tiles of the outer one are no shard of the inner one."""
     data = Option("b", (Use("S0", "S0"), Use("R", "P")), (Use("S0", "S0"),), split=True)
-    (one,) = in_tiles([data], (2,))
+    (one,) = in_tiles(torch.ops.aten.linear.default, [data], (2,))
     columns = Option("o", (Use("R", "P"), Use("S0", "S0")), (Use("S1", "S1"),), split=True)
     inner = Option("i", (Use("S1", "S1"), Use("S1", "S1")), (Use("P", "R"),), split=True)
     assert agree((one, data)) and agree((data, one)) and agree((one, inner))

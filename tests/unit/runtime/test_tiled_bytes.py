@@ -45,11 +45,11 @@ def _predicted(by_outputs: bool, sums: torch.dtype, count: int, x_grad: bool, ba
     x, out, weight = Shape((ROWS * WAYS, WIDTH), x_grad, itemsize=size), Shape((ROWS * WAYS, WIDTH), itemsize=size), Shape((WIDTH, WIDTH), itemsize=size)
     call = Call(TARGETS[by_outputs], (x, weight), {}, (out,))
     op = Op("product", "", None, "op", call, (), dtype="float32", out_dtypes=(torch.float32,))
-    option = Option("b", (Use("S0", "S0"), tiles.SHARD), (Use("S0", "S0"),), tiles.name(count), True)
+    option = Option("b", (Use("S0", "S0"), tiles.SHARD), (Use("S0", "S0"),), tiles.name(TARGETS[by_outputs], count), True)
     ((algorithm, site),) = sites(op, (option,), (WAYS,))
     site = replace(site, wider=sums.itemsize / size)
     rows = ROWS * WIDTH * size
-    beside = (backward_bytes if backward else forward_bytes)(Local(op, (rows, 0.0), (rows,)), (tiles.name(count),), EMITTED)
+    beside = (backward_bytes if backward else forward_bytes)(Local(op, (rows, 0.0), (rows,)), (tiles.name(TARGETS[by_outputs], count),), EMITTED)
     return sum(algorithm.gathers[backward](site)) + beside
 
 
@@ -79,3 +79,21 @@ def test_what_is_there_for_a_moment_is_predicted(monkeypatch: pytest.MonkeyPatch
     grads = shard.numel() * sums.itemsize + (results if x_grad else 0)
     behind = max(allocations(back)) - grads
     assert behind == pytest.approx(_predicted(by_outputs, sums, count, x_grad, True), rel=0.06)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_lookups_have_for_a_moment_is_predicted(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(runtime, "start_all_gather", _gather)
+    monkeypatch.setattr(runtime, "start_reduce_scatter", _scatter)
+    target = torch.ops.aten.embedding.default
+    table, ids, out = Shape((1024, WIDTH)), Shape((ROWS * WAYS,), False, floating=False, itemsize=8), Shape((ROWS * WAYS, WIDTH))
+    op = Op("lookup", "", None, "op", Call(target, (table, ids), {}, (out,)), (), dtype="float32", out_dtypes=(torch.float32,))
+    option = Option("b", (tiles.SHARD, Use("S0", "-")), (Use("S0", "S0"),), tiles.name(target, count), True)
+    ((algorithm, site),) = sites(op, (option,), (WAYS,))
+    local = Local(op, (0.0, ROWS * 8), (ROWS * WIDTH * 4,))
+    shard = torch.randn(1024 // WAYS, WIDTH, requires_grad=True)
+    own, made = torch.randint(0, 1024, (ROWS,)), []
+    ahead = max(allocations(lambda: made.append(runtime.tiled_embedding(own, shard, tiles=count, axes=(0,), mesh=Mesh((WAYS,), ("x",), "cpu"))))) - local.out
+    assert ahead == pytest.approx(sum(algorithm.gathers[0](site)) + forward_bytes(local, (option.run,), EMITTED), rel=0.03)
+    behind = max(allocations(lambda: torch.autograd.backward(made, [torch.ones(ROWS, WIDTH)]))) - shard.numel() * 4 - local.out
+    assert behind == pytest.approx(sum(algorithm.gathers[1](site)) + backward_bytes(local, (option.run,), EMITTED), rel=0.06)

@@ -157,7 +157,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
             mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
             time_limit_s: float = 30.0, seed: int = 0, remat: str = "auto", progress: Callable[[str], None] | None = None,
-            source: Mapping[str, Any] | None = None, pareto: bool = False) -> Compiled:
+            source: Mapping[str, Any] | None = None, pareto: bool = False, prove: bool = False) -> Compiled:
     """Plan `model` for `cluster` and emit the sharded module.
 
     `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
@@ -168,7 +168,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     optimizer state in float32 (for inference all in bfloat16). A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
-    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. The weights of
+    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. `prove`
+    bounds every shape that a plan can have, so that `plan.predicted.gap` is a proof and not a floor (takes about as long as the search). The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
@@ -197,7 +198,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
         captured = with_values(captured, model, dtype)
     settings = Settings(mode, optimizer, computation(precision or str(dtype).removeprefix("torch."), mode)[1])
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
-                      as_rules(rules), progress, remat=remat)
+                      as_rules(rules), progress, remat=remat, prove=prove)
     about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}
     made = _agree(lambda: frontier(captured.gm, captured.hints, request, **about) if pareto else
                   [plan(captured.gm, captured.hints, request, **about)])

@@ -41,6 +41,7 @@ class Asked:
     seed: int = 0
     pareto: bool = False
     remat: str = "auto"
+    prove: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -71,7 +72,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
-                           pareto=asked.pareto, remat=asked.remat)
+                           pareto=asked.pareto, remat=asked.remat, prove=asked.prove)
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began

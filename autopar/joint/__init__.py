@@ -6,6 +6,7 @@
     laid         one shape cut, timed, its memory counted       pricing      what a shape comes to
     explore      the walk through a space                       frontier     step time against memory
     offloading   parameters and optimizer state on the host     alone        one part of the cluster against all of it
+    prove        what no plan of all these is faster than
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autopar.joint.alone import compared
 from autopar.joint.explore import CLOSE, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
+from autopar.joint.prove import proven_s
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.offload import OFFLOADS
@@ -41,14 +43,26 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     if request.recipe in OFFLOADS:
         return offloading.by_recipe(gm, hints, request, **about)
     inner = Inner(gm, hints, request)
+    made = _found(inner, about)
+    return _proven(inner, made) if request.prove and request.recipe is None else made
+
+
+def _found(inner: Inner, about: Mapping[str, Any]) -> Plan:
+    """The fastest plan, on devices or on the host."""
+    may = offloading.may(inner.request)
     try:
-        made = best(inner, **about)
+        made = compared(inner, best(inner, **about), best)
     except InfeasibleError as error:
-        if not offloading.may(request):
+        if not may:
             raise
         return offloading.instead(inner, error, about)
-    made = compared(inner, made, best)
-    return offloading.or_faster(inner, made, about) if offloading.may(request) else made
+    return offloading.or_faster(inner, made, about) if may else made
+
+
+def _proven(inner: Inner, made: Plan) -> Plan:
+    """`made` with the largest bound that is known for all plans."""
+    bound_s = max(made.predicted.bound_s, proven_s(inner, made.predicted.step_s))
+    return replace(made, predicted=replace(made.predicted, bound_s=bound_s))
 
 
 def best(inner: Inner, **about: Any) -> Plan:

@@ -24,7 +24,7 @@ class Work:
     def of(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> Work:
         """The work of `program`, the operators of `again` run forward twice; no operator gets cheaper per sample when it gets smaller
         (autopar.cost.compute), so that of its microbatches is no less."""
-        return _whole(_each(program, device, settings, again))
+        return _whole(by_piece(program, device, settings, again))
 
     @staticmethod
     def mixed(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()) -> Work:
@@ -33,7 +33,7 @@ class Work:
         Device d weighs w_d, in proportion to how fast it does all of the work, 1 on average. However pieces (operators and blocks) are dealt
         to places, the last one ends no sooner than the mean of w_d times what each has to do, and so than each piece's least of w_d times its work on d.
         """
-        each = [_each(program, device, settings, again) for device, _ in devices]
+        each = [by_piece(program, device, settings, again) for device, _ in devices]
         alone_s = [_whole(own).rates_s for own in each]
         count, pace = sum(n for _, n in devices), sum(n / seconds for (_, n), seconds in zip(devices, alone_s, strict=True))
         weights = [count / seconds / pace for seconds in alone_s]
@@ -45,8 +45,19 @@ class Work:
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
-def _each(program: Program, device: Device, settings: Settings, again: Collection[str]) -> dict[str, Work]:
-    """The work of each piece, all instances of a block together, on one device."""
+def forward_s(program: Program, device: Device, settings: Settings) -> dict[str, float]:
+    """The least seconds of one forward of each top-level operator and of one instance of each repeated block, by name, on one device."""
+    found: dict[str, float] = {}
+    for op in program.ops.values():
+        if op.role == "op" and (op.flops > 0 or op.bytes > 0):
+            name = op.scope or op.name
+            runs = op.count / program.runs[op.scope].count if op.scope else op.count
+            found[name] = found.get(name, 0.0) + runs * _direction_s(op, 0, device, settings)
+    return found
+
+
+def by_piece(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> dict[str, Work]:
+    """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run forward twice."""
     found: dict[str, Work] = {}
     for op in program.ops.values():
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):

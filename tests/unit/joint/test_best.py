@@ -14,6 +14,7 @@ from autopar.joint import explore
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
+from autopar.joint.prove import Prover
 from autopar.joint.spaces import SEARCH
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
@@ -26,7 +27,9 @@ class All(Explorer):
 
     def run(self) -> Found | None:
         """The best of all shapes."""
+        prover = Prover(self.inner)
         for shape in self.space.shapes(self.inner):
+            bound_s = prover.bound_s(shape)
             for table in self.pricing.all_tables(shape):
                 for level in LEVELS:
                     try:
@@ -34,6 +37,7 @@ class All(Explorer):
                     except InfeasibleError:
                         continue
                     assert here.step_s >= self.pricing.floor_s(shape, "none"), f"{shape} is said not to be faster than it is"
+                    assert here.step_s >= bound_s * (1 - 1e-9), f"{shape} is proven not to be faster than it is"
                     before = self.found.get(shape)
                     self.found[shape] = here if before is None or here.step_s < before.step_s else before
         return min((f for f in self.found.values() if f is not None), key=lambda f: f.step_s, default=None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from autopar.memory import predict
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.largest import largest
-from autopar.problem.remat import LEVELS, price
+from autopar.problem.remat import price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe
 from autopar.recipes.free import space, spaces
@@ -69,19 +69,17 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any
     best: Candidate | None = None
     tried: list[Alternative] = []
     bounds: list[float] = []
-    open_ = request.remat == "auto" and request.settings.training and planner.program.runs
-    for level in LEVELS if open_ else (request.remat_level,):
+
+    def known() -> float:
+        return min(best.cost.time_s, elsewhere.seconds) if best is not None else math.inf
+
+    def enough(level: str) -> bool:
         if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
-            break
-        known_s = min(best.cost.time_s, elsewhere.seconds) if best is not None else math.inf
-        if planner.work(level).step_s(request.cluster.devices, 1, 1) >= known_s * (1 - SIMPLER):
-            break  # nothing can be won there
-        planner.remat = planner.levels(level)
-        if open_ and (over := planner.least_bytes() - request.limit_bytes) > 0:
-            planner.missing_bytes.append(over)
-            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
-                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
-            continue
+            return True
+        return planner.work(level).step_s(request.cluster.devices, 1, 1) >= known() * (1 - SIMPLER)  # nothing can be won there
+
+    for level in _fitting(planner, planner.open_levels, tried, enough):
+        known_s = known()
         found, said, more, bound = _at_one_level(planner, deadline, known_s, elsewhere, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
@@ -89,7 +87,7 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any
             best, about = found, said
     if best is None:
         raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
-    if open_ and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
+    if request.remat == "auto" and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
         fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
         best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]
     return finish(planner, best, min(bounds), tried, about)
@@ -99,16 +97,30 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any
     """The fastest plan of the free search, with no more run again than it takes to fit, at one of the levels `open_`. Raises InfeasibleError
     where none that fits is faster than `known_s`."""
     deadline = time.monotonic() + planner.request.time_limit_s
-    for level in open_:
-        planner.remat = planner.levels(level)
-        if planner.least_bytes() > planner.request.limit_bytes:
-            continue
+    for level in _fitting(planner, open_, []):
+        short = len(planner.missing_bytes)
         found, bound_s = _search(planner, deadline, None, known_s, nowhere())
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
-        if not planner.missing_bytes:
+        if len(planner.missing_bytes) == short:
             break  # not for want of memory
     raise InfeasibleError(f"no plan that fits is faster than {1e3 * known_s:.4g} ms")
+
+
+def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], enough: Callable[[str], bool] = lambda level: False) -> Iterator[str]:
+    """Those of the levels `among` at which something may fit, until it is `enough` in front of one, with the blocks run again in all that `planner`
+    prices; a line in `tried` for each of the others. A level that was asked for is always tried: its plans say what each of them lacks."""
+    request = planner.request
+    for level in among:
+        if enough(level):
+            return
+        planner.remat = planner.levels(level)
+        if len(planner.open_levels) > 1 and (over := planner.least_bytes() - request.limit_bytes) > 0:
+            planner.missing_bytes.append(over)
+            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
+                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
+            continue
+        yield level
 
 
 def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Elsewhere,

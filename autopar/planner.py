@@ -27,7 +27,7 @@ from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
 from autopar.problem.prices import Prices
-from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
 from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.tiling import large
@@ -139,6 +139,12 @@ class Planner:
             self._plain[key] = build(self.program, self.clusters, joints, prices, math.inf, branches=self.branches)
         made = self._plain[key].called(name, self.request.limit_bytes)
         return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels if alike else None), self.remat)
+
+    @property
+    def open_levels(self) -> tuple[str, ...]:
+        """The levels (problem.remat.LEVELS) at which blocks may be run again."""
+        free = self.request.remat == "auto" and self.request.settings.training and self.program.runs
+        return LEVELS if free else (self.request.remat_level,)
 
     def levels(self, level: str) -> Levels:
         """What all blocks keep at one of problem.remat.LEVELS, found once."""

@@ -19,7 +19,6 @@ from autopar.plan import Alternative, Plan
 from autopar.planner import Planner
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
-from autopar.problem.remat import LEVELS
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
@@ -76,7 +75,7 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     reason = ""
     for held in OFFLOADED[1:]:
         beside_s = _update_s(inner, held)
-        open_ = [level for level in LEVELS if _work_s(inner, level) + beside_s < known_s * (1 - CLOSE)]
+        open_ = [level for level in inner.whole.open_levels if _work_s(inner, level) + beside_s < known_s * (1 - CLOSE)]
         if not open_:
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")

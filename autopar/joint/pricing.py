@@ -18,7 +18,6 @@ from autopar.joint.timetables import Timetable, timetable
 from autopar.onestage import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
-from autopar.problem.remat import LEVELS
 
 Way = TypeVar("Way")
 
@@ -125,8 +124,7 @@ class Pricing:
     @property
     def levels(self) -> tuple[str, ...]:
         """The levels at which blocks may be run again."""
-        request = self.inner.request
-        return LEVELS if request.remat == "auto" and self.inner.whole.program.runs else (request.remat_level,)
+        return self.inner.whole.open_levels
 
     def models(self, shape: Shape) -> Models:
         """The Problems of a shape under the roles that the space has on its mesh. Raises InfeasibleError where those leave no choice."""

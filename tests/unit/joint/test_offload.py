@@ -96,3 +96,12 @@ def test_a_fast_host_wins_where_blocks_would_run_again() -> None:
     made = _searched(60e6, fast, BATCH)
     assert made.offload and "with all of it on devices" in made.notes[-1]
     assert made.predicted.step_s < _searched(60e6, batch=BATCH).predicted.step_s
+
+
+
+def test_what_is_to_be_run_again_is_so_on_the_host_too() -> None:
+    """A host as fast as the device makes running nothing again on it faster, which is not what was asked for."""
+    fast = replace(GPUS, device=replace(GPUS.device, host_link_bytes_s=450e9, host_bandwidth_bytes_s=3e12))
+    request = Request(fast, Settings(), mesh=(4,), memory_bytes=60e6, time_limit_s=20.0, remat="full")
+    made = joint.plan(graph(), {"b": 256}, request, model="stack", graph_hash="0" * 64)
+    assert set(made.remat) == {"layers_0"}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from autopar._torch import local_of, wrap_like
 from autopar.runtime.mesh import Mesh
 
 
@@ -34,5 +35,7 @@ def _squares(grads: list[Tensor], mesh: Mesh) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if grads:
         norm = get_total_norm(grads)
+        if isinstance(norm, DTensor):  # gradients may rest on the host, and ranks talk from the device
+            norm = wrap_like(local_of(norm).to(mesh.device), norm)
         total += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
     return total

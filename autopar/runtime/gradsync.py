@@ -58,6 +58,7 @@ class GradSync:
         self.moved: dict[str, None] = {}
         self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
         self.pending: dict[str, Held] = {}
+        self.waiting: dict[str, tuple[Held, Tensor]] = {}  # gradients on the device of parameters on the host, while more microbatches add to them
         self.orders = Orders(self.of, mesh)
 
     @staticmethod
@@ -89,6 +90,7 @@ class GradSync:
         self.coming = {}
         for held in self.held_of.values():
             held.leaf.grad = None
+        self.waiting = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -151,7 +153,11 @@ class GradSync:
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
-        self._finish()
+        self._finish(more=each)
+        if not each:
+            for held, grad in self.waiting.values():
+                _deposit(held, [grad])
+            self.waiting = {}
 
     def _arrived(self, held: Held) -> None:
         if self.deferred and not held.info.each:
@@ -197,7 +203,8 @@ class GradSync:
         return start([sync_steps(held, self.mesh)[index] for held in bucket.ready], tensors, [held.info.shape for held in bucket.ready], self.mesh)
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _finish(self, *, more: bool | None = None) -> None:
+        """End a backward, of which there may be `more` in this step (without a flush in between: where gradients are deferred)."""
         self.late.drain()
         for held in list(self.reached.values()):
             if held.name not in self.moved:
@@ -214,10 +221,20 @@ class GradSync:
         self.late.drain()
         for held in (self.reached | self.pending).values():
             own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
-            _deposit(held, [g for g in (own, self.scattered.get(held.name)) if g is not None])
+            grads = [g for g in (own, self.scattered.get(held.name)) if g is not None]
+            if held.info.host and (self.deferred if more is None else more):
+                self._wait(held, grads)
+            else:
+                _deposit(held, grads)
             if own is not None:
                 held.leaf.grad = None
         self._clear()
+
+    def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
+        """Add to what goes to the host when the step ends: once, not after every microbatch."""
+        for grad in grads:
+            before = self.waiting.get(held.name)
+            self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
 
     def _complete(self, bucket: Bucket) -> None:
         assert bucket.finish is not None, "only started buckets are completed"

@@ -26,11 +26,12 @@ PIPELINE_AXIS = -1
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters `names` that stages on several places read: each place has a copy. `group` are these places."""
+    """Parameters `names` that stages on several places read: each place has a copy. `group` are these places, whose ranks talk from `device`."""
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
     mine: bool
+    device: torch.device
 
     @contextmanager
     def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
@@ -55,7 +56,10 @@ class Shared:
             param.grad = wrap_like(torch.zeros_like(local_of(param)), param)
         grad = local_of(param.grad)
         record("all_reduce", PIPELINE_AXIS, grad.numel() * grad.element_size(), name)
-        dist.all_reduce(grad, group=self.group)
+        there = grad.to(self.device)  # from the host, where it rests there
+        dist.all_reduce(there, group=self.group)
+        if there is not grad:
+            grad.copy_(there)
         if earlier is not None:
             grad.add_(local_of(earlier))
 
@@ -71,7 +75,7 @@ def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh:
     for name, where in holders.items():
         if len(where) > 1:
             by_places.setdefault(tuple(sorted(where)), []).append(name)
-    return [Shared(tuple(names), mesh.places_group(where), mesh.place in where) for where, names in by_places.items()]
+    return [Shared(tuple(names), mesh.places_group(where), mesh.place in where, mesh.device) for where, names in by_places.items()]
 
 
 def everywhere(value: Tensor | None, place: int, mesh: Mesh) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar
@@ -22,7 +22,8 @@ from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
-from autopar.runtime import Mesh, Param, ShardedModule, count
+from autopar.runtime import Mesh, Param, ShardedModule, count, gradsync
+from autopar.runtime.params import Held
 from autopar.verify import Report
 from autopar.verify.reference import trainable
 from autopar.verify.step import Light
@@ -40,6 +41,14 @@ ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "zero1 x zero3": ((2, 2), (roles.zero1, roles.zero3)),
 }
 FAST = [("hf-gpt2", "zero1 on 4"), ("hf-llama", "zero1 x tp"), ("hf-t5", "zero2 on 4"), ("hf-resnet", "ddp x zero1"), ("gpt", "zero1 x zero3")]
+HOSTED = [  # model, roles, schedule, stages per place, what is on the host
+    ("hf-gpt2", (roles.zero1,), "1f1b", 1, "optimizer"),
+    ("hf-gpt2", (roles.data,), "zbv_zero_bubble", 2, "parameters"),   # both copies of the tied weight on one place
+    ("hf-gpt2", (roles.zero2,), "interleaved_1f1b", 2, "parameters"),  # scattered after every microbatch; tied over both places
+]
+SLOW_HOSTED = [case for name in ("hf-gpt2", "hf-llama") for used in ((roles.data,), (roles.zero1,), (roles.zero2,), (roles.zero3,))
+               for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2), ("dualpipev", 2))
+               for held in ("optimizer", "parameters") if (case := (name, used, schedule, virtual, held)) not in HOSTED]
 REFUSED = [("hf-resnet", "zero1 x zero1"), ("hf-resnet", "zero1 x zero3"), ("hf-vit", "zero1 x zero1"), ("hf-vit", "zero1 x zero3")]  # a bias of ten: not over two and two
 SLOW = [case for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-resnet", "hf-vit", "moe", "gpt") for how in ROLES if (case := (name, how)) not in (*FAST, *REFUSED)]
 
@@ -123,6 +132,36 @@ def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes, h
     made = onestage.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert made.offload == held and {"optimizer": "host_state=True", "parameters": "host=True"}[held] in who.case(made).source()
     _right(who.verified(made))
+
+
+@pytest.mark.parametrize(("name", "used", "schedule", "virtual", "held"), [*HOSTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_HOSTED)])
+def test_pipelines_on_the_host_equal_one_device(name: str, used: tuple[roles.Role, ...], schedule: str, virtual: int, held: str) -> None:
+    who = subject(name)
+    _right(who.verified(replace(by_stages(who, (2,), used, 2, 4, schedule, virtual), offload=held)))
+
+
+def _to_the_host(source: str, light: Light) -> tuple[list[str], list[str]]:
+    """One rank: whose gradients go to `param.grad` in a step, each time that they do; and whose are there."""
+    module, went = light.build(source), list[str]()
+
+    def deposit(held: Held, grads: Sequence[Tensor]) -> None:
+        went.append(held.name)
+        real(held, grads)
+
+    real, gradsync._deposit = gradsync._deposit, deposit
+    try:
+        module.train_step(*module.shard_batch(**light.batch))
+    finally:
+        gradsync._deposit = real
+    return went, [name for name, p in module.named_parameters() if p.grad is not None]
+
+
+def test_gradients_go_to_the_host_once_in_a_step() -> None:
+    """Those of four microbatches add up on the device, though they are scattered after each."""
+    who = subject("hf-gpt2")
+    case = who.case(replace(by_stages(who, (2,), (roles.zero2,), 2, 4, "1f1b"), offload="parameters"))
+    for went, there in living(4).run(_to_the_host, case.source(), case.light):
+        assert there and sorted(went) == sorted(there)
 
 
 @pytest.mark.slow

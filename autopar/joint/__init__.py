@@ -114,12 +114,21 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
             best, known_s = found, found.step_s
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
     if best is None and flat is not None:
-        return _among_all(flat, tried, bound_s)
+        return _hurried(inner, walks, _among_all(flat, tried, bound_s))
     if best is None:
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
                               + ("; ".join(why[-3:]) or f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
-    return _finished(inner, best, flat, tried, bound_s, about)
+    return _hurried(inner, walks, _finished(inner, best, flat, tried, bound_s, about))
+
+
+def _hurried(inner: Inner, walks: Sequence[Explorer], made: Plan) -> Plan:
+    """`made`, with a note where time was up before the walks were at their ends."""
+    if not any(walk.hurried for walk in walks):
+        return made
+    note = (f"time was up ({inner.request.time_limit_s:g} s) before all promising shapes of pipelines were priced: "
+            "with a longer time limit there may be a faster plan")
+    return replace(made, notes=(*made.notes, note))
 
 
 def _rows(walk: Explorer) -> list[Alternative]:

@@ -42,6 +42,7 @@ class Explorer:
     beaten: set[Shape] = field(default_factory=set)
     expanded: set[Shape] = field(default_factory=set)
     polished: dict[Shape, None] = field(default_factory=dict)
+    hurried: bool = False  # whether time was up before all that was promising was visited
 
     @cached_property
     def pricing(self) -> Pricing:
@@ -135,6 +136,7 @@ class Explorer:
         """The best shape whose neighbours were not visited, while it is near the best of all and there is time. Where nothing fits
         yet, any shape that was visited."""
         if self._late():
+            self.hurried = True
             return None
         if self.fit:
             near_s = self.least_s * self._near
@@ -166,7 +168,10 @@ class Explorer:
 
     def visit(self, shape: Shape, near: float) -> None:
         """Price one shape, once, if it can be better than what is known; no further than to see that it takes `near` times that."""
-        if shape in self.found or self._late() or self.floors[shape] > self.least_s * (1 - CLOSE):
+        if shape in self.found or self.floors[shape] > self.least_s * (1 - CLOSE):
+            return
+        if self._late():
+            self.hurried = True
             return
         self.inner.request.say(f"{self.space.name}: {shape}")
         self.found[shape] = None

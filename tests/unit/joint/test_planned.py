@@ -72,3 +72,10 @@ def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[in
     assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
     report = who.verified(made)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+def test_a_search_that_ran_out_of_time_says_so() -> None:
+    who = subject("gpt")
+    request = Request(Cluster.parse("h100:1x2"), Settings("train"), time_limit_s=1e-3)
+    made = joint.plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert [note for note in made.notes if note.startswith("time was up (0.001 s)")]

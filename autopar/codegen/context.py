@@ -8,12 +8,15 @@ from typing import Any
 
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen import sizes as size_text
-from autopar.codegen.edges import Edges, Reshard, edges, out_pair
+from autopar.codegen.edges import Edges, Reshard, edges, options, out_pair
 from autopar.codegen.expressions import qualified
-from autopar.cost.comm import steps_s
+from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.inner import sites
+from autopar.rules.site import Inner, Site
+from autopar.rules.tiles import tiled
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -108,6 +111,21 @@ class Context:
         if back:
             parts.append(f"backward {self._words(back, reshard)}, {_seconds(self._steps_s(back, size))}")
         return "; ".join(parts)
+
+    def tiles(self, op: Op) -> str:
+        """What gathering the weight of an operator in tiles costs, each way: `8 tiles, all-gather on gpu: 8 x 3.36 GB, 65 ms; backward ...`."""
+        parts = []
+        for algorithm, site in sites(op, options(self.plan.nodes[op.name]), self.sizes, self.plan.precision):
+            for direction, inner in (("", algorithm.forward), ("backward ", algorithm.backward if self.plan.mode == "train" and op.graded else ())):
+                runs = {kind: sum(one.times(site) for one in inner if one.kind == kind) for kind in dict.fromkeys(one.kind for one in inner)}
+                parts += [f"{direction}{self._times(next(one for one in inner if one.kind == kind), site, count)}" for kind, count in runs.items() if count]
+            parts[:1] = [f"{tiled(site.options)} tiles, {part}" for part in parts[:1]]
+        return "; ".join(parts)
+
+    def _times(self, inner: Inner, site: Site, count: int) -> str:
+        nbytes = inner.nbytes(site)
+        seconds = count * max(collective_s(inner.kind, nbytes, mesh.axes[site.axis]) for mesh in self.meshes)
+        return f"{_VERBS[inner.kind]} on {self.plan.axes[site.axis]}: {count} x {_bytes(nbytes)}, {_seconds(seconds)}"
 
     def _steps_s(self, steps: tuple[Step, ...], size: float) -> float:
         """Seconds of a way between layouts, on the slowest place."""

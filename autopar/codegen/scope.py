@@ -20,12 +20,13 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text
 from autopar.codegen.context import Context
-from autopar.codegen.edges import Pair, Reshard, in_pair, needed, out_pair
+from autopar.codegen.edges import Pair, Reshard, in_pair, needed, options, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.language import Tensor
+from autopar.rules.tiles import tiled
 from passes import facts
 
 WIDTH = 88  # column at which comments start
@@ -178,7 +179,8 @@ class ScopeWriter:
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
             name = self.fresh(op.node.name)
             self.names[op.name, 0] = name
-            self.say(f"{name} = {text}", self._layout((op.name, 0)))
+            tiles = self.context.tiles(op) if tiled(options(self.context.plan.nodes[op.name])) > 1 else ""
+            self.say(f"{name} = {text}", self._layout((op.name, 0)) + (f"   {tiles}" if tiles else ""))
             self.probe(op)
             return
         names = [self.fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]

@@ -12,6 +12,8 @@ from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.errors import InfeasibleError
 from autopar.layout import parse
 from autopar.onestage import plan
@@ -88,6 +90,8 @@ def test_plans_say_what_is_gathered_in_tiles() -> None:
     request = Request(Cluster.parse("h100:1x8"), Settings(), recipe="zero3", memory_bytes=2**27)
     made = plan(graph().gm, {**graph().hints, "b": 64}, request, model="mlp", graph_hash=graph().graph_hash)
     (op, count), = tiled(made.runs).items()
+    line = next(line for line in emit(graph().gm, made, Names.of(graph())).splitlines() if f"{count} tiles, all-gather on gpu: {count} x " in line)
+    assert f"backward all-gather on gpu: {count} x {67.1 / count:.3g} MB" in line and f"backward reduce-scatter on gpu: {count} x " in line
     assert op == LAYER and made.notes[0] == f"too large to be gathered whole, gathered and used in tiles: linear.weight in {count}"
     (weight,) = [w for w in weights(planner(2**27).program, made) if w.shape == (4096, 4096)]
     assert weight.uses == (f"gathered in {count} tiles",) and parse(weight.layout) == ("S0",)

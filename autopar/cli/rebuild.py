@@ -87,15 +87,10 @@ def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def settings(plan: Plan) -> Settings:
-    """What a plan was priced for."""
-    return Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload)
-
-
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), settings(plan)), plan.runs)
+    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), Settings.of(plan)), plan.runs)
     planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 

@@ -42,6 +42,10 @@ class ParameterBytes:
                               self.optimizer + other.optimizer, self.master + other.master)
 
 
+HOSTED = {"": 0, "optimizer": 0, "parameters": 2}
+"""What beside the optimizer's state is on the host, by problem.settings.OFFLOADED: values per trained element (the weight that rests, its gradient)."""
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element of `dtype` ("float32", "torch.bfloat16", any float8). Raises PlanError on an unknown dtype."""
     key = dtype.removeprefix("torch.")
@@ -83,3 +87,10 @@ def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, tr
         return ParameterBytes(weights, resting)
     apart = leaf is not None or rest != dtype.removeprefix("torch.")
     return ParameterBytes(weights, resting, 0.0 if offload else resting * OPTIMIZERS[optimizer], resting if apart else 0.0)
+
+
+def host_bytes(numel: float, dtype: str, precision: str, optimizer: str, offload: str) -> float:
+    """Bytes in the memory of the host for `numel` trained elements that are computed with in `dtype`; `offload` as in `parameter_bytes`."""
+    if not offload or "float" not in dtype:
+        return 0.0
+    return numel * itemsize(rests_in(dtype, precision)) * (HOSTED[offload] + OPTIMIZERS[optimizer])

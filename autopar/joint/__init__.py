@@ -4,34 +4,28 @@
     spaces       what a search or a named pipeline may have     kinds        places on unlike devices
     models       the Problems of one shape, and a solution      inner        all that is made of one graph, when first asked for
     laid         one shape cut, timed, its memory counted       pricing      what a shape comes to
-    explore      the walk through a space                       frontier     step time against memory
-    offloading   parameters and optimizer state on the host     alone        one part of the cluster against all of it
+    explore      the walk through a space                       best         one stage or several, over all spaces
+    offloading   parameters and optimizer state on the host     worth        what a step can gain there at most
+    frontier     step time against memory                       alone        one part of the cluster against all of it
     prove        what no plan of all these is faster than
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from autopar import onestage
-from autopar.cluster import Cluster
-from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.alone import compared
-from autopar.joint.explore import CLOSE, NEARER, Explorer
+from autopar.joint.best import best
 from autopar.joint.inner import Inner
-from autopar.joint.laid import Found
 from autopar.joint.prove import proven_s
-from autopar.joint.spaces import SEARCH, Space, of_recipe
-from autopar.plan import Alternative, Plan, Predicted
+from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
-from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 
 
@@ -40,135 +34,26 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
-    if request.recipe in OFFLOADS:
-        return offloading.by_recipe(gm, hints, request, **about)
     inner = Inner(gm, hints, request)
-    made = _found(inner, about)
+    made = compared(inner, anywhere(inner, **about), best)
     return _proven(inner, made) if request.prove and request.recipe is None else made
 
 
-def _found(inner: Inner, about: Mapping[str, Any]) -> Plan:
-    """The fastest plan, on devices or on the host."""
-    may = offloading.may(inner.request)
+def anywhere(inner: Inner, **about: Any) -> Plan:
+    """The fastest plan for the memory of `inner`, on the host where that is asked for, faster, or all that fits. Raises as `plan`."""
+    if inner.request.recipe in OFFLOADS:
+        return offloading.by_recipe(inner, about)
+    free = offloading.may(inner.request)
     try:
-        made = compared(inner, best(inner, **about), best)
+        made = best(inner, **about)
     except InfeasibleError as error:
-        if not may:
+        if not free:
             raise
         return offloading.instead(inner, error, about)
-    return offloading.or_faster(inner, made, about) if may else made
+    return offloading.or_faster(inner, made, about) if free else made
 
 
 def _proven(inner: Inner, made: Plan) -> Plan:
     """`made` with the largest bound that is known for all plans."""
     bound_s = max(made.predicted.bound_s, proven_s(inner, made.predicted.step_s))
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))
-
-
-def best(inner: Inner, **about: Any) -> Plan:
-    """The fastest plan for the memory of `inner`. Raises InfeasibleError when nothing fits at all."""
-    began, request = time.monotonic(), inner.request
-    if request.recipe in PIPELINES:
-        return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, began, about)
-    flat, failed = None, None
-    several = request.recipe is None and request.search == "ilp" and request.settings.training
-    first = Explorer(inner, SEARCH, float("inf"), began + request.time_limit_s / 2)
-    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s)) if several else None
-    try:
-        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, **about)
-    except InfeasibleError as error:
-        failed = error
-    if not several:
-        if flat is None:
-            raise failed or AssertionError("no plan, and no reason")
-        return flat
-    spaces = [SEARCH, *(of_recipe(recipe) for recipe in PIPELINES.values())]
-    try:
-        return staged(inner, spaces, flat, began, about, first)
-    except InfeasibleError as error:
-        if failed is None:
-            raise
-        raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
-
-
-def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any], first: Explorer | None = None) -> Plan:
-    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others, and what the
-    walk `first` has found in it is kept."""
-    known_s = flat.predicted.step_s if flat is not None else float("inf")
-    deadline = began + inner.request.time_limit_s
-    best: Found | None = None
-    tried: list[Alternative] = []
-    why: list[str] = []
-    walks: list[Explorer] = []
-    for space in spaces:
-        wider = walks[0].pricing.proven if walks else {}
-        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, wider)
-        if first is not None and not walks:
-            walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
-            walk.pricing.proven.update(first.pricing.proven)
-        walks.append(walk)
-        found = walk.run()
-        why += walk.why[:3]
-        tried += _rows(walk)
-        if found is not None and found.step_s < known_s * (1 - CLOSE):
-            best, known_s = found, found.step_s
-    bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
-    if best is None and flat is not None:
-        return _hurried(inner, walks, _among_all(flat, tried, bound_s))
-    if best is None:
-        raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
-                              + ("; ".join(why[-3:]) or f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
-                                 f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
-    return _hurried(inner, walks, _finished(inner, best, flat, tried, bound_s, about))
-
-
-def _hurried(inner: Inner, walks: Sequence[Explorer], made: Plan) -> Plan:
-    """`made`, with a note where time was up before the walks were at their ends."""
-    if not any(walk.hurried for walk in walks):
-        return made
-    note = (f"time was up ({inner.request.time_limit_s:g} s) before all promising shapes of pipelines were priced: "
-            "with a longer time limit there may be a faster plan")
-    return replace(made, notes=(*made.notes, note))
-
-
-def _rows(walk: Explorer) -> list[Alternative]:
-    """What a walk came to: for each number of places the best that was found, or why there is nothing."""
-    best: dict[int, Found] = {}
-    for shape, found in walk.fit.items():
-        if shape.places not in best or found.step_s < best[shape.places].step_s:
-            best[shape.places] = found
-    if not best:
-        return [Alternative(walk.space.name, (walk.inner.request.cluster.devices,), None, None, walk.reason)]
-    return [Alternative(walk.space.name, (*((f.shape.places,) if f.shape.places > 1 else ()), *f.shape.mesh), f.step_s, f.memory_bytes) for f in best.values()]
-
-
-def _bound_s(inner: Inner, flat: Plan | None) -> float:
-    """Seconds that no plan of one stage and one microbatch beats: what its own search has proven, or the least work."""
-    if flat is not None and flat.predicted.bound_s > 0:
-        return flat.predicted.bound_s
-    return inner.work(1).step_s(inner.request.cluster.devices, 1, 1)
-
-
-def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
-    """`flat` as the best of all that was tried; what is proven of all plans is less than what is proven of those of one stage."""
-    alone_s, notes = flat.predicted.bound_s, flat.notes
-    if alone_s > bound_s:
-        notes = (*notes, f"proven of plans of one stage and one microbatch: none is faster than {1e3 * alone_s:.4g} ms")
-    predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
-    return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
-
-
-def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
-    """What is to be said where the parts of the cluster are in another order than they were asked for."""
-    parts = Cluster.from_dict(dict(plan.cluster)).parts
-    if parts != asked.parts:
-        yield f"number the ranks in this order: {', then '.join(part.label for part in parts)}; the first stages are on the first ones"
-
-
-def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
-    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s),
-                          best.places_bytes if best.table.places > 1 else ())
-    notes = (*about.get("notes", ()), *tiling_notes(inner.whole.program, best.plan),
-             *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
-    others = (*(flat.alternatives if flat is not None else ()), *tried)
-    return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -28,14 +28,15 @@ from autopar.onestage import CLOSE
 
 @dataclass(eq=False)
 class Explorer:
-    """One walk. `known_s` is the step that others have; `wider` what a walk through a space around this one has proven; `found` what every
-    visited shape came to, None where it does not fit or is beaten."""
+    """One walk. `known_s` is the step that others have; `wider` what a walk through a space around this one has proven; `reach` how many times the fastest
+    step a shape may take at most to be looked at to the end; `found` what every visited shape came to, None where it does not fit or is beaten."""
 
     inner: Inner
     space: Space
     known_s: float
     deadline: float
     wider: Mapping[Shape, float] = field(default_factory=dict)
+    reach: float = math.inf
     found: dict[Shape, Found | None] = field(default_factory=dict)
     floors: dict[Shape, float] = field(default_factory=dict)
     why: list[str] = field(default_factory=list)
@@ -176,7 +177,7 @@ class Explorer:
         self.inner.request.say(f"{self.space.name}: {shape}")
         self.found[shape] = None
         try:
-            self.found[shape] = self.pricing.glance(shape, self.least_s * near)
+            self.found[shape] = self.pricing.glance(shape, self.least_s * min(near, self.reach))
         except Beaten:
             self.beaten.add(shape)
         except InfeasibleError as error:

@@ -19,17 +19,17 @@ SHRINK = 0.7  # of the memory of the plan before
 
 
 def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> list[Plan]:
-    """Plans of which none is beaten in both step time and memory, the fastest first. Each may take `request.time_limit_s`.
+    """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too. Each may take `request.time_limit_s`.
 
     Raises InfeasibleError when nothing fits the device, PlanError for what cannot be asked for.
     """
     inner = Inner(gm, hints, request)
-    found = [joint.best(inner, **about)]
+    found = [joint.anywhere(inner, **about)]
     while len(found) < POINTS:
         limit_bytes = SHRINK * found[-1].predicted.memory_bytes
         request.say(f"with {limit_bytes / 2**30:.1f} GiB")
         try:
-            found.append(joint.best(inner.limited(limit_bytes), **about))
+            found.append(joint.anywhere(inner.limited(limit_bytes), **about))
         except InfeasibleError:
             break
     return unbeaten([replace(plan, alternatives=()) if plan is not found[0] else plan for plan in found])

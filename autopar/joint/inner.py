@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Frame
 from autopar.problem.floor import Work
-from autopar.problem.graph import Ref
+from autopar.problem.graph import Op, Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
@@ -33,6 +33,7 @@ from autopar.problem.shares import ForwardPrices, MicroPrices, Share, StepPrices
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
 from autopar.request import Request
+from autopar.rules.language import Option
 from autopar.search import ilp
 
 SOLVE_S = 2.0  # seconds for one Problem
@@ -42,7 +43,8 @@ TRUST = 0.95  # share of its bound that a Problem of several kinds of places is 
 
 class Inner:
     """All Problems of one graph, made when first asked for. `whole` reads the graph at the sizes of the batch; `limit_bytes` is
-    the memory that a plan may fill on each device."""
+    the memory that a plan may fill on each device; `on_devices` the same with nothing on the host, where something is, and `best_s` the
+    fastest step there that is known."""
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
         self.gm, self.hints, self.request = gm, dict(hints), request
@@ -55,6 +57,10 @@ class Inner:
         self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
         self._mixed: dict[str, Work] = {}  # on places that are not alike
         self._paces: dict[Device, float] = {}
+        self._hosted: dict[str, Inner] = {}
+        self.on_devices: Inner | None = None
+        self.best_s = math.inf
+        self._roomy: dict[float, dict[Shape, float]] = {}
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
@@ -62,6 +68,24 @@ class Inner:
         other = copy.copy(self)
         other.limit_bytes = other._asked_bytes = limit_bytes
         return other
+
+    def hosted(self, held: str) -> Inner:
+        """The same with that on the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
+        if held not in self._hosted:
+            other = self._hosted[held] = copy.copy(self)
+            other.request = replace(self.request, settings=replace(self.request.settings, offload=held))
+            other.whole = self.whole.anew(other.request)
+            other._models, other._held, other._hosted = {}, {}, {}
+            for once in ("rest_bytes", "update_s"):
+                other.__dict__.pop(once, None)
+        made = self._hosted[held].limited(self.limit_bytes)
+        made.on_devices = self
+        return made
+
+    @property
+    def roomy(self) -> dict[Shape, float]:
+        """Seconds of shapes at which the free search with all on the devices was not short of memory: there is nothing to gain on the host."""
+        return self._roomy.setdefault(self.limit_bytes, {})
 
     @property
     def batch(self) -> int:
@@ -188,9 +212,23 @@ class Inner:
     @cached_property
     def rest_bytes(self) -> float:
         """Bytes of all that rests, on one device."""
-        cluster = self.request.cluster
+        return self._of_parameters(Prices.rest_bytes)
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of the optimizer's step: an even share of it for each device."""
+        return self._of_parameters(Prices.update_s) / self.request.cluster.devices
+
+    @property
+    def late_s(self) -> float:
+        """Seconds behind its work that no step beats: those of the update, where something is on the host."""
+        return self.update_s if self.request.settings.offload else 0.0
+
+    def _of_parameters(self, price: Callable[[Prices, Op, Sequence[Option]], float]) -> float:
+        """What all parameters come to on one device."""
+        cluster, table = self.request.cluster, self.whole.table(1, placed=False)
         prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
-        return sum(prices.rest_bytes(op, self.whole.table(1, placed=False)[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
+        return sum(price(prices, op, table[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
 
     def shared(self, microbatches: int) -> Microbatching | None:
         """How so many microbatches share values; None for one.

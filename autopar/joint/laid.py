@@ -16,7 +16,7 @@ from autopar.joint.kinds import Ground
 from autopar.joint.models import Chosen
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
-from autopar.memory import predict
+from autopar.memory import hosts, predict
 from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import Cost, Cuts, balance, memory_bytes
@@ -27,6 +27,7 @@ from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
 from autopar.planner import bare_plan
 from autopar.problem.graph import Program, Ref
+from autopar.recipes import offload as offloads
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,8 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
         return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made[2], ground.limits, strict=True))
 
     plan, parts, held = within(largest, cut, peak_bytes)
+    if plan.offload:
+        offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(inner.whole.program, plan), ground.places.cluster)
     seen = views(inner.whole.program, plan) if table.stages > 1 else ()
     times = _times(here, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=inner.request.cluster.device.alone)

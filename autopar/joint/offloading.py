@@ -1,24 +1,26 @@
 """Plans with the optimizer's state on the host, or with parameters and gradients too: by name, where nothing else fits a device, and where devices
-are so short of memory that these are faster in spite of what the step takes then."""
+are so short of memory that these are faster in spite of what the step takes then. One stage or several, as on devices."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
-
 from autopar import onestage
-from autopar.codegen.edges import options
+from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.joint import worth
+from autopar.joint.best import staged
 from autopar.joint.inner import Inner
+from autopar.joint.shapes import Shape
+from autopar.joint.spaces import SEARCH
+from autopar.memory import hosts
 from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
-from autopar.planner import Planner
 from autopar.problem.graph import Program
-from autopar.problem.prices import Prices
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
@@ -27,13 +29,13 @@ from autopar.request import Request
 WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradients and optimizer state rest"}
 
 
-def by_recipe(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
+def by_recipe(inner: Inner, about: Mapping[str, Any]) -> Plan:
     """The plan of a recipe that rests on the host. Raises InfeasibleError where device or host is too small, PlanError where hosts are not known."""
-    offload = OFFLOADS[str(request.recipe)]
-    settings = replace(request.settings, offload=offload.held)
-    offloads.checked(offload.name, request.cluster, settings)
-    planner = Planner.of(gm, hints, replace(request, recipe=offload.base, settings=settings))
-    return _settled(planner, onestage.plan_with(planner, **about), "")
+    offload = OFFLOADS[str(inner.request.recipe)]
+    offloads.checked(offload.name, inner.request.cluster, inner.request.settings)
+    there = inner.hosted(offload.held)
+    planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=inner.limit_bytes))
+    return _settled(there.whole.program, onestage.plan_with(planner, **about), "")
 
 
 def may(request: Request) -> bool:
@@ -57,7 +59,7 @@ def instead(inner: Inner, failed: InfeasibleError, about: Mapping[str, Any]) -> 
 def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
     """`made`, or a plan on the host that is faster. That is only looked for where `made` runs blocks again or has several stages or microbatches,
     which it does for memory, and where its step leaves time for what the host takes."""
-    step_s = made.predicted.step_s
+    step_s = inner.best_s = made.predicted.step_s
     if not (made.remat or made.places > 1 or made.microbatches > 1):
         return made
     found, tried, _ = _fastest(inner, step_s, f": {1e3 * step_s:.4g} ms with all of it on devices", about)
@@ -74,16 +76,13 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     tried: list[Alternative] = []
     reason = ""
     for held in OFFLOADED[1:]:
-        beside_s = _update_s(inner, held)
-        open_ = [level for level in inner.whole.open_levels if _work_s(inner, level) + beside_s < known_s * (1 - CLOSE)]
+        there = inner.hosted(held)
+        open_ = [level for level in there.whole.open_levels if _least_s(there, level) < known_s * (1 - CLOSE)]
         if not open_:
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")
-        settings = replace(inner.request.settings, offload=held)
-        planner = inner.whole.anew(replace(inner.request, settings=settings, memory_bytes=inner.limit_bytes))
         try:
-            made = onestage.plan_with(planner, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, **about)
-            best = _settled(planner, made, why)
+            best = _settled(there.whole.program, _best(there, known_s, open_, about), why)
         except InfeasibleError as error:
             reason = str(error)
             tried.append(Alternative(f"{held} on the host", (inner.request.cluster.devices,), None, None, reason))
@@ -92,31 +91,45 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
     return best, tried, reason
 
 
-def _update_s(inner: Inner, held: str) -> float:
-    """Seconds that no update with that on the host beats: an even share of it for each device."""
-    request = inner.request
-    prices = Prices(request.cluster.line(1).mesh((1,)), request.cluster.device, replace(request.settings, offload=held))
-    table = inner.whole.table(1, placed=False)
-    whole_s = sum(prices.update_s(op, table[op.name][:1]) for op in inner.whole.program.ops.values() if op.role == "param")
-    return whole_s / request.cluster.devices
+def _least_s(there: Inner, level: str) -> float:
+    """Seconds that no step beats with all blocks run again at `level`."""
+    return there.work(1, level).step_s(there.request.cluster.devices, 1, 1) + there.late_s
 
 
-def _work_s(inner: Inner, level: str) -> float:
-    """Seconds that nothing before the update beats, with all blocks run again at `level`."""
-    return inner.work(1, level).step_s(inner.request.cluster.devices, 1, 1)
+def _best(there: Inner, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
+    """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises
+    InfeasibleError where there is none, that says what devices or hosts lack."""
+    began = time.monotonic()
+    planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
+    alone = Shape(1, (there.request.cluster.devices,), 1)
+    open_ = [level for level in open_ if worth.least_s(there, alone, level) < known_s * (1 - CLOSE)]
+    flat, failed = None, None
+    try:
+        flat = onestage.plan_with(planner, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, **about)
+        _fitting(there.whole.program, flat)
+    except InfeasibleError as error:
+        flat, failed = None, error
+    try:
+        return staged(there, [SEARCH], flat, began, about, known_s=known_s, reach=math.inf if flat is None and math.isinf(known_s) else 1.0)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{failed}\nin pipeline stages: {error}") from error
 
 
-def _settled(planner: Planner, made: Plan, why: str) -> Plan:
-    """`made` with the name of its recipe and a note. Raises InfeasibleError where hosts have too little memory for it."""
-    named = [o.name for o in OFFLOADS.values() if (o.base, o.held) == (made.strategy, made.offload)]
-    name = named[0] if named else f"{made.strategy}, {made.offload} on the host"
-    host_bytes = _host_bytes(planner.program, made, planner.request)
-    offloads.fits(name, host_bytes, planner.request.cluster)
-    note = f"{WORDS[made.offload]} on the host, {host_bytes / 2**30:.3g} GiB for each device{why}"
-    return replace(made, strategy=name, notes=(*made.notes, note))
+def _settled(program: Program, made: Plan, why: str) -> Plan:
+    """`made` with the names of strategies as they are on the host, and a note. Raises InfeasibleError where hosts have too little memory for it."""
+    _fitting(program, made)
+    host_bytes = max(hosts.of_places(program, made))
+    note = f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{host_bytes / 2**30:.3g} GiB for each device{why}"
+    others = tuple(replace(other, name=_name(other.name, made.offload)) for other in made.alternatives)
+    return replace(made, strategy=_name(made.strategy, made.offload), alternatives=others, notes=(*made.notes, note))
 
 
-def _host_bytes(program: Program, made: Plan, request: Request) -> float:
-    """Bytes on the host for the device that has most there."""
-    prices = Prices(request.cluster.mesh(made.mesh), request.cluster.device, request.settings)
-    return sum(prices.host_bytes(op, options(made.nodes[op.name])) for op in program.ops.values() if op.role == "param")
+def _fitting(program: Program, made: Plan) -> None:
+    """Raises InfeasibleError where hosts have too little memory for `made`."""
+    offloads.fits(_name(made.strategy, made.offload), hosts.of_a_device(program, made), Cluster.from_dict(dict(made.cluster)))
+
+
+def _name(strategy: str, held: str) -> str:
+    """What a strategy is called with that on the host."""
+    named = [offload.name for offload in OFFLOADS.values() if (offload.base, offload.held) == (strategy, held)]
+    return named[0] if named else f"{strategy}, {held} on the host"

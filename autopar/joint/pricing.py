@@ -15,7 +15,8 @@ from autopar.joint.models import Models
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Timetable, timetable
-from autopar.onestage import FULL
+from autopar.joint.worth import least_s
+from autopar.onestage import CLOSE, FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
 
@@ -32,11 +33,13 @@ class Beaten(InfeasibleError):
 
 @dataclass(eq=False)
 class Pricing:
-    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced."""
+    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced; `roomy`: seconds of those
+    at which more memory would not have been faster (at least, where they are beaten)."""
 
     inner: Inner
     space: Space
     proven: dict[Shape, float] = field(default_factory=dict)
+    roomy: dict[Shape, float] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
         """A first answer, with nothing run again or with as many blocks as memory wants. Raises Beaten where nothing is as fast as
@@ -56,13 +59,20 @@ class Pricing:
             except InfeasibleError as error:
                 failed = error if not isinstance(failed, Beaten) else failed
                 if isinstance(error, Beaten) and not error.full:
+                    self._note_roomy(shape, level, error.bound_s)
                     break
                 continue
+            if found.filled < FULL:
+                self._note_roomy(shape, level, found.step_s)
             best = found if best is None or found.step_s < best.step_s else best
         self.proven[shape] = min(bounds, default=float("inf"))
         if best is None:
             raise failed
         return best
+
+    def _note_roomy(self, shape: Shape, level: str, seconds: float) -> None:
+        if level == self.levels[0]:
+            self.roomy[shape] = seconds
 
     def exact(self, found: Found) -> Found | None:
         """The same shape solved to the end and laid out as it runs; where it does not fit then, the faster of that with more run again and
@@ -107,19 +117,26 @@ class Pricing:
             raise InfeasibleError(f"cut evenly it holds {held_bytes / 2**30:.2f} GiB per device, {limit_bytes / 2**30:.2f} GiB are there")
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
-        """Raises Beaten where running everything again at this level leaves nothing as fast as `cutoff_s`."""
+        """Raises Beaten where running everything again at this level leaves nothing as fast as `cutoff_s`, or what goes to the host gains too little."""
         floor_s = self.floor_s(shape, level)
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
             raise Beaten(floor_s, full=False)
+        if (gained_s := least_s(self.inner, shape, level)) >= cutoff_s * (1 - CLOSE):
+            bounds.append(gained_s)
+            raise Beaten(gained_s, full=True)
 
     def floor_s(self, shape: Shape, level: str) -> float:
-        """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and the shortest wait for
-        the first microbatch."""
+        """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and behind it the least update on
+        hosts; or with the shortest wait for the first microbatch."""
         work_s = self.inner.work(shape.places, level).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
         if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
-            return work_s
-        return work_s * min(least_wait(paces, shape.microbatches) for paces in self.inner.paces(shape))
+            return work_s + self.inner.late_s
+        return max(work_s + self.inner.late_s, work_s * self._wait(shape))
+
+    def _wait(self, shape: Shape) -> float:
+        """The length of a step over its work, at least, where each place has one stage."""
+        return min(least_wait(paces, shape.microbatches) for paces in self.inner.paces(shape))
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@
     backward.py   the way back over what the forward has noted
     stage.py      both, as the profile of one microbatch in one stage
     rest.py       parameters, gradients, optimizer state, buffers
+    hosts.py      what of them is in the memory of hosts
     place.py      the stages of one place under their schedule: the fullest moment
     largest.py    the largest batch and sequence that fit
 """

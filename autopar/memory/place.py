@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.cost.memory import OPTIMIZERS
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.rest import ALWAYS, by_kind, largest_state, receive_buffers, resting, workspace
+from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, receive_buffers, resting, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
@@ -69,7 +69,8 @@ class Holding:
         return Place(
             self.number, self._when(peak), self._entries(peak, still, gradients), by_kind(rest),
             tuple(self.profiles[i].kept_bytes for i in order), tuple(self._in_flight().get(i, 0) for i in order),
-            {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)})
+            {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)},
+            host_bytes(self.shares, self.views))
 
     def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Gradients of parameters that come and go, and what is there in the forward too."""

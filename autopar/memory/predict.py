@@ -78,6 +78,6 @@ def extra_bytes(shares: Shares) -> Callable[[Op], float]:
     """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's cluster."""
     plan, cluster = shares.plan, Cluster.from_dict(dict(shares.plan.cluster))
     places = cluster.places(plan.places, plan.mesh)  # how much is kept depends on the kind of device only, which all places share
-    prices = Prices(places.mesh(0), places.device(0), Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
+    prices = Prices(places.mesh(0), places.device(0), Settings.of(plan))
     return lambda op: prices.extra_bytes(op, shares.options(op)) / op.count * shares.scale(op)
 

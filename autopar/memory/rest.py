@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from autopar.cost.memory import host_bytes as host_bytes_of
 from autopar.cost.memory import itemsize, parameter_bytes, rests_in
 from autopar.memory.shares import Shares, named
 from autopar.memory.types import Entry
@@ -54,6 +55,16 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
         for kind, nbytes in asdict(held).items():
             if nbytes:
                 yield Entry(kind, name, op.where, nbytes, count, ALWAYS, ALWAYS)
+
+
+def host_bytes(shares: Shares, views: Sequence[View]) -> float:
+    """Bytes in the memory of the host for this rank: what the plan puts there of the parameters that the stages of a place hold."""
+    plan, counts = shares.plan, instances(shares, views)
+    if not plan.offload:
+        return 0.0
+    return sum(host_bytes_of(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * counts[op.name],
+                             str(op.out_dtypes[0]).removeprefix("torch."), plan.precision, plan.optimizer, plan.offload)
+               for op in shares.program.ops.values() if op.role == "param" and op.call.outs[0].grad)
 
 
 def _hosted(shares: Shares, views: Sequence[View]) -> float:

@@ -31,7 +31,8 @@ class Place:
 
     `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a training step
     holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and `in_flight` of how many a
-    stage keeps that at once; `phases` the peak of each part of the step: forward, backward, update.
+    stage keeps that at once; `phases` the peak of each part of the step: forward, backward, update; `host_bytes` what is in the
+    memory of the host for one rank.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Place:
     kept_bytes: tuple[float, ...]
     in_flight: tuple[int, ...]
     phases: Mapping[str, float]
+    host_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
@@ -85,5 +87,5 @@ class Prediction:
         """JSON types only."""
         return {"peak_bytes": self.peak_bytes, "fullest": self.fullest.number, "places": [
             {"number": p.number, "when": p.when, "peak_bytes": p.peak_bytes, "rest": dict(p.rest), "kept_bytes": list(p.kept_bytes),
-             "in_flight": list(p.in_flight), "phases": dict(p.phases), "by_kind": p.by_kind(), "entries": [asdict(e) for e in p.entries]}
+             "in_flight": list(p.in_flight), "phases": dict(p.phases), "host_bytes": p.host_bytes, "by_kind": p.by_kind(), "entries": [asdict(e) for e in p.entries]}
             for p in self.places]}

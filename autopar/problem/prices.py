@@ -200,13 +200,6 @@ class Prices:
         passed_s = (2 * (rests + state) + rests + self._cast_bytes(op, rests)) / self.device.host_bandwidth_bytes_s
         return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count
 
-    def host_bytes(self, op: Op, options: Sequence[Option]) -> float:
-        """Bytes in the memory of the host for one parameter, all its instances: the optimizer's state, or with it what rests and its gradient."""
-        if op.role != "param" or not self.settings.offload:
-            return 0.0
-        beside = 2 if self.settings.offload == "parameters" else 0
-        return self._held(op, Resting.of(options)).gradients * (beside + OPTIMIZERS[self.settings.optimizer])
-
     def _cast_bytes(self, op: Op, rests: float) -> float:
         """Bytes read and written when what rests is cast to the dtype of the computation."""
         own, rest = op.out_dtypes[0].itemsize, itemsize(self._rest_dtype(op))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
 
 OFFLOADED = ("", "optimizer", "parameters")
 """What may be on the host, the least first: nothing; the optimizer's state, which is brought to the device for the step; trained parameters
@@ -27,6 +31,11 @@ class Settings:
     attention: float = 1.0
     dealt: bool = False
     offload: str = ""
+
+    @staticmethod
+    def of(plan: Plan) -> Settings:
+        """What `plan` was priced for."""
+        return Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload)
 
     @property
     def training(self) -> bool:

@@ -42,9 +42,9 @@ def unknown(device: Device) -> list[str]:
     return [key for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s") if not getattr(device, key)]
 
 
-def fits(name: str, host_bytes: float, cluster: Cluster) -> None:
-    """Raise InfeasibleError where the host has less than `host_bytes` for each device."""
+def fits(what: str, host_bytes: float, cluster: Cluster) -> None:
+    """Raise InfeasibleError where the host has less than the `host_bytes` that `what` takes for each device."""
     there = cluster.device.host_memory_bytes
     if host_bytes > there:
-        raise InfeasibleError(f"recipe {name} needs {host_bytes / 2**30:.2f} GiB of the host for each device, {there / 2**30:.2f} GiB are there: use "
+        raise InfeasibleError(f"{what} needs {host_bytes / 2**30:.2f} GiB of the host for each device, {there / 2**30:.2f} GiB are there: use "
                               "more devices, or keep optimizer state on disk (autopar.runtime.disk_state)", missing_bytes=host_bytes - there)

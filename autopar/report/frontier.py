@@ -25,4 +25,5 @@ def frontier(plans: Sequence[Plan]) -> Table:
 def point(plan: Plan) -> dict[str, Any]:
     """One row as data: seconds and bytes."""
     return {"step_s": plan.predicted.step_s, "memory_bytes": plan.predicted.memory_bytes, "strategy": plan.strategy, "places": plan.places,
-            "mesh": list(plan.mesh), "schedule": plan.schedule, "microbatches": plan.microbatches, "remat": list(plan.remat)}
+            "mesh": list(plan.mesh), "schedule": plan.schedule, "microbatches": plan.microbatches, "remat": list(plan.remat),
+            "offload": plan.offload}

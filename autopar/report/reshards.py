@@ -47,7 +47,7 @@ class Row:
 def prices_of(plan: Plan, place: int = 0) -> Prices:
     """The prices that `plan` was made with, on one of its places."""
     places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
-    return Prices(places.mesh(place), places.device(place), Settings(plan.mode, plan.optimizer, plan.precision, offload=plan.offload))
+    return Prices(places.mesh(place), places.device(place), Settings.of(plan))
 
 
 def reshards(program: Program, plan: Plan) -> list[Row]:

@@ -40,7 +40,7 @@ class Stages:
         return Stages(gm, plan, read(gm, plan.micro_hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
 
     def __post_init__(self) -> None:
-        plan, settings = self.plan, Settings(self.plan.mode, self.plan.optimizer, self.plan.precision, offload=self.plan.offload)
+        plan, settings = self.plan, Settings.of(self.plan)
         self.places: Places = self.cluster.places(plan.places, plan.mesh)
         kinds = {self.places.homes[p]: Pieces(self.places.mesh(p), self.places.device(p), settings) for p in self.places.kinds}
         self.pieces = [kinds[home] for home in self.places.homes]  # of each place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,13 @@ import pytest
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.joint import worth
+from autopar.joint.frontier import frontier
+from autopar.joint.inner import Inner
+from autopar.joint.shapes import Shape
+from autopar.memory import hosts, predict
 from autopar.plan import Plan
+from autopar.problem.graph import read
 from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.simulate import simulate
@@ -97,6 +104,78 @@ def test_a_fast_host_wins_where_blocks_would_run_again() -> None:
     assert made.offload and "with all of it on devices" in made.notes[-1]
     assert made.predicted.step_s < _searched(60e6, batch=BATCH).predicted.step_s
 
+
+
+def _slow_links() -> Cluster:
+    """Two nodes of one device, between which gradients take longer than anything else: stages send activations only."""
+    cluster = Cluster.parse("h100:2x1")
+    return replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_s=2e8), cluster.levels[1]))
+
+
+@pytest.mark.parametrize(("held", "memory_bytes", "batch"), [("optimizer", 60e6, 16), ("parameters", 50e6, 64)])
+def test_pipelines_rest_on_the_host(held: str, memory_bytes: float, batch: int) -> None:
+    """Each place steps what its own stages have; the step ends when the slowest has, in the simulation too."""
+    request = Request(_slow_links(), Settings(), memory_bytes=memory_bytes, time_limit_s=20.0)
+    made = joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
+    assert (made.offload, made.places, made.strategy) == (held, 2, f"search, {held} on the host")
+    assert made.predicted.memory_bytes <= memory_bytes and "on the host, up to 0.0" in made.notes[-1] and "because nothing else fits" in made.notes[-1]
+    program = read(graph(), made.hints, training=True)
+    on_hosts = hosts.of_places(program, made)
+    values = {"optimizer": 2, "parameters": 4}[held]
+    assert sum(on_hosts) == 4 * values * (4 * (2 * 512 + 512 * 2048 * 2 + 2048 + 512) + 512 * 8 + 8)
+    assert max(on_hosts) == hosts.of_a_device(program, made) == max(place.host_bytes for place in predict(program, made).places)
+    ran = simulate(graph(), made)
+    assert ran.step_s == pytest.approx(made.predicted.step_s, rel=0.01)
+    moved = {"optimizer": 2 / 45e9, "parameters": 0.5 / 45e9 + 7 / 4 / 54e9}[held]  # seconds for each byte there: over the link, and of the pass on the host
+    for place, nbytes in zip(ran.places, on_hosts, strict=True):
+        assert place.optimizer_s == pytest.approx(moved * nbytes, rel=0.06)
+
+
+def test_the_host_of_a_node_is_for_the_ranks_of_all_its_places() -> None:
+    """A head of its own place has little on the host: the node has room for it and the blocks, a node of one device has not."""
+    request = Request(_slow_links(), Settings(), memory_bytes=60e6, time_limit_s=20.0)
+    made = joint.plan(graph(), {"b": 16}, request, model="stack", graph_hash="0" * 64)
+    uneven = replace(made, stages=(replace(made.stages[0], blocks={"layers_0": (0, 4)}), replace(made.stages[1], blocks={})))
+    program = read(graph(), made.hints, training=True)
+    most, least = hosts.of_places(program, uneven)
+    assert most > 100 * least
+    together = replace(uneven, cluster=Cluster.parse("h100:1x2").to_dict())
+    assert hosts.of_a_device(program, uneven) == most and hosts.of_a_device(program, together) == (most + least) / 2
+
+
+def test_what_fits_no_way_says_what_hosts_lack() -> None:
+    cluster = _slow_links()
+    small = replace(cluster, device=replace(cluster.device, host_memory_bytes=30_000_000))
+    with pytest.raises(InfeasibleError) as failed:
+        joint.plan(graph(), {"b": 16}, Request(small, Settings(), memory_bytes=60e6, time_limit_s=20.0), model="stack", graph_hash="0" * 64)
+    assert re.search(r"parameters on the host needs 0\.06 GiB of the host for each device, 0\.03 GiB are there", str(failed.value))
+
+
+def test_what_a_step_can_gain_at_most() -> None:
+    """With 50 times as many bytes of activations as of state, room for the state is had for a fiftieth of what running all blocks again takes, twice that
+    to be sure; nothing is known of plans that run all of them again, nor where too little is kept to make room."""
+    inner = Inner(graph(), {"b": 1 << 15}, Request(GPUS, Settings(), time_limit_s=20.0))
+    there, alone = inner.hosted("optimizer"), Shape(1, (4,), 1)
+    assert worth.least_s(there, alone, "none") == 0  # nothing to compare with
+    inner.best_s = 1.0
+    there = inner.hosted("optimizer")
+    back_bytes = (inner.rest_bytes - there.rest_bytes) / 4
+    again_s = inner.work(1, "full").step_s(4, 1, 1) - inner.work(1).step_s(4, 1, 1)
+    freed_bytes = inner.held_bytes(alone, "none") - inner.held_bytes(alone, "full")
+    gained_s = 1 - worth.least_s(there, alone, "none") + there.update_s - inner.update_s
+    assert back_bytes < freed_bytes / 8 and gained_s == pytest.approx(2 * again_s * back_bytes / freed_bytes)
+    assert worth.least_s(there, alone, "full") == 0
+    assert worth.least_s(there, Shape(1, (4,), 64), "none") == 0
+    assert 1 - worth.least_s(there, Shape(4, (1,), 8), "none") == pytest.approx(1 - worth.least_s(there, Shape(1, (4,), 2), "none"))
+
+
+def test_less_memory_of_devices_for_more_time() -> None:
+    """The frontier goes on where all of it on devices ends."""
+    plans = frontier(graph(), {"b": 64}, Request(Cluster.parse("h100:1x1"), Settings(), time_limit_s=20.0), model="stack", graph_hash="0" * 64)
+    assert [plan.offload for plan in plans] == ["", "optimizer"]
+    assert plans[0].predicted.step_s < plans[1].predicted.step_s and plans[0].predicted.memory_bytes > plans[1].predicted.memory_bytes
+    forced = Request(Cluster.parse("cpu:1x4"), Settings(), recipe="optimizer_offload", time_limit_s=20.0)
+    assert {plan.strategy for plan in frontier(graph(), {"b": 64}, forced, model="stack", graph_hash="0" * 64)} == {"optimizer_offload"}
 
 
 def test_what_is_to_be_run_again_is_so_on_the_host_too() -> None:

@@ -11,7 +11,7 @@ import pytest
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.joint import staged
+from autopar.joint.best import staged
 from autopar.joint.explore import Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import SEARCH, of_recipe

@@ -18,7 +18,7 @@ from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import cutters, parse
-from autopar.memory import Place, Prediction, predict
+from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
 from autopar.onestage import meshes_for
 from autopar.plan import Plan
@@ -26,6 +26,8 @@ from autopar.planner import Planner, bare_plan
 from autopar.problem.graph import Program, read
 from autopar.problem.types import Problem
 from autopar.recipes import RECIPES, Recipe, roles
+from autopar.recipes import offload as offloads
+from autopar.recipes.offload import OFFLOADS, Offload
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import ilp
@@ -40,7 +42,7 @@ LARGEST = 1 << 22  # sizes beyond this are not looked at
 class Row:
     """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one that has least room
     left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by symbol: the largest of one with the others as
-    planned."""
+    planned. `host_bytes` rest on the host for each device, of `host_limit_bytes` there."""
 
     name: str
     mesh: tuple[int, ...]
@@ -50,11 +52,13 @@ class Row:
     place: Place | None = None
     why: str = ""
     largest: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: float = 0.0
+    host_limit_bytes: float = math.inf
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every device is within its limit."""
-        return self.place is not None and self.place.peak_bytes <= self.limit_bytes
+        """Whether the peak of every device is within its limit, and what rests on hosts within theirs."""
+        return self.place is not None and self.place.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
 
 
 @dataclass(eq=False)
@@ -69,9 +73,9 @@ class Survey:
 
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
         """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
-        unknown = [name for name in names if name not in (*RECIPES, *PIPELINES)]
+        unknown = [name for name in names if name not in (*RECIPES, *PIPELINES, *OFFLOADS)]
         if unknown:
-            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join((*RECIPES, *PIPELINES))}")
+            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join((*RECIPES, *PIPELINES, *OFFLOADS))}")
         yield self._row("one device", self._one_device())
         planner = Planner.of(self.gm, self.hints, self.request)
         for name, recipe in RECIPES.items():
@@ -82,6 +86,16 @@ class Survey:
             if self.request.settings.training and self.request.cluster.devices > 1 and (name in names or not names):
                 self.request.say(name)
                 yield self._row(name, self._pipeline(name))
+        for name, offload in OFFLOADS.items():
+            if name in names or (not names and self._has_hosts):
+                self.request.say(name)
+                yield self._row(name, self._on_host(planner, offload))
+
+    @property
+    def _has_hosts(self) -> bool:
+        """Whether something can rest on hosts that have memory of their own."""
+        device = self.request.cluster.device
+        return self.request.settings.training and device.kind != "cpu" and not offloads.unknown(device)
 
     def _one_device(self) -> Plan | str:
         alone = replace(self.request, cluster=self.request.cluster.line(1))
@@ -106,6 +120,14 @@ class Survey:
             fits = peak <= self.limit_bytes
             found.append((not fits, model.problem.price(choice).time_s if fits else peak, plan))
         return min(found, key=lambda one: one[:2])[2] if found else why
+
+    def _on_host(self, planner: Planner, offload: Offload) -> Plan | str:
+        try:
+            offloads.checked(offload.name, self.request.cluster, self.request.settings)
+        except PlanError as error:
+            return str(error)
+        settings = replace(self.request.settings, offload=offload.held)
+        return self._recipe(planner.anew(replace(self.request, settings=settings)), RECIPES[offload.base])
 
     def _pipeline(self, name: str) -> Plan | str:
         request = replace(self.request, recipe=name, time_limit_s=PIPELINE_S)
@@ -140,7 +162,8 @@ class Survey:
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
         return Row(name, mesh, limits[place.number], plan, prediction, place, largest={
             symbol: largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), self.most.get(symbol, LARGEST))
-            for symbol in self.hints})
+            for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
+            host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
 
     def _limits(self, plan: Plan) -> list[float]:
         """Bytes that a plan may fill of the devices of each of its places."""

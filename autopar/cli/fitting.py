@@ -65,10 +65,10 @@ def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
     notes = []
     for row in rows:
         if row.place is None:
-            table.add_row(row.name, times(row.mesh) if row.mesh else "-", *["-"] * 7, "no", *["-"] * len(symbols))
+            table.add_row(row.name, times(row.mesh) if row.mesh else "-", *["-"] * 8, "no", *["-"] * len(symbols))
             notes.append(f"{row.name}: {row.why.splitlines()[0]}")
         else:
-            table.add_row(row.name, times(row.mesh), *fit_row(row.place, row.limit_bytes),
+            table.add_row(row.name, times(row.mesh), *fit_row(row.place, row.limit_bytes, fits=row.fits),
                           *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols))
     return [table, *(["", *notes] if notes else [])]
 
@@ -86,4 +86,5 @@ def as_json(survey: Survey, rows: Sequence[Row]) -> dict[str, Any]:
     """The table as data."""
     return {"cluster": survey.request.cluster.label, "hints": dict(survey.hints), "usable_bytes": survey.limit_bytes, "rows": [
         {"name": row.name, "mesh": list(row.mesh), "fits": row.fits, "why": row.why, "largest": dict(row.largest),
+         "host_bytes": row.host_bytes,
          "prediction": None if row.prediction is None else row.prediction.to_dict()} for row in rows]}

@@ -33,6 +33,8 @@ def summary(place: Place, title: str) -> Table:
                       (f" in its stage {stage + 1}" if len(place.kept_bytes) > 1 else ""))
     for phase, nbytes in place.phases.items():
         table.add_row(phase, gibibytes(nbytes), "its peak")
+    if place.host_bytes:
+        table.add_row("host", gibibytes(place.host_bytes), "in the memory of the host")
     return table
 
 
@@ -45,18 +47,18 @@ def _entries(entries: Sequence[Entry], shown: int) -> Table:
     return table
 
 
-def fit_row(place: Place, limit_bytes: float) -> list[str]:
-    """The cells of one strategy: weights, gradients, optimizer and activations in full, what else is there at the peak, the peak, share,
-    fits. Gradients come while activations go, so a peak is less than the sum."""
+def fit_row(place: Place, limit_bytes: float, *, fits: bool) -> list[str]:
+    """The cells of one strategy: weights, gradients, optimizer and activations in full, what else is there at the peak, the peak, share, what is on the
+    host, fits. Gradients come while activations go, so a peak is less than the sum."""
     rest, peak = place.rest, place.peak_bytes
     optimizer = rest.get("optimizer", 0.0) + rest.get("master", 0.0)
     other = peak - sum(place.by_kind().get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "master", "activations"))
     return [gibibytes(rest.get("weights", 0.0)), gibibytes(rest.get("gradients", 0.0)), gibibytes(optimizer), gibibytes(place.activations_bytes),
-            gibibytes(other), gibibytes(peak), f"{100 * peak / limit_bytes:.0f} %", "yes" if peak <= limit_bytes else "no"]
+            gibibytes(other), gibibytes(peak), f"{100 * peak / limit_bytes:.0f} %", gibibytes(place.host_bytes) if place.host_bytes else "-", "yes" if fits else "no"]
 
 
 def fit_table(title: str, symbols: Sequence[str]) -> Table:
     """The empty table of strategies; `symbols` are those whose largest sizes are shown."""
-    return grid(title, "strategy", "mesh", "weights", "gradients", "optimizer", "activations", "transient", "peak", "of usable", "fits",
+    return grid(title, "strategy", "mesh", "weights", "gradients", "optimizer", "activations", "transient", "peak", "of usable", "on host", "fits",
                 *(f"largest {s}" for s in symbols))
 

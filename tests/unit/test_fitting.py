@@ -74,6 +74,26 @@ def _limits(row: Row) -> list[int]:
     return [at.device(place).usable_memory_bytes for place in range(row.plan.places)]
 
 
+def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
+    """Less on the device, some on the host; what is there fits if both do."""
+    who = subject("gpt")
+
+    def rows(cluster: Cluster, *names: str) -> dict[str, Row]:
+        return {row.name: row for row in Survey(who.captured.gm, who.captured.hints, Request(cluster), {"s": 64}).rows(names)}
+
+    gpus = Cluster.parse("h100:1x2")
+    found = rows(gpus, "zero1", "optimizer_offload", "zero_offload")
+    peaks = [found[name].prediction.peak_bytes for name in ("zero1", "optimizer_offload", "zero_offload")]
+    assert peaks[0] > peaks[1] > peaks[2] and all(row.fits for row in found.values())
+    assert 0 == found["zero1"].host_bytes < found["optimizer_offload"].host_bytes == found["zero_offload"].host_bytes / 2
+    small = replace(gpus, device=replace(gpus.device, host_memory_bytes=1000))
+    assert not rows(small, "zero_offload")["zero_offload"].fits
+    unknown = replace(gpus, device=replace(gpus.device, host_memory_bytes=0))
+    assert "needs to know the hosts" in rows(unknown, "zero_offload")["zero_offload"].why
+    assert Survey(who.captured.gm, who.captured.hints, Request(gpus))._has_hosts
+    assert not Survey(who.captured.gm, who.captured.hints, Request(unknown))._has_hosts
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown recipe 'fast'"):
         list(survey().rows(["fast"]))

@@ -174,6 +174,17 @@ def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
     _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
 
 
+@pytest.mark.slow
+def test_the_search_finds_pipelines_on_the_host() -> None:
+    """Between two nodes with a slow network, for devices that have no room for the optimizer's state; right on ranks of the CPU."""
+    who, cluster = subject("hf-gpt2"), Cluster.parse("h100:2x1")
+    slow = replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_s=1e6), cluster.levels[1]))
+    request = Request(slow, Settings(who.mode), memory_bytes=1.2e6, time_limit_s=20.0)
+    made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert made.offload and made.places == 2, made.notes
+    _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x2").to_dict())))
+
+
 def test_plans_say_when_gradients_are_scattered() -> None:
     for recipe, run in (("zero1", ""), ("zero2", "each")):
         made = by_recipe(subject("gpt"), (4,), recipe)
@@ -263,6 +274,8 @@ LIVES: dict[str, Callable[[Subject], Plan]] = {
     "zero_offload": lambda who: offloaded(who, (4,)),
     "optimizer_offload": lambda who: offloaded(who, (4,), "optimizer_offload"),
     "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
+    "1f1b zero2 on the host": lambda who: replace(by_stages(who, (2,), "zero2", 2, 4, "1f1b"), offload="parameters"),
+    "zbv with optimizer state on the host": lambda who: replace(by_stages(who, (2,), "zero1", 2, 4, "zbv_zero_bubble", 2), offload="optimizer"),
 }
 
 

@@ -50,6 +50,8 @@ class Step:
 BUCKET_BYTES = 25_000_000
 """Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel in flat buckets of
 about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
+LEAVES_AHEAD = 2
+"""Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones travel."""
 
 
 def parse(text: str) -> Layout:

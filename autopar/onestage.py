@@ -139,7 +139,8 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
         return False
     roomy = replace(best.model.problem, memory_limit_bytes=math.inf)
-    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < best.cost.time_s * (1 - 2 * CLOSE)
+    here_s = best.model.problem.price(best.solution.choice).time_s
+    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < here_s * (1 - 2 * CLOSE)
 
 
 def _check_mesh(request: Request) -> None:
@@ -287,5 +288,5 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
              *rule_notes(planner.program, planner.request.rules))
     about = {**about, "notes": (*about.get("notes", ()), *notes)}
     peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
-    predicted = Predicted(cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, bound_s)
+    predicted = Predicted(cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, min(bound_s, cost.time_s))
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -13,6 +14,7 @@ from autopar.decided import node_plan
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import TRIES, within
+from autopar.pipeline.alone import step_cost
 from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -47,6 +49,7 @@ class Candidate:
     cost: Cost
     remat: Levels = field(default_factory=dict)
     peak_bytes: float | None = None  # at the peak of its fullest rank, once that was walked
+    timed: Callable[[Model, tuple[int, ...]], Cost] = field(default=lambda model, choice: model.problem.evaluate(choice))  # what a solution costs as it runs
     short: bool = False  # whether its Problem has less room than the device, for what lives for a moment only
 
     @property
@@ -58,12 +61,12 @@ class Candidate:
     def refined(self, solution: Solution) -> Candidate:
         """The same problem with another solution; where it is short of room, what that proves does not hold for all plans that fit."""
         proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
-        return replace(self, solution=proven, cost=self.model.problem.evaluate(solution.choice))
+        return replace(self, solution=proven, cost=self.timed(self.model, solution.choice))
 
     def keeping(self, forward: ForwardPrices) -> Candidate:
         """The same choices with what makes them fastest within memory kept of the blocks that are run again."""
         model, remat = best_kept(self.model, forward, self.solution.choice, self.remat)
-        return replace(self, model=model, remat=remat, cost=model.problem.evaluate(self.solution.choice))
+        return replace(self, model=model, remat=remat, cost=self.timed(model, self.solution.choice))
 
 
 @dataclass(eq=False)
@@ -132,13 +135,18 @@ class Planner:
         at = self.request.cluster.places(places, sizes)
         mesh, alike = at.mesh(0), at.device(0) == self.kernels.device
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh, at.device(0), self.request.settings, self.kernels if alike else None)
+            self._prices[mesh] = Prices(mesh, at.device(0), self.request.settings, self.kernels if alike else None,
+                                        bucket_bytes=self.program.bucket_bytes)
         prices, key = self._prices[mesh], (mesh, tuple(used))
         if key not in self._plain:
             joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
             self._plain[key] = build(self.program, self.clusters, joints, prices, math.inf, branches=self.branches)
         made = self._plain[key].called(name, self.request.limit_bytes)
-        return rematerialised(made, ForwardPrices(mesh, prices.device, prices.settings, self.forward_kernels if alike else None), self.remat)
+        return rematerialised(made, self._forward(mesh) if alike else ForwardPrices(mesh, prices.device, prices.settings), self.remat)
+
+    def _forward(self, mesh: Mesh) -> ForwardPrices:
+        """Prices of the forward alone on a mesh of the device that the kernels are of."""
+        return ForwardPrices(mesh, self.kernels.device, self.request.settings, self.forward_kernels)
 
     @property
     def open_levels(self) -> tuple[str, ...]:
@@ -172,14 +180,16 @@ class Planner:
         nothing faster than `cutoff_s` can be."""
         model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
 
+        forward = self._forward(mesh)
         bounds: list[float] = []  # the first one holds for all plans that fit, the next ones only where there is less room
 
         def solved(limit_bytes: float) -> Candidate:
             here = model.with_limit(limit_bytes)
             solution = solve(here.problem)
             bounds.append(solution.bound_s)
-            cost, proven = here.problem.evaluate(solution.choice), replace(solution, bound_s=bounds[0])
-            found = Candidate(name, mesh, here, proven, cost, remat=self.remat, short=len(bounds) > 1)
+            timed = partial(step_cost, forward=forward)
+            cost, proven = timed(here, solution.choice), replace(solution, bound_s=bounds[0])
+            found = Candidate(name, mesh, here, proven, cost, remat=self.remat, timed=timed, short=len(bounds) > 1)
             return found if bounds[0] >= cutoff_s else self.counted(found)
 
         try:

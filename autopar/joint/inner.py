@@ -175,7 +175,9 @@ class Inner:
         """The Problems of one kind of place."""
         mesh, device, settings = at.mesh(place), at.device(place), self.request.settings
         kernels, ahead = self._kernels(here, device)
-        prices = (MicroPrices(mesh, device, settings, kernels, shape.microbatches), StepPrices(mesh, device, settings, kernels))
+        bucket = self.whole.program.bucket_bytes
+        prices = (MicroPrices(mesh, device, settings, kernels, shape.microbatches, bucket_bytes=bucket),
+                  StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket))
         micro, once = (frame.priced(each, self.limit_bytes, str(shape)) for each in prices)
         return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
 

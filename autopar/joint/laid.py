@@ -191,8 +191,10 @@ def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) 
 
 
 def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
-    """A stage's time, with `action_s` for each action; of a backward in two parts half is for what was received, half for the weights: as many products each."""
+    """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
     seconds, forward_s = sum(c.micro_s for c in part), sum(c.forward_s for c in part)
+    if split and training:
+        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + action_s, send_s,
+                         sum(c.both_s for c in part) + action_s)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
-    whole_s = back_s + action_s
-    return StageTime(seconds - back_s + action_s, back_s / 2 + action_s if split else whole_s, back_s / 2 + action_s if split else 0.0, send_s)
+    return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)

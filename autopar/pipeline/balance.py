@@ -19,7 +19,8 @@ CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
-    step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs."""
+    step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
+    of a backward that is taken apart, `both_s` of one that could be."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -27,6 +28,9 @@ class Cost:
     rest_bytes: float = 0.0
     live_bytes: float = 0.0
     forward_s: float = 0.0
+    inputs_s: float = 0.0
+    weights_s: float = 0.0
+    both_s: float = 0.0
 
 
 def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:

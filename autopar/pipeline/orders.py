@@ -98,16 +98,17 @@ def _actions(line: Sequence[Any]) -> list[Action]:
 @dataclass(frozen=True, slots=True)
 class StageTime:
     """Seconds of one microbatch in one stage: forward, and the backward's parts for what was received and for the weights
-    (`weights_s` is 0 where they cannot be taken apart); and of sending its result on."""
+    (`weights_s` is 0 where they cannot be taken apart); of sending its result on; and of both parts at once, where that is not their sum."""
 
     forward_s: float
     inputs_s: float
     weights_s: float = 0.0
     send_s: float = 0.0
+    both_s: float = 0.0
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""
-        return {"F": self.forward_s, "B": self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
+        return {"F": self.forward_s, "B": self.both_s or self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[int]:

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.layout import BUCKET_BYTES
 from autopar.problem.gradients import NO_GRADIENT, reaching
 from autopar.problem.traffic import annotate
 from autopar.rules.language import Call, Tensor
@@ -84,6 +85,12 @@ class Op:
         """Whether it only changes weights (a cast, a transpose): it follows the parameters."""
         return self.role == "op" and bool(self.weight) and all(self.weight)
 
+    @property
+    def weights_share(self) -> float:
+        """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
+        graded = [weight for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
+        return sum(graded) / len(graded) if graded else 0.0
+
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
         """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered
         again: a vector is kept, because it is smaller than what starting one more collective costs."""
@@ -140,6 +147,12 @@ class Program:
             if source is not None and len(readers[ref]) == 1 and ref not in fed and self.ops[ref[0]].scope == op.scope:
                 found[op.name] = source
         return found
+
+    @cached_property
+    def bucket_bytes(self) -> float:
+        """Bytes that travel together where many parameters take the same step: a bucket, or all that are trained."""
+        trained = [op for op in self.ops.values() if op.role == "param" and op.call.outs[0].grad]
+        return min(BUCKET_BYTES, sum(self.bytes_of((op.name, 0)) * op.count for op in trained))
 
     def is_weight(self, ref: Ref) -> bool:
         """Whether a value is a parameter, or one that was turned or cast."""

@@ -2,6 +2,7 @@
 
     Paths.ways      which way leads from each source to each target
     Paths.seconds   what each way costs for a tensor of some size
+    Paths.loads     the same of one way, step by step
     Paths.gathers   whether an all-gather is among its steps
     Paths.held      the share of the tensor that the last new tensor on the way is, NaN where no memory is taken
 """
@@ -16,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cluster import Mesh
-from autopar.cost.comm import step_s
+from autopar.cost.comm import LOCAL, collective_s, group_bytes, link_shares, step_s
 from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, sections_of, shard, steps
+from autopar.problem.hiding import LOCAL_AXIS, Load
 
 
 class Ways(NamedTuple):
@@ -45,7 +47,8 @@ class Paths:
         self._way: list[list[int]] = []  # of each way: its steps by number
         self._gathers: list[bool] = []
         self._held: list[float] = []
-        self._step_s: dict[float, dict[int, float]] = {}  # size in bytes -> seconds of steps by number
+        self._step_s: dict[tuple[float, float], dict[int, float]] = {}  # bytes of a tensor, of a bucket -> seconds of steps by number
+        self._loads: dict[tuple[int, float, float], tuple[Load, ...]] = {}  # by way, size and bytes of a bucket
 
     def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
         """[sources, targets]: the way from each to each."""
@@ -59,13 +62,32 @@ class Paths:
         known = self._ids.setdefault(source, {})
         return known[target] if target in known else self._find(known, source, target)
 
-    def seconds(self, ways: Ways, size_bytes: float) -> np.ndarray:
-        """Seconds of each way for a tensor of `size_bytes`."""
-        prices = self._step_s.setdefault(size_bytes, {})
+    def seconds(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
+        """Seconds of each way for a tensor of `size_bytes`; where it goes in buckets of `bucket_bytes` on a rank, its share of one."""
+        prices = self._step_s.setdefault((size_bytes, bucket_bytes), {})
         steps_of = [self._way[number] for number in ways.numbers]
         for index in set().union(*steps_of) - prices.keys():
-            prices[index] = step_s(self._order[index], size_bytes, self.mesh)
+            step = self._order[index]
+            prices[index] = sum(load.seconds for load in self._step_loads(step, size_bytes, bucket_bytes)) if bucket_bytes else step_s(step, size_bytes, self.mesh)
         return np.array([sum([prices[i] for i in way]) for way in steps_of], float)[ways.at]
+
+    def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
+        """What one way takes, as `seconds`: each step's collective, and local copies around it."""
+        key = self.number(source, target), size_bytes, bucket_bytes
+        if key not in self._loads:
+            self._loads[key] = tuple(load for index in self._way[key[0]] for load in self._step_loads(self._order[index], size_bytes, bucket_bytes))
+        return self._loads[key]
+
+    def _step_loads(self, step: Step, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        axis, nbytes = self.mesh.axes[step.axis], group_bytes(step, size_bytes, self.sizes)
+        whole_s, alone_s = step_s(step, size_bytes, self.mesh), collective_s(step.kind, nbytes, axis)
+        if step.kind in LOCAL:
+            return [Load(LOCAL_AXIS, whole_s, {}, step.kind)] if whole_s else []
+        together = max(nbytes, bucket_bytes)
+        share = nbytes / together if together else 1.0
+        moved = [Load(step.axis, share * collective_s(step.kind, together, axis), link_shares(step.kind, together, axis), step.kind)] if alone_s else []
+        copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
+        return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 
     def gathers(self, ways: Ways) -> np.ndarray:
         """bool: whether each way has an all-gather."""

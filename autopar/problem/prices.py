@@ -41,9 +41,11 @@ DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2)."""
 
 
 class Prices:
-    """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before."""
+    """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before.
+    `bucket_bytes` (Program.bucket_bytes) travel together of what is summed or gathered once per step (0: each weight alone)."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, *, bucket_bytes: float = 0.0) -> None:
+        self.bucket_bytes = bucket_bytes
         self.mesh, self.device, self.settings, self.kernels = mesh, device, settings, kernels or Kernels(device, settings)
         self.sizes = tuple(axis.size for axis in mesh.axes)
         self.routes = routes_on(mesh)
@@ -123,15 +125,17 @@ class Prices:
         return seconds + np.where(here.graded, backward_s, 0.0)
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none; of weights that are
-        gathered once per step with that gather, of `leaf_bytes`, which all readers share as they share the sum of their gradients."""
-        seconds = self.routes.seconds(here.back, size_bytes)
-        if weight and here.once:
-            late = self.routes.between([here.rows[i] for i in here.once], here.columns)
-            seconds = seconds.copy()
-            seconds[here.once] = (self.routes.seconds(late.read, size_bytes) + self.routes.seconds(late.summed, size_bytes)
-                                  + self.routes.seconds(late.leaf, leaf_bytes))
-        return seconds
+        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none. That of a weight of `leaf_bytes`
+        comes to its leaf, and from there to where it rests, in buckets; with it the gather of leaves that are made once per step, which all readers
+        share as they share that sum."""
+        if not weight:
+            return self.routes.seconds(here.back, size_bytes)
+        return (self.routes.seconds(here.read, size_bytes) + self.summed_s(here, size_bytes, leaf_bytes)
+                + self.routes.seconds(here.leaf, leaf_bytes, self.bucket_bytes))
+
+    def summed_s(self, here: Between, size_bytes: float, leaf_bytes: float) -> np.ndarray:
+        """[rows, columns]: seconds of bringing gradients of `size_bytes` from leaves of `leaf_bytes` to where these rest, in buckets."""
+        return self.routes.seconds(here.summed, size_bytes, self.bucket_bytes * size_bytes / leaf_bytes if leaf_bytes else 0.0)
 
     def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
@@ -172,7 +176,8 @@ class Prices:
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
         state and writes all but the gradient. No launch floor but `update_s`: torch's fused and foreach optimizers run over all parameters."""
-        held = self._held(op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
+        # what rests, whatever else of the gradient is there until the end of a step (StepPrices)
+        held = Prices._held(self, op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
         if held is None:
             return 0.0
         if self.settings.offload == "parameters":

@@ -33,15 +33,16 @@ from autopar.rules.language import Option
 class MicroPrices(Prices):
     """What one of `microbatches` costs, on average: the first one's gradients are added to none."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, microbatches: int = 1) -> None:
-        super().__init__(mesh, device, settings, kernels)
+    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, microbatches: int = 1, *,
+                 bucket_bytes: float = 0.0) -> None:
+        super().__init__(mesh, device, settings, kernels, bucket_bytes=bucket_bytes)
         self.adding = (microbatches - 1) / microbatches
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
         if not weight:
             return super()._back_s(here, size_bytes, weight, leaf_bytes)
-        return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.routes.seconds(here.summed, size_bytes), 0.0)
+        return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: what rests is there once."""
@@ -77,8 +78,8 @@ class StepPrices(Prices):
         if not weight:
             return np.zeros((len(rows), len(columns)))
         here = self.routes.between(rows, columns)
-        summed_s = self.routes.seconds(here.summed, grad_bytes or size_bytes)
-        return self.routes.seconds(here.leaf, size_bytes) + np.where(here.each, 0.0, summed_s)
+        summed_s = self.summed_s(here, grad_bytes or size_bytes, size_bytes)
+        return self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes) + np.where(here.each, 0.0, summed_s)
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""

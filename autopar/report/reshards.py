@@ -9,6 +9,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
+from autopar.layout import fraction
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.pairs import Pair
@@ -21,6 +22,8 @@ ROLES = {
     "carry": "from block to block",
     "sync": "once per step, in buckets",
 }
+
+Buckets = tuple[float, float]  # bytes on a rank that travel together, forward and backward; 0: alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +57,47 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
     context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
     prices = [prices_of(plan, place) for place in kinds]
-    return [_row(reshard, context, prices, plan) for reshard in context.edges.reshards]
+    return [_row(reshard, context, prices, plan, _buckets(reshard, context)) for reshard in context.edges.reshards]
 
 
-def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan) -> Row:
+def _buckets(reshard: Reshard, context: Context) -> Buckets:
+    """Bytes on a rank that travel together with a parameter once per step: of its leaf (the model's own and the blocks' apart) and of its
+    gradient; 0 for what is no such way."""
+    if reshard.role != "sync":
+        return 0.0, 0.0
+    program, sizes = context.program, context.sizes
+    alike = [other for other in context.edges.reshards if (other.role, other.src, other.dst) == ("sync", reshard.src, reshard.dst)]
+    local = {bool(other.scope): 0.0 for other in alike}
+    for other in alike:
+        local[bool(other.scope)] += program.bytes_of(other.ref) * fraction(other.dst.value, sizes) * other.count
+    return min(program.bucket_bytes, local[bool(reshard.scope)]), min(program.bucket_bytes, sum(local.values()))
+
+
+def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan, buckets: Buckets) -> Row:
     producer = context.program.ops[reshard.ref[0]]
     parts = plan.microbatches if reshard.role != "sync" else 1
     first = context.program.first_runs(reshard.ref)
-    step_s = (reshard.count - first) * _once_s(reshard, context, prices) + first * _once_s(reshard.in_first, context, prices)
+    step_s = (reshard.count - first) * _once_s(reshard, context, prices, buckets) + first * _once_s(reshard.in_first, context, prices, buckets)
     readers = [context.program.ops[name] for name in reshard.readers]
     if reshard.each:
-        step_s += (plan.microbatches - 1) * reshard.count * _once_s(reshard.back, context, prices)
+        step_s += (plan.microbatches - 1) * reshard.count * _once_s(reshard.back, context, prices, buckets)
     return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count * parts,
                step_s * parts, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
 
 
-def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices]) -> float:
+def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
     """Seconds of one run, forward and backward, on the slowest of the places that `prices` are of."""
-    return max(seconds(reshard, context.micro_bytes(reshard.ref), each, context.sizes) for each in prices)
+    return max(seconds(reshard, context.micro_bytes(reshard.ref), each, context.sizes, buckets) for each in prices)
 
 
-def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...]) -> float:
-    """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden."""
+def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = (0.0, 0.0)) -> float:
+    """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what goes in
+    `buckets` its share."""
     src, dst = (Pair(side.value, side.grad) for side in (reshard.src, reshard.dst))
+    if any(buckets):
+        ways = [(src.value, dst.value, buckets[0]), *([(dst.back, src.back, buckets[1])] if reshard.gradient else [])]
+        return sum(load.seconds for here, there, bytes_ in ways for load in prices.routes.loads(here, there, size_bytes, bytes_))
     return float(prices.table_s([src], [dst], size_bytes, [reshard.regathers(sizes)])[0, 0])
 
 

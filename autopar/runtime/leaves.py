@@ -16,14 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.layout import BUCKET_BYTES, Step, steps
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, steps
 from autopar.runtime.count import counting, record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout, step_bytes
 from autopar.runtime.params import Held
 from autopar.runtime.together import Finish, start
-
-AHEAD = 2  # buckets that are gathered before they are needed: the one in use may be copied while the next ones travel
 
 
 class Reader(Protocol):
@@ -85,7 +83,7 @@ class Leaves:
         self.done = self.begun = len(self.buckets)
 
     def _begin(self) -> None:
-        while self.begun < min(len(self.buckets), self.done + AHEAD):
+        while self.begun < min(len(self.buckets), self.done + LEAVES_AHEAD):
             bucket = self.buckets[self.begun]
             self.begun += 1
             if bucket.steps:

@@ -4,6 +4,7 @@
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
     gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
                         scattered in the background (runtime.late)
+    leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
     on a CPU            all of it shares the cores, so nothing hides
     on a GPU            collectives on the same level of the cluster share its links, and each takes compute units (Prices.contention)
@@ -20,7 +21,7 @@ from functools import cached_property
 from autopar.cluster import Mesh
 from autopar.codegen.placements import Spot
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
 from autopar.runtime.ahead import reach
 from autopar.runtime.late import Queue
 from autopar.simulate.engine import Task, Timeline, run
@@ -40,12 +41,21 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are summed together: (parameter, instance) of each, and the sums in a row, the first of which runs in the background;
-    `gathers` are those of their leaves at the begin of a step, `each` says that the sums run after every microbatch."""
+    `each` says that they run after every microbatch."""
 
     members: tuple[tuple[str, int], ...]
     sums: tuple[Piece, ...]
-    gathers: tuple[Piece, ...] = ()
     each: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Leaves that are gathered together: the collectives in a row, which run in the background where they are `behind`, and the blocks
+    that wait for them (None: the model itself)."""
+
+    pieces: tuple[Piece, ...]
+    behind: bool
+    readers: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,25 @@ class Ahead:
 
 
 @dataclass(eq=False)
+class Leaves:
+    """The gathers of leaves of one step: how many have begun (with their tasks), and how many are there."""
+
+    fillings: Sequence[Filling]
+    tasks: dict[int, int] = field(default_factory=dict)
+    begun: int = 0
+    done: int = 0
+
+    def due(self) -> range:
+        """Those that begin now."""
+        first, self.begun = self.begun, max(self.begun, min(len(self.fillings), self.done + LEAVES_AHEAD))
+        return range(first, self.begun)
+
+    def last(self, reader: Hashable) -> int:
+        """The last one that a reader waits for, -1 for none."""
+        return max((i for i, filling in enumerate(self.fillings) if reader in filling.readers), default=-1)
+
+
+@dataclass(eq=False)
 class Rank:
     """Collects the tasks of one rank; `pieces` says on what mesh and device."""
 
@@ -100,6 +129,7 @@ class Rank:
         self._late = Queue(2 * BUCKET_BYTES)
         self._started: dict[int, int] = {}
         self._ahead = Ahead([])
+        self._leaves = Leaves([])
         self._left: dict[int, int] = {}  # gradients that buckets wait for
 
     # -- pieces
@@ -107,9 +137,12 @@ class Rank:
     def forward(self, turns: Sequence[Turn]) -> None:
         """The forward of a stage."""
         self.during, self._ahead = "forward", Ahead([Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches])
-        for turn in turns:
+        for index, turn in enumerate(turns):
             self.instance = turn.instance
+            if turn.instance >= 0 and index == _first(turns, index):
+                self.filled(self._leaves.last(_unit(turn)))
             self._moved(turn, turn.item.forward)
+        self.filled(len(self._leaves.fillings) - 1)
 
     def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *,
                  at_once: bool = False) -> None:
@@ -187,18 +220,42 @@ class Rank:
 
         self._late.add(scattered, item.held_bytes, _unit(turn))
 
-    def gather(self, buckets: Sequence[Bucket]) -> None:
-        """Gather the leaves of some buckets, one after the other."""
-        self.during = "sync"
-        for bucket in reversed(buckets):
-            self._do(bucket.gathers, None)
+    def gather(self, fillings: Sequence[Filling]) -> None:
+        """Begin to gather leaves; those that the model itself reads are there when it runs, those of a block when that does."""
+        self._leaves = Leaves(fillings)
+        self._fill()
+        self.filled(self._leaves.last(None))
+
+    def _fill(self) -> None:
+        for number in self._leaves.due():
+            filling = self._leaves.fillings[number]
+            if filling.behind:
+                self._leaves.tasks[number] = self._during("sync", filling.pieces[0])
+
+    def filled(self, upto: int) -> None:
+        """Wait for the gathers up to a number."""
+        leaves = self._leaves
+        while leaves.done <= upto:
+            filling = leaves.fillings[leaves.done]
+            if filling.behind:
+                self._waiting.append(leaves.tasks[leaves.done])
+            before, self.during = self.during, "sync"
+            self._do(filling.pieces[1:] if filling.behind else filling.pieces, None)
+            self.during = before
+            leaves.done += 1
+            self._fill()
+
+    def _during(self, during: str, piece: Piece) -> int:
+        """Begin a collective that belongs to another pass."""
+        before, self.during = self.during, during
+        task = self._collective(piece)
+        self.during = before
+        return task
 
     def start(self, bucket: Bucket) -> None:
         """Start the first sum of a bucket in the background."""
         if bucket.sums:
-            before, self.during = self.during, "sync"
-            self._started[id(bucket)] = self._collective(bucket.sums[0])
-            self.during = before
+            self._started[id(bucket)] = self._during("sync", bucket.sums[0])
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
         """Wait for all sums of some buckets; those that were not started start now."""

@@ -51,7 +51,8 @@ class Stages:
         walks = {home: Walk(self.gm, self.program, plan, self.edges, pieces, self.splitting) for home, pieces in kinds.items()}
         homes = [self.places.homes[stage.place] for stage in plan.stages]
         self.turns: list[list[Turn]] = [walks[home].stage(view) for home, view in zip(homes, self.views, strict=True)]
-        alike = [(home, *((turn.item.name, bool(turn.item.replay)) for turn in turns)) for home, turns in zip(homes, self.turns, strict=True)]
+        alike = [(home, view.separable, *((turn.item.name, bool(turn.item.replay)) for turn in turns))
+                 for home, view, turns in zip(homes, self.views, self.turns, strict=True)]
         self._first = [alike.index(names) for names in alike]  # the first stage that does the same on the same devices
         self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.places) if plan.places > 1 else []
         syncs = {home: Sync(self.program, plan, self.edges, pieces.prices) for home, pieces in kinds.items()}
@@ -86,7 +87,7 @@ class Stages:
         """The step of a plan without a pipeline: forward, backward with its sums, optimizer."""
         (view,), (turns,) = self.views, self.turns
         rank, buckets = self.rank(0), self.syncs[0].buckets(view, turns)
-        rank.gather(buckets)
+        rank.gather(self.syncs[0].fillings(view, turns))
         rank.forward(turns)
         if self.training:
             rank.backward(turns, buckets, at_once=True)
@@ -99,7 +100,8 @@ class Stages:
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
                 buckets = self.syncs[place].buckets(view, turns)
-                rank.gather(buckets)
+                rank.gather(fillings := self.syncs[place].fillings(view, turns))
+                rank.filled(len(fillings) - 1)
                 rank.finish([bucket for bucket in buckets if not bucket.each])
         return rank.run()
 

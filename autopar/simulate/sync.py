@@ -1,8 +1,8 @@
-"""What a step does once on a place, at the end of its backward or backwards: sums of gradients in buckets."""
+"""What a step does once on a place, in buckets: gathers of leaves as it begins (runtime.leaves), sums of gradients (runtime.gradsync)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Mesh
@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
 from autopar.simulate.pieces import Piece
-from autopar.simulate.rank import Bucket
+from autopar.simulate.rank import Bucket, Filling
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
@@ -22,11 +22,10 @@ Member = tuple[str, int]  # (name of a parameter's Op, instance)
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a parameter takes once per step: the steps that sum its gradient, and those that gather its leaf."""
+    """What a parameter takes once per step: the steps that sum its gradient, and whether they run after every microbatch."""
 
     member: Member
     sums: tuple[Step, ...]
-    gathers: tuple[Step, ...]
     each: bool
 
 
@@ -64,8 +63,8 @@ class Sync:
             op, way = self.program.ops[member[0]], ways.get((member[0], 0))
             if way is None:
                 continue
-            entry = _Entry(member, self._several(way.backward(self.mesh.sizes)), self._several(way.forward(self.mesh.sizes)), way.each)
-            key = tuple(tuple((step.kind, step.axis) for step in steps) for steps in (entry.sums, entry.gathers))
+            entry = _Entry(member, self._several(way.backward(self.mesh.sizes)), way.each)
+            key = tuple((step.kind, step.axis) for step in entry.sums)
             entries = filling.setdefault((key, op.dtype, way.each), [])
             entries.append(entry)
             if sum(self.local_bytes(self.program.ops[e.member[0]]) for e in entries) >= limit_bytes:
@@ -79,13 +78,41 @@ class Sync:
 
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
         """One bucket: each collective runs once, over the bytes of all members together."""
-        sums = [self._together(entries, steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
-        gathers = [self._together(entries, steps, gradients=False) for steps in zip(*(e.gathers for e in entries), strict=True)]
-        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(gathers), entries[0].each)
+        sums = [self._together([e.member for e in entries], steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
+        return Bucket(tuple(e.member for e in entries), tuple(sums), entries[0].each)
 
-    def _together(self, entries: Sequence[_Entry], steps: Sequence[Step], *, gradients: bool) -> Piece:
+    def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
+        """The gathers of the leaves of a stage, as runtime.leaves fills them: in the order of the blocks, apart by axis and dtype."""
+        ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
+        blocks = list(dict.fromkeys((turn.unit, turn.instance) for turn in turns if turn.instance >= 0))
+        first = {member: blocks.index((self.program.ops[member[0]].scope, member[1])) if member[1] >= 0 else -1 for member in self.members(view, turns)}
+        moved = {member: self._several(way.forward(self.mesh.sizes)) for member in sorted(first, key=first.__getitem__)
+                 if (way := ways.get((member[0], 0))) is not None}
+        found: list[list[Member]] = []
+        for member in (member for member, steps in moved.items() if steps):
+            last = found[-1][-1] if found else None
+            size = sum(self.local_bytes(self.program.ops[name]) for name, _ in found[-1]) if found else 0.0
+            new_reader = last is not None and first[last] != first[member]
+            if last is None or self._key(member, moved) != self._key(last, moved) or size >= limit_bytes or (
+                    new_reader and (2 * size >= limit_bytes or first[last] < 0)):
+                found.append([])
+            found[-1].append(member)
+        return [self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members]) for members in found]
+
+    def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[int, str] | None:
+        """What leaves that are gathered together have in common; None where each is moved by itself."""
+        steps = moved[member]
+        return (steps[0].axis, self.program.ops[member[0]].dtype) if len(steps) == 1 and steps[0].kind == "all_gather" else None
+
+    def _filling(self, members: Sequence[Member], moved: Mapping[Member, tuple[Step, ...]], readers: Sequence[tuple[str, int] | None]) -> Filling:
+        if self._key(members[0], moved) is not None:
+            return Filling((self._together(members, [moved[m][0] for m in members], gradients=False),), True, (*dict.fromkeys(readers),))
+        pieces = [self._together([member], [step], gradients=False) for member in members for step in moved[member]]
+        return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
+
+    def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> Piece:
         """The same step of all members, or of their gradients, at once, with the copies around it."""
-        ops = [self.program.ops[e.member[0]] for e in entries]
+        ops = [self.program.ops[name] for name, _ in members]
         first, last = ops[0].name, ops[-1].name
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full

@@ -66,13 +66,15 @@ class Walk:
     edges: Edges
     pieces: Pieces
     splits: bool = False
-    _bodies: dict[tuple[str, bool], list[Item]] = field(default_factory=dict)
+    _bodies: dict[tuple[str, bool, bool], list[Item]] = field(default_factory=dict)
     _again: bool = False  # whether the blocks that are walked now are run again
+    _apart: bool = False  # whether the backward of the stage that is walked now is taken apart
 
     def stage(self, view: View) -> list[Turn]:
         """All that runs in the forward of `view`, in order."""
         found: list[Turn] = []
         resharded: dict[tuple[Ref, str], None] = {}
+        self._apart = self.splits and view.separable
         for node in self._ordered(self.gm, ""):
             if node.op == "call_module" and str(node.target) in view.blocks:
                 scope, (start, stop) = str(node.target), view.blocks[str(node.target)]
@@ -117,11 +119,12 @@ class Walk:
             yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again))
 
     def _body(self, scope: str, *, again: bool) -> list[Item]:
-        if (scope, again) not in self._bodies:
+        key = scope, again, self._apart
+        if key not in self._bodies:
             before, self._again = self._again, again
-            self._bodies[scope, again] = list(self._inside(scope))
+            self._bodies[key] = list(self._inside(scope))
             self._again = before
-        return self._bodies[scope, again]
+        return self._bodies[key]
 
     def _inside(self, scope: str) -> Iterator[Item]:
         """What one block of a run does."""
@@ -142,7 +145,7 @@ class Walk:
         again = tuple((pieces, self._full_bytes(reshard)) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again")))
         reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
         replay = forward if self._again and self.edges.runs_again(op) else ()
-        mine = Item(op.name, forward, backward, again, replay, _weights(op), spot_of(node), reads=reads)
+        mine = Item(op.name, forward, backward, again, replay, op.weights_share, spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
@@ -172,7 +175,7 @@ class Walk:
         forward, backward = self._way(reshard, "forward"), self._way(reshard, "backward")
         ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
         fetches = reshard.fetches(self.plan.mesh) and producer.role == "param" and bool(forward)
-        sunk = fetches and not self.splits
+        sunk = fetches and not self._apart
         held = self.pieces.prices.local_bytes(self.gradient_bytes(ref), reshard.dst.value)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
@@ -209,10 +212,3 @@ class Walk:
         ops = self.program.ops
         saving = [name for name in reshard.readers if any(ref == reshard.ref and ops[name].needs_again(i) for i, ref in enumerate(ops[name].operands))]
         return saving[-1] if saving else ""
-
-
-
-def _weights(op: Op) -> float:
-    """The share of an operator's backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
-    graded = [weight for weight, tensor in zip(op.weight, op.call.ins, strict=True) if tensor.grad]
-    return sum(graded) / len(graded) if graded else 0.0

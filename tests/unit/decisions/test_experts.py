@@ -77,6 +77,6 @@ def test_search_spreads_the_experts_of_mixtral() -> None:
     """
     made = planned(MIXTRAL, "h100:1x8", None, None, "sgd")
     assert layers(made) and all("expert_dispatch" in runs for runs in layers(made).values()), str(made)
-    assert made.step_ms <= made.recipes_ms["ep"] < 0.75 * made.recipes_ms["zero3"], str(made)
+    assert made.step_ms <= made.recipes_ms["ep"] < 0.9 * made.recipes_ms["zero3"], str(made)
     assert not {"tp", "tp_sp", "megatron", "ddp"} & set(made.recipes_ms), str(made)
     assert {weight.layout for name, weight in made.weights.items() if name.endswith(STACKS)} == {"S0"}, str(made)

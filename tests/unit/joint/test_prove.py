@@ -40,7 +40,7 @@ def test_a_plan_is_proven_where_memory_is_not_short() -> None:
     floor, proven = _planned(who, prove=False), _planned(who, prove=True)
     assert proven.predicted.step_s == floor.predicted.step_s
     assert floor.predicted.gap > 10 * proven.predicted.gap
-    assert 0 <= proven.predicted.gap <= 0.02
+    assert 0 <= proven.predicted.gap <= 0.03  # a price sees more of what shows than a Problem
 
 
 def test_no_shape_is_bound_below_its_work() -> None:

@@ -126,7 +126,7 @@ def test_as_much_is_gathered_in_tiles_as_memory_wants() -> None:
     found = [len(tiled(one.runs)) for one in (free, *made)]
     assert found[0] == 0 < found[1] and found == sorted(found) and found[-1] >= 5
     times = [one.predicted.step_s for one in (free, *made)]
-    assert times == sorted(times)
+    assert times[1:] == sorted(times[1:]) and times[0] < min(times[2:])  # a few tiles hide better than whole gathers, which a Problem does not see
     assert all(one.predicted.memory_bytes <= room * free.predicted.memory_bytes for one, room in zip(made, (0.9, 0.75, 0.6, 0.45), strict=True))
     with pytest.raises(InfeasibleError):
         zero3(0.3 * free.predicted.memory_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
 import pytest
@@ -13,8 +14,13 @@ from autopar.api import Compiled
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.joint.inner import Inner
+from autopar.joint.spaces import Space
+from autopar.joint.timetables import Kind
+from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
+from autopar.recipes import roles
 from autopar.request import Request
 from autopar.simulate import simulate
 from tests.helpers.planned import BATCH, graph
@@ -27,16 +33,10 @@ def _planned(recipe: str) -> Plan:
     return joint.plan(graph(), {"b": BATCH}, Request(Cluster.parse("cpu:1x4"), recipe=recipe, time_limit_s=10.0), model="stack", graph_hash="0" * 64)
 
 
-@pytest.mark.parametrize("recipe", ["zero3", "tp", "tp_zero3", "naive_mp", "gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3", "hsdp", "tp", "tp_zero3", "naive_mp", "gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_small_stacks_on_a_cpu(recipe: str) -> None:
     made = _planned(recipe)
     assert simulate(graph(), made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
-
-
-def test_buckets_cost_less_than_their_gradients_one_by_one() -> None:
-    """The search prices each gradient's sum alone, with a start of its own; the runtime sums them in buckets."""
-    made = _planned("ddp")
-    assert 0.9 * made.predicted.step_s < simulate(graph(), made).step_s < made.predicted.step_s
 
 
 @pytest.mark.parametrize("recipe", ["zero3", "tp_sp"])
@@ -44,7 +44,7 @@ def test_gradients_in_mixed_precision_have_the_bytes_that_they_rest_in(recipe: s
     loaded = frontend.load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
     compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
     found = compiled.simulate()
-    assert found.step_s <= compiled.plan.predicted.step_s * (1 + 1e-9)
+    assert found.step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
     with pytest.raises(PlanError, match="was loaded without the graph that it was made for"):
         Compiled(compiled.bundle).simulate()
     if recipe == "zero3":  # no sums in buckets
@@ -85,8 +85,8 @@ def _llama() -> Captured:
 
 
 @pytest.mark.parametrize(("recipe", "where", "batch"), [
-    ("zero3", "h100:1x8", 32), ("hsdp", "h100:2x8", 64), pytest.param("ddp", "h100:1x8", 32, marks=pytest.mark.slow),
-    pytest.param("tp_zero3", "h100:2x8", 64, marks=pytest.mark.slow)])
+    ("zero3", "h100:1x8", 32), ("hsdp", "h100:2x8", 64), ("hsdp", "h100:2x8", 16), ("zero1", "h100:1x8", 8), pytest.param("ddp", "h100:1x8", 32, marks=pytest.mark.slow),
+    ("tp_zero3", "h100:2x8", 16), pytest.param("tp_zero3", "h100:2x8", 64, marks=pytest.mark.slow)])
 def test_gathers_ahead_hide_as_priced(recipe: str, where: str, batch: int) -> None:
     """On GPUs, where the gathers of weights and the scatters of gradients hide under compute."""
     captured = _llama()
@@ -95,3 +95,21 @@ def test_gathers_ahead_hide_as_priced(recipe: str, where: str, batch: int) -> No
     found = simulate(captured.gm, made)
     assert found.step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
     assert found.places[0].hidden_s > 0.02 * found.step_s
+
+
+MESHES = {1: (4,), 2: (2, 2)}
+BY_SCHEDULE = {"zero1": (roles.zero1,), "zero3": (roles.zero3,), "tp_zero3": (roles.zero3, roles.tensor_sequence)}
+
+
+@pytest.mark.parametrize(("schedule", "name"), [("zbv_zero_bubble", "zero3"), ("dualpipev", "tp_zero3"), ("1f1b", "zero1"), ("1f1b", "tp_zero3"),
+                                                pytest.param("interleaved_zero_bubble", "zero3", marks=pytest.mark.slow)])
+def test_backwards_that_are_taken_apart_hide_what_the_runtime_hides(schedule: str, name: str) -> None:
+    """Gathers ahead hide in both parts of a pipeline's backward; gradients that autograd scatters do not where it is taken apart."""
+    captured, used = _llama(), BY_SCHEDULE[name]
+    inner = Inner(captured.gm, {**captured.hints, "b": 16}, Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=MESHES[len(used)],
+                                                         time_limit_s=10.0))
+    known = {len(used): used}
+    space = Space(schedule, lambda mesh: known.get(len(mesh)), (Kind(schedule, SCHEDULES[schedule].virtual or 2),), len(used))
+    made = joint.staged(inner, [space], None, time.monotonic(), {"model": "llama", "graph_hash": captured.graph_hash})
+    assert made.places == 2
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)

@@ -1,0 +1,265 @@
+"""What each piece of a program does in each pass over it, under a solution: compute, collectives that compute waits for, and collectives behind it.
+
+    forward    operators and changes of layout; gathers of weights begin ahead (runtime.ahead)
+    backward   the same again, gathers for it included; gradients of gathered weights are scattered behind it (runtime.late)
+    inputs     of a backward that is taken apart: all but what is for weights
+    weights    the rest of it; autograd brings gradients to where they rest then, and waits (runtime.stepping)
+    both       the two at once, as schedules that take backwards apart have it at times
+
+A weight's gradient is summed in buckets (runtime.gradsync): after every microbatch behind the backward, or once per step. The seconds of all
+passes, with nothing hidden, are those of the Problem but for the starts that buckets save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction
+from autopar.pipeline.units import homes, units
+from autopar.problem.build import Model
+from autopar.problem.clusters import Cluster
+from autopar.problem.graph import Program
+from autopar.problem.hiding import LOCAL_AXIS, Load, Loads, in_line, merged, together_s
+from autopar.problem.nets import Link
+from autopar.problem.pairs import Pair, synced
+from autopar.problem.prices import Prices
+from autopar.problem.shares import ForwardPrices
+from autopar.problem.types import Net
+from autopar.rules.language import Option
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one piece does in one pass: a block with all its instances. `ahead` is begun in the background with the block, `behind` on the way
+    through it; `after` is what runs when the rest is done."""
+
+    compute_s: float = 0.0
+    waited: Loads = field(default_factory=Loads)
+    ahead: Loads = field(default_factory=Loads)
+    behind: Loads = field(default_factory=Loads)
+    after: Loads = field(default_factory=Loads)
+
+    def wait(self, loads: Sequence[Load], factor: float) -> None:
+        """Collectives that compute waits for."""
+        self.waited.add(loads, factor)
+
+    def hide(self, loads: Sequence[Load], factor: float) -> None:
+        """Collectives of which the last one runs in the background."""
+        last = max((i for i, load in enumerate(loads) if load.axis != LOCAL_AXIS), default=-1)
+        self.waited.add([load for i, load in enumerate(loads) if i != last], factor)
+        for load in loads[last:last + 1] if last >= 0 else ():
+            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor)
+
+    @property
+    def background_s(self) -> float:
+        """Seconds of all that may hide."""
+        return self.ahead.all_s + self.behind.all_s
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all that is not in the background."""
+        return self.compute_s + self.waited.all_s + self.after.all_s
+
+    def add(self, other: Pass) -> None:
+        """More of the same."""
+        self.compute_s += other.compute_s
+        self.waited.merge(other.waited)
+        self.ahead.merge(other.ahead)
+        self.behind.merge(other.behind)
+        self.after.merge(other.after)
+
+
+@dataclass(eq=False)
+class Did:
+    """What a piece does in each of the passes, and collectives once per step."""
+
+    passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
+    once: Loads = field(default_factory=Loads)
+
+
+class Passes:
+    """Of all pieces of `program` under the solution `choice` of `model`; `forward` are prices on the same mesh. `apart` as pipeline.costs
+    has it; `late`: sums that go once per step wait for its end."""
+
+    def __init__(self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool, late: bool) -> None:
+        self.program, self.model, self.choice, self.forward = program, model, choice, forward
+        self.apart, self.late = apart, late
+        self._held: dict[tuple[str, int], None] = {}
+        self.prices: Prices = model.prices
+        self.pieces = units(program)
+        self.home = homes(program, self.pieces)
+        self.did: dict[str, Did] = {name: Did() for name in dict.fromkeys(u.name for u in self.pieces)}
+        for index, cluster in enumerate(model.clusters):
+            self._node(index, cluster)
+        for link, net in zip(model.links, model.problem.nets, strict=True):
+            for column, name in self.readings(link, net):
+                self._net(link, net, column, self.did[name])
+
+    def readings(self, link: Link, net: Net) -> list[tuple[int, str]]:
+        """The distinct columns that the readers of a net ask for, with the piece of the first reader, or with each that is another one."""
+        each = self.apart and link.weight and not link.cluster.scope
+        found: dict[tuple[int, str], tuple[int, str]] = {}
+        for use in net.uses:
+            column, place = int(use.column[self.choice[use.node]]), self.home[self.model.clusters[use.node].root.name]
+            found.setdefault((column, place if each else ""), (column, place))
+        return list(found.values())
+
+    def seconds(self, contention: float, shared: bool) -> dict[str, list[float]]:
+        """Seconds of each piece in each pass; what shows of collectives behind work is found for each scope, and belongs to who brings them.
+        `shared`: what moves and what computes share cores, so that nothing hides."""
+        scopes: dict[str, list[Pass]] = {}
+        for name, did in self.did.items():
+            for total, part in zip(scopes.setdefault(name if name in self.program.runs else "", [Pass() for _ in PASSES]), did.passes, strict=True):
+                total.add(part)
+        runs = {scope: run.count for scope, run in self.program.runs.items()}
+        shows = {scope: [_shown(total, runs.get(scope, 1), contention, shared) for total in totals] for scope, totals in scopes.items()}
+        return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shows[name if name in self.program.runs else ""], strict=True)]
+                for name, did in self.did.items()}
+
+    def _node(self, index: int, cluster: Cluster) -> None:
+        node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
+        if cluster.root.role == "param":
+            return
+        left_s = float(node.cost_s[c])
+        for member, op in enumerate(cluster.members):
+            options: tuple[Option, ...] = tuple([joint.options[member] for joint in combo])
+            if op.free and not any(option.run for option in options):
+                continue
+            forward_s, both_s = self.forward.op_s(op, options), self.prices.op_s(op, options)
+            left_s -= both_s
+            self._works(self.home[op.name], forward_s, both_s - forward_s, op.weights_share)
+        self._works(self.home[cluster.root.name], 0.0, max(0.0, left_s), 0.0)  # what runs again
+
+    def _works(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
+        """Compute of a piece; the share `weights` of its backward is for weights."""
+        for way, seconds in ((FORWARD, forward_s), (BACKWARD, back_s), (INPUTS, (1 - weights) * back_s), (WEIGHTS, weights * back_s), (BOTH, back_s)):
+            self.did[name].passes[way].compute_s += seconds
+
+    def _net(self, link: Link, net: Net, column: int, did: Did) -> None:
+        row = net.row[self.choice[net.producer]]
+        made, asked, cost_s = link.rows[row], link.columns[column], float(net.cost_s[row, column])
+        if link.weight:
+            self._weight(link, made, asked, cost_s, did)
+            return
+        ahead = self.prices.routes.loads(made.value, asked.value, link.size_bytes)
+        did.passes[FORWARD].wait(ahead, link.count)
+        back = self.prices.routes.loads(asked.back, made.back, link.size_bytes)
+        left_s = cost_s - link.count * _sum_s(ahead)
+        loads = back if _sum_s(back) > 0 else ahead
+        if left_s > 0 and (whole_s := _sum_s(loads)) > 0:
+            for way in (BACKWARD, INPUTS, BOTH):
+                did.passes[way].wait(loads, left_s / whole_s)
+
+    def _weight(self, link: Link, made: Pair, asked: Pair, cost_s: float, did: Did) -> None:
+        """The gather of a weight, and its gradient back."""
+        routes, count = self.prices.routes, link.count
+        grad_bytes = self.prices.gradient_bytes(self.program.ops[link.ref[0]], link.size_bytes)
+        ahead = routes.loads(made.value, asked.value, link.size_bytes)
+        plain_s = float(self.prices.table_s([made], [asked], link.size_bytes, weight=True, grad_bytes=grad_bytes)[0, 0]) * count
+        gathers = any(load.kind == "all_gather" for load in ahead)
+        again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
+        for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
+            (did.passes[way].hide if gathers and not link.opening else did.passes[way].wait)(ahead, times)
+        if "-" in made.grad or "-" in asked.grad:
+            return
+        leaf = self._leaf(link, made, asked)
+        back = routes.loads(asked.back, leaf, grad_bytes)
+        scatters = gathers and bool(back) and back[-1].kind == "reduce_scatter" and not link.opening
+        (did.passes[BACKWARD].hide if scatters else did.passes[BACKWARD].wait)(back, count)
+        for way in (WEIGHTS, BOTH):
+            did.passes[way].wait(back, count)
+        of = link.ref[0], id(did) if self.apart else 0
+        if of not in self._held:  # readers share the leaf and the sum of its gradient
+            self._held[of] = None
+            self._summed(link, made, leaf, grad_bytes, did)
+
+    def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did) -> None:
+        """What a weight takes once per step, or after every microbatch, in buckets."""
+        routes, count = self.prices.routes, link.count
+        inside = bool(link.cluster.scope)
+        own, others = (self._synced_bytes.get((made, leaf, scope), 0.0) for scope in (inside, not inside))
+        together = own + others
+        sums = routes.loads(leaf, made.back, grad_bytes, min(self.prices.bucket_bytes, together) * grad_bytes / link.size_bytes)
+        if made.each or not self.late:
+            first = next((i for i, load in enumerate(sums) if load.axis != LOCAL_AXIS), -1)
+            hidden = 0.0 if link.opening or together <= BUCKET_BYTES else 1.0 - BUCKET_BYTES / 2 / together  # the last bucket is half full on average
+            for way in (BACKWARD, WEIGHTS, BOTH):
+                did.passes[way].after.add([load.times(1.0 - hidden if i == first else 1.0) for i, load in enumerate(sums)], count)
+                did.passes[way].behind.add(sums[first:first + 1] if first >= 0 else (), count * hidden)
+        else:
+            did.once.add(sums, count)
+        if made.value != made.back:
+            gathered = routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, own))  # the model's own and the blocks' apart
+            if self.late:
+                did.once.add(gathered, count)
+            else:
+                ahead = self._filled_ahead.get(link.readers[0][0].scope, 0.0) if len(gathered) == 1 else 0.0
+                did.passes[FORWARD].after.add(gathered, count * (1 - ahead))
+                did.passes[FORWARD].ahead.add(gathered, count * ahead)
+
+    def _leaf(self, link: Link, made: Pair, asked: Pair) -> Layout:
+        """How the gradient of the leaf lies before it is summed: partial where all that read the weight, on any place, leave it so."""
+        others = self._asked[link.ref]
+        if len(others) == 1:
+            return synced(made, asked)
+        each = [synced(made, other) for other in others]
+        return tuple(entries[0] if all(entry == entries[0] for entry in entries) else own
+                     for own, *entries in zip(made.back, *each, strict=True))
+
+    @cached_property
+    def _asked(self) -> Mapping[tuple[str, int], list[Pair]]:
+        """Of each weight, how all its readers want it."""
+        found: dict[tuple[str, int], dict[Pair, None]] = {}
+        for link in self.model.links:
+            if link.weight:
+                found.setdefault(link.ref, {}).update(dict.fromkeys(link.columns[int(use.column[self.choice[use.node]])] for use in link.uses))
+        return {ref: list(pairs) for ref, pairs in found.items()}
+
+    @cached_property
+    def _filled_ahead(self) -> Mapping[str, float]:
+        """By scope of blocks: the share of the leaves that are gathered once per step whose buckets are on their way before the block begins
+        (runtime.leaves). What the model itself reads is waited for before it runs."""
+        buckets: dict[str, list[float]] = {}
+        for link in self.model.links:
+            made, scope = link.rows[link.row[self.choice[link.producer]]], link.readers[0][0].scope
+            if link.weight and scope and self.program.ops[link.ref[0]].role == "param" and made.value != made.back:
+                here = buckets.setdefault(scope, [0.0])
+                here[-1] += link.size_bytes * fraction(made.value, self.prices.sizes)
+                if here[-1] >= BUCKET_BYTES:
+                    here.append(0.0)
+        return {scope: sum(here[:LEAVES_AHEAD]) / sum(here) for scope, here in buckets.items()}
+
+    @cached_property
+    def _synced_bytes(self) -> Mapping[tuple[Pair, Layout, bool], float]:
+        """Bytes on a rank of all leaves that rest alike and whose gradients are summed alike: by how they are made, how their gradient lies, and
+        whether they are of blocks."""
+        found: dict[tuple[Pair, Layout, bool], float] = {}
+        for link in self.model.links:
+            if link.weight and self.program.ops[link.ref[0]].role == "param":
+                made = link.rows[link.row[self.choice[link.producer]]]
+                leaf = self._leaf(link, made, self._asked[link.ref][0])
+                if leaf != made.back:
+                    key = made, leaf, bool(link.cluster.scope)
+                    found[key] = found.get(key, 0.0) + link.size_bytes * link.count * fraction(made.value, self.prices.sizes)
+        return found
+
+
+def _sum_s(loads: Sequence[Load]) -> float:
+    return sum(load.seconds for load in loads)
+
+
+def _shown(total: Pass, runs: int, contention: float, shared: bool) -> float:
+    """The share of the collectives behind a pass of a scope by which it takes longer."""
+    behind_s = total.background_s
+    if not behind_s:
+        return 0.0
+    if shared:
+        return 1.0
+    compute_s = total.compute_s + total.waited.local_s
+    late, ahead = in_line(compute_s, total.waited, total.ahead, runs)
+    took_s = together_s(compute_s, [*total.waited.moving(), *late], merged([*ahead, *total.behind.moving()]), contention)
+    return (took_s - compute_s - total.waited.moving_s) / behind_s

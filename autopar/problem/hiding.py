@@ -1,0 +1,139 @@
+"""How long a stretch of work takes with collectives in the background: the streams and shares of `simulate.engine`, spread evenly.
+
+    work      seconds of compute, and of collectives that compute waits for, one after the other in small pieces
+    behind    collectives in the background, those of one mesh axis one after the other, all there from the begin
+
+A collective in the background takes the share `contention` of the compute units from what computes. Collectives that run at the same time and want
+more of a link than there is are all slower by the same factor. What is left of the background when the work is done shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+LOCAL_AXIS = -1
+"""The axis of what a rank does on its own, as copies around a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies), with the share of each level's link that they take meanwhile;
+    `kind` where they are of one."""
+
+    axis: int
+    seconds: float
+    shares: Mapping[str, float]
+    kind: str = ""
+
+    def times(self, factor: float) -> Load:
+        """So many times as long."""
+        return Load(self.axis, self.seconds * factor, self.shares, self.kind)
+
+
+class Loads:
+    """Loads of one kind, those of an axis together."""
+
+    def __init__(self, loads: Iterable[Load] = ()) -> None:
+        self._seconds: dict[int, float] = {}
+        self._taken: dict[int, dict[str, float]] = {}
+        self._count: dict[int, float] = {}
+        self.add(loads)
+
+    def add(self, loads: Iterable[Load], factor: float = 1.0) -> None:
+        """More, each so many times."""
+        for load in loads:
+            seconds = load.seconds * factor
+            self._seconds[load.axis] = self._seconds.get(load.axis, 0.0) + seconds
+            self._count[load.axis] = self._count.get(load.axis, 0.0) + factor
+            taken = self._taken.setdefault(load.axis, {})
+            for level, share in load.shares.items():
+                taken[level] = taken.get(level, 0.0) + share * seconds
+
+    def merge(self, other: Loads) -> None:
+        """All of another."""
+        for axis, seconds in other._seconds.items():
+            self._seconds[axis] = self._seconds.get(axis, 0.0) + seconds
+            self._count[axis] = self._count.get(axis, 0.0) + other._count[axis]
+            taken = self._taken.setdefault(axis, {})
+            for level, share_s in other._taken[axis].items():
+                taken[level] = taken.get(level, 0.0) + share_s
+
+    @property
+    def local_s(self) -> float:
+        """Seconds of local copies."""
+        return self._seconds.get(LOCAL_AXIS, 0.0)
+
+    @property
+    def moving_s(self) -> float:
+        """Seconds of collectives."""
+        return sum(seconds for axis, seconds in self._seconds.items() if axis != LOCAL_AXIS)
+
+    @property
+    def all_s(self) -> float:
+        """Seconds of both, one after the other."""
+        return sum(self._seconds.values())
+
+    def count(self, axis: int) -> float:
+        """How many collectives there are on an axis."""
+        return self._count.get(axis, 0.0)
+
+    def moving(self) -> list[Load]:
+        """One load for each axis."""
+        return [Load(axis, seconds, {level: taken / seconds for level, taken in self._taken[axis].items()})
+                for axis, seconds in self._seconds.items() if axis != LOCAL_AXIS and seconds > 0]
+
+
+def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load], contention: float) -> float:
+    """Seconds from the begin of the work to the end of all."""
+    alone_s = compute_s + sum(load.seconds for load in waited)
+    left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work
+    while left:
+        compute_rate = 1.0 - min(0.99, contention * len(left))
+        phases = [(compute_s / compute_rate, left), *((load.seconds * _slower(load, [load, *left]), [load, *left]) for load in waited)]
+        pace_s = sum(seconds for seconds, _ in phases)  # of all of the work, with these in the background
+        moved = [sum(seconds / _slower(load, running) for seconds, running in phases) for load in left]
+        first = min(range(len(left)), key=lambda i: left[i].seconds / moved[i] if moved[i] > 0 else float("inf"))
+        share = left[first].seconds / moved[first] if moved[first] > 0 else float("inf")
+        if done + share >= 1.0:
+            rest = 1.0 - done
+            over = [load.times(1.0 - rest * by / load.seconds) for load, by in zip(left, moved, strict=True)]
+            return total_s + rest * pace_s + _alone_s([load for load in over if load.seconds > 0])
+        total_s, done = total_s + share * pace_s, done + share
+        left = [load.times(1.0 - share * by / load.seconds) for i, (load, by) in enumerate(zip(left, moved, strict=True)) if i != first]
+    return total_s + (1.0 - done) * alone_s
+
+
+def in_line(compute_s: float, waited: Loads, ahead: Loads, runs: int) -> tuple[list[Load], list[Load]]:
+    """What shows, and what hides, of collectives that begin `ahead` in the background with each of `runs` alike blocks. Those of one axis run in the order
+    in which they begin, so that the first one that a block waits for on that axis is behind them: they hide under what computes before it."""
+    shown: list[Load] = []
+    hidden: list[Load] = []
+    for load in ahead.moving():
+        share = 1.0
+        if between := waited.count(load.axis) / runs:
+            share = min(1.0, compute_s / (between + 1) / load.seconds)
+        hidden += [load.times(share)] if share > 0 else []
+        shown += [load.times(1 - share)] if share < 1 else []
+    return shown, hidden
+
+
+def merged(loads: Iterable[Load]) -> list[Load]:
+    """One load for each axis."""
+    return Loads(loads).moving()
+
+
+def _slower(load: Load, running: Sequence[Load]) -> float:
+    """How many times as long as alone something takes beside all that runs, itself included."""
+    return max((1.0, *(sum(other.shares.get(level, 0.0) for other in running) for level in load.shares)))
+
+
+def _alone_s(behind: Sequence[Load]) -> float:
+    """Seconds of what is left of the background, with nothing else to do."""
+    total_s, left = 0.0, list(behind)
+    while left:
+        took = [load.seconds * _slower(load, left) for load in left]
+        first_s = min(took)
+        total_s += first_s
+        left = [load.times(1.0 - first_s / seconds) for load, seconds in zip(left, took, strict=True) if seconds > first_s * (1 + 1e-12)]
+    return total_s

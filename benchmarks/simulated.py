@@ -24,6 +24,7 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.frontend import load
+from autopar.joint.best import staged
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
@@ -120,7 +121,7 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
     for way in ways:
         try:
             if way in by_schedule:
-                yield way, joint.staged(inner, [by_schedule[way]], None, time.monotonic(), {"model": case.model, "graph_hash": captured.graph_hash})
+                yield way, staged(inner, [by_schedule[way]], None, time.monotonic(), {"model": case.model, "graph_hash": captured.graph_hash})
             else:
                 asked = replace(request, recipe=None if way == "search" else way)
                 yield way, joint.plan(captured.gm, captured.hints, asked, model=case.model, graph_hash=captured.graph_hash)

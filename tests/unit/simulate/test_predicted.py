@@ -14,6 +14,7 @@ from autopar.api import Compiled
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.joint.best import staged
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
@@ -110,6 +111,6 @@ def test_backwards_that_are_taken_apart_hide_what_the_runtime_hides(schedule: st
                                                          time_limit_s=10.0))
     known = {len(used): used}
     space = Space(schedule, lambda mesh: known.get(len(mesh)), (Kind(schedule, SCHEDULES[schedule].virtual or 2),), len(used))
-    made = joint.staged(inner, [space], None, time.monotonic(), {"model": "llama", "graph_hash": captured.graph_hash})
+    made = staged(inner, [space], None, time.monotonic(), {"model": "llama", "graph_hash": captured.graph_hash})
     assert made.places == 2
     assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)

@@ -48,9 +48,8 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     if root.meta.get("role") == "buffer" or _used_later(chain[1:], node):
         _write_back(node, chain, new)
     _check_siblings(node, chain)
-    root_value = new if len(chain) == 1 else node.meta["written_back"]
     if root.meta.get("role") == "buffer":
-        edit.mutate_buffer(gm, root, root_value)
+        edit.mutate_buffer(gm, root, new if len(chain) == 1 else node.meta["written_back"])
     gm.graph.erase_node(node)
 
 

@@ -2,7 +2,7 @@
 
 Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Factories go to meta here, literals
 (`torch.tensor([0.5])`) keep their values, and a tensor of another device that meets one on meta goes there first. Captured graphs
-name no device in the end (passes.drop_devices).
+name no device in the end (passes.drop_devices). Lists that index a tensor are literals too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 
 LITERALS = (torch.tensor, torch.as_tensor)
+INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 class _Meeting(TorchFunctionMode):
@@ -24,13 +25,27 @@ class _Meeting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in LITERALS:
-            kwargs.setdefault("device", "cpu")
-            return func(*args, **kwargs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if func in LITERALS and not _tensors((args, kwargs)):
+            return func(*args, **{**kwargs, "device": "cpu"})
+        if func is torch.Tensor.new_tensor and not _tensors((args[1:], kwargs)):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"})
+        if func in INDEXED:
+            args = (args[0], _index(args[1]), *args[2:])
+        tensors = _tensors((args, kwargs))
         if len({x.device.type for x in tensors}) > 1 and not (_changes(func) and tensors[0].device.type != "meta"):
             args, kwargs = pytree.tree_map(_moved, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _tensors(items: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(items) if isinstance(x, torch.Tensor)]
+
+
+def _index(index: Any) -> Any:
+    """An index with tensors for its lists of numbers: torch would make them itself, on the default device."""
+    if isinstance(index, tuple):
+        return tuple(_index(item) for item in index)
+    return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not _tensors(index) else index
 
 
 def _changes(func: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from passes import facts
+from passes._torch import OpOverload
 
 
 def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
@@ -28,11 +29,22 @@ def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModu
 
 
 def _lift_node(node: fx.Node, dtype: torch.dtype) -> None:
+    if _of_default_dtype(node):
+        node.kwargs = {**node.kwargs, "dtype": dtype}
     node.args = fx.node.map_aggregate(node.args, lambda item: _lift(item, dtype))
     node.kwargs = fx.node.map_aggregate(node.kwargs, lambda item: _lift(item, dtype))
     if "val" in node.meta and facts.tensors(node):
         held = node.meta["val"]
         node.meta["val"] = tuple(_value(v, dtype) for v in held) if isinstance(held, (tuple, list)) else _value(held, dtype)
+
+
+def _of_default_dtype(node: fx.Node) -> bool:
+    """Whether `node` makes floating numbers of sizes and literals alone, in torch's default dtype."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.kwargs.get("dtype") is not None:
+        return False
+    made = node.meta.get("val")
+    takes = any(argument.name == "dtype" and argument.kwarg_only for argument in node.target._schema.arguments)
+    return takes and isinstance(made, torch.Tensor) and made.is_floating_point() and not any(map(facts.tensors, node.all_input_nodes))
 
 
 def _lift(item: Any, dtype: torch.dtype) -> Any:
@@ -42,4 +54,6 @@ def _lift(item: Any, dtype: torch.dtype) -> Any:
 def _value(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        return value.to(dtype.to_complex())
     return value

@@ -115,17 +115,18 @@ def inputs_for(
     device = torch.device(device or next(model.parameters()).device)
     make = _Maker(config, batch, seq, device, torch.Generator().manual_seed(seed))
     accepted = inspect.signature(model.forward).parameters
-    kwargs: dict[str, object] = {}
-    if "input_ids" in accepted:
-        check_positions(model, seq)
-        kwargs["input_ids"] = make.tokens()
-    if "pixel_values" in accepted:
-        kwargs["pixel_values"] = make.pixels().to(next(model.parameters()).dtype)
-    if model.main_input_name not in kwargs or len(kwargs) > 1:
+    known = [name for name in ("input_ids", "pixel_values") if name in accepted]
+    if known != [model.main_input_name]:
         raise CaptureError(
             f"inputs for {type(model).__name__} cannot be made from its config: its forward takes "
             f"{', '.join(accepted)}, and only input_ids or pixel_values alone are known; {PASS_THEM}"
         )
+    kwargs: dict[str, object] = {}
+    if "input_ids" in known:
+        check_positions(model, seq)
+        kwargs["input_ids"] = make.tokens()
+    else:
+        kwargs["pixel_values"] = make.pixels().to(next(model.parameters()).dtype)
     if labels:
         kwargs["labels"] = make.labels(label_kind(model, accepted))
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:

@@ -1,7 +1,8 @@
-"""What is drawn at random cannot be compared number by number: verification drops nothing, and says so."""
+"""What is drawn at random cannot be compared number by number: verification drops nothing and draws one number always, and says so."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +16,42 @@ DROPOUTS: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_product_att
 """Operator -> position of its probability."""
 
 
+STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
+    aten.rand.default: (aten.full.default, lambda size: (size, 0.5)),
+    aten.randn.default: (aten.full.default, lambda size: (size, 0.5)),
+    aten.randint.default: (aten.full.default, lambda high, size: (size, 0)),
+    aten.randint.low: (aten.full.default, lambda low, high, size: (size, low)),
+    aten.randperm.default: (aten.arange.default, lambda n: (n,)),
+    aten.rand_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
+    aten.randn_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
+    aten.bernoulli.default: (aten.full_like.default, lambda x: (x, 1.0)),
+    aten.bernoulli.p: (aten.full_like.default, lambda x, p: (x, 1.0)),
+}
+"""Operator that draws -> the one that always gives what may be drawn (of bernoulli: all), and its positional arguments from the other's."""
+INTEGERS = (aten.randint.default, aten.randint.low)  # what `full` makes of a whole number is one as well
+ASIDE = ("generator",)
+
+
 def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Set every dropout of a captured graph (in place) to drop nothing; what was changed, and which other operators draw
-    random numbers and will therefore differ, as lines for the report."""
+    """Set every dropout of a captured graph (in place) to drop nothing, and everything that is drawn to one number; what was changed, and
+    which other operators draw random numbers and will therefore differ, as lines for the report."""
     silenced: list[str] = []
+    stilled: list[str] = []
     others: list[str] = []
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 if node.target in DROPOUTS:
                     silenced += [node.name] if _keep(node) else []
+                elif node.target in STILL:
+                    stilled.append(node.name)
+                    _still(node)
                 elif node.op == "call_function" and (rule := rule_for(node.target)) is not None and rule.random:
                     others.append(f"{node.name} ({facts.where(node)})")
             module.recompile()
     notes = [f"dropout is off in this comparison: {len(silenced)} operators ({', '.join(silenced[:3])}"
              f"{', ...' if len(silenced) > 3 else ''}) drop nothing on either side"] if silenced else []
+    notes += [f"{name} draws the same number always in this comparison, on both sides" for name in stilled]
     return (*notes, *(f"{name} draws random numbers: its values cannot agree" for name in others))
 
 
@@ -40,3 +62,13 @@ def _keep(node: fx.Node) -> bool:
     node.args = (*node.args[:at], 0.0, *node.args[at + 1:]) if len(node.args) > at else node.args
     node.kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in node.kwargs.items()}
     return before != (node.args, node.kwargs)
+
+
+def _still(node: fx.Node) -> None:
+    """Let one node give one number always."""
+    whole = node.target in INTEGERS
+    node.target, arguments = STILL[node.target]
+    node.args = arguments(*node.args)
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name not in ASIDE and value is not None}
+    if whole:
+        node.kwargs = {"dtype": torch.int64, **node.kwargs}

@@ -13,6 +13,7 @@ from autopar.codegen.tables import Names
 from autopar.plan import Plan
 from autopar.runtime import launch
 from autopar.verify import verify
+from autopar.verify.randomness import STILL
 from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe
 
 WIDTH = 16
@@ -89,3 +90,26 @@ def test_the_comparison_leaves_dropout_out_and_says_so(how: str) -> None:
     assert report.ok, report.worst
     assert any("dropout is off" in note and "2 operators" in note for note in report.notes)
     assert "dropout is off" in report.to_json()
+
+
+class Paths(nn.Module):
+    """Draws with every operator that verification holds still: paths that are dropped by sample, noise, a shuffle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.up(x) * (0.9 + torch.rand((x.shape[0], 1))).floor() + 0.1 * torch.randn(WIDTH)
+        h = h * torch.bernoulli(h.detach().sigmoid()) + torch.rand_like(h) * torch.bernoulli(h, 0.5) + 0.1 * torch.randn_like(h)
+        h = h[:, torch.randperm(WIDTH)] * torch.randint(1, 3, (WIDTH,)) + torch.randint(3, (WIDTH,))
+        return (h - y).square().mean()
+
+
+def test_the_comparison_draws_one_number_always() -> None:
+    torch.manual_seed(0)
+    model = Paths()
+    who = _Noisy("paths", "train", capture(model, (torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), model.state_dict())
+    report = verify(who.case(by_chance(who, (2,), 1)))
+    assert report.ok, (report.first, report.worst)
+    assert len([note for note in report.notes if "draws the same number always" in note]) == len(STILL)

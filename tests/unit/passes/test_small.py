@@ -245,3 +245,9 @@ def test_repeated_heads_stay_where_groups_would_not_do_or_no_fused_kernel_takes_
     gm = normalized(function, data(2, 6, 5, 6))
     (node,) = [n for n in gm.graph.nodes if n.op == "call_function" and "scaled_dot" in str(n.target)]
     assert not node.kwargs.get("enable_gqa") and node.args[1].meta["val"].shape[1] == 6
+
+
+def test_a_view_that_is_changed_in_place_and_whose_base_nobody_uses():
+    """MobileNet's dropout_ on the flattened result of its pooling."""
+    gm = normalized(lambda m, x, y: (x @ m.w).view(2, 12).mul_(2).sum(-1), data(4, 6))
+    assert not [name for name in targets(gm) if name.endswith("mul_.Tensor")]

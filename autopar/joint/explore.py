@@ -151,13 +151,14 @@ class Explorer:
         before_s = math.inf
         while True:
             self.visit(shape, self._near)
-            here_s = self._reached_s(shape)
             if shape in self.beaten and self.wider:
                 return  # far from what the walk around this one has found
             fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
-            if here_s >= before_s or not fewer:
+            if not fewer or (shape in self.found and self._reached_s(shape) >= before_s):
                 return
-            before_s, shape = here_s, fewer[-1]
+            if shape in self.found:  # it was left out where so many microbatches take too long to start
+                before_s = self._reached_s(shape)
+            shape = fewer[-1]
 
     def _reached_s(self, shape: Shape) -> float:
         """Seconds of the answer on a shape, or what is proven of it where it is beaten; infinite where nothing fits or it was not visited."""

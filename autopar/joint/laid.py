@@ -102,6 +102,7 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
                 raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit / 2**30:.2f} GiB are there",
                                       missing_bytes=nbytes - limit)
         plan = _assembled(here, cuts)
+        _check_trained(inner.whole.program, plan)
         return plan, parts, [place.peak_bytes for place in predict(inner.whole.program, plan).places] if here.whole else held
 
     def peak_bytes(made: tuple[Plan, list[list[Cost]], list[float]]) -> float:
@@ -122,6 +123,19 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
     return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy)), times
+
+
+def _check_trained(program: Program, plan: Plan) -> None:
+    """Raises InfeasibleError where a place would have no parameter to train: torch's optimizers refuse to have none."""
+    if plan.mode != "train":
+        return
+    readers = program.readers()
+    reads = {reader.scope or reader.name for op in program.ops.values() if op.role == "param" and op.call.outs[0].grad
+             for reader, _ in readers.get((op.name, 0), ())}
+    for place in range(plan.places):
+        mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
+        if plan.stages and not mine & reads:
+            raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places")
 
 
 def _assembled(here: _Laying, cuts: Cuts) -> Plan:

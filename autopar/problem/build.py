@@ -21,7 +21,7 @@ from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
 from autopar.problem.lanes import in_lanes, whole
-from autopar.problem.nets import Choice, Link, links_of, net_bytes, node_bytes, passing_bytes, step_s
+from autopar.problem.nets import Choice, Link, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, kept
@@ -160,6 +160,6 @@ def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, pric
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
     again, first = link.asked_by(lambda op, i: op.needs_again(i)), link.asked_by(lambda op, i: op.needs_again(i, first=True))
     cost = step_s(link, prices, again, first)
-    name, shown = f"{link.ref[0]}:{link.ref[1]}", 1.0 if link.opening else prices.contention
-    return Net(name, link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again), group if link.weight else -1,
-               shown if link.weight else 0.0)
+    times = prices.again(link.rows, link.columns, [c in again for c in range(len(link.columns))])
+    return Net(f"{link.ref[0]}:{link.ref[1]}", link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again),
+               group if link.weight else -1, shown(link, prices, cost, times))

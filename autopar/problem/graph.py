@@ -154,6 +154,15 @@ class Program:
         trained = [op for op in self.ops.values() if op.role == "param" and op.call.outs[0].grad]
         return min(BUCKET_BYTES, sum(self.bytes_of((op.name, 0)) * op.count for op in trained))
 
+    @cached_property
+    def weights_bytes(self) -> dict[str, float]:
+        """Bytes of all parameters of one instance of each block, by scope; of the model's own by ""."""
+        found: dict[str, float] = {}
+        for op in self.ops.values():
+            if op.role == "param":
+                found[op.scope] = found.get(op.scope, 0.0) + self.bytes_of((op.name, 0))
+        return found
+
     def is_weight(self, ref: Ref) -> bool:
         """Whether a value is a parameter, or one that was turned or cast."""
         return self.ops[ref[0]].role == "param" or ref[0] in self.following

@@ -147,6 +147,18 @@ def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.n
     return found
 
 
+def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> np.ndarray | float:
+    """The share that shows of what the reshards of a net cost, [rows, columns]: of weights, gathered so many `times`, in the background; all of the
+    others and of weights whose block nothing runs before."""
+    if not link.weight:
+        return 0.0
+    if link.opening:
+        return 1.0
+    grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
+    return prices.shown(link.rows, link.columns, link.size_bytes, cost_s / link.count, times, grad_bytes,
+                        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0))
+
+
 def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.ndarray:
     """Bytes per device of the copies that reshards of a net make and the backward keeps, or of what lies as it is and the net counts."""
     saved = link.asked_by(lambda op, operand: (op.name, operand) in keeps.reads)

@@ -47,6 +47,7 @@ class Paths:
         self._way: list[list[int]] = []  # of each way: its steps by number
         self._gathers: list[bool] = []
         self._held: list[float] = []
+        self._waited: dict[tuple[int, float, str, int, float], float] = {}
         self._step_s: dict[tuple[float, float], dict[int, float]] = {}  # bytes of a tensor, of a bucket -> seconds of steps by number
         self._loads: dict[tuple[int, float, float], tuple[Load, ...]] = {}  # by way, size and bytes of a bucket
 
@@ -88,6 +89,20 @@ class Paths:
         moved = [Load(step.axis, share * collective_s(step.kind, together, axis), link_shares(step.kind, together, axis), step.kind)] if alone_s else []
         copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
+
+    def waited_s(self, ways: Ways, size_bytes: float, kind: str = "", *, hides: int = -1, bucket_bytes: float = 0.0) -> np.ndarray:
+        """Seconds of each way but for its collective number `hides`, the last or the first, which runs in the background, of a tensor of `size_bytes`; of
+        the whole way where that one is of another `kind` (any, where none is named)."""
+        return np.array([self._waited_s(number, size_bytes, kind, hides, bucket_bytes) for number in ways.numbers], float)[ways.at]
+
+    def _waited_s(self, number: int, size_bytes: float, kind: str, hides: int, bucket_bytes: float) -> float:
+        key = number, size_bytes, kind, hides, bucket_bytes
+        if key not in self._waited:
+            each = [load for index in self._way[number] for load in self._step_loads(self._order[index], size_bytes, bucket_bytes)]
+            moving = [load for load in each if load.axis != LOCAL_AXIS]
+            hidden_s = moving[hides].seconds if moving and kind in ("", moving[hides].kind) else 0.0
+            self._waited[key] = sum(load.seconds for load in each) - hidden_s
+        return self._waited[key]
 
     def gathers(self, ways: Ways) -> np.ndarray:
         """bool: whether each way has an all-gather."""

@@ -67,7 +67,8 @@ def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
     columns = np.unique(np.concatenate(asked))
     uses = tuple(Use(use.node, np.searchsorted(columns, a)) for use, a in zip(net.uses, asked, strict=True))
     table = np.ix_(rows, columns)
-    return replace(net, row=row, uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table])
+    return replace(net, row=row, uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table],
+                   shown=net.shown[table] if isinstance(net.shown, np.ndarray) else net.shown)
 
 
 def _allowed(problem: Problem) -> list[np.ndarray]:
@@ -123,12 +124,12 @@ def _net_features(problem: Problem, v: int) -> list[np.ndarray]:
     blocks = []
     for net in problem.nets:
         if net.producer == v:
-            blocks += [net.cost_s[net.row].T, net.memory_bytes[net.row].T]
+            blocks += [table[net.row].T for table in (net.shown_s, net.hideable_s, net.memory_bytes)]
         for use in net.uses:
             if use.node != v:
                 continue
             if len(net.uses) > 1:
                 blocks.append(np.stack([use.column, -use.column]).astype(float))
             else:
-                blocks += [net.cost_s[:, use.column], net.memory_bytes[:, use.column]]
+                blocks += [table[:, use.column] for table in (net.shown_s, net.hideable_s, net.memory_bytes)]
     return blocks

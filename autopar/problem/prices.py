@@ -19,7 +19,7 @@ import numpy as np
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
 from autopar.cost.memory import OPTIMIZERS, ParameterBytes, itemsize, parameter_bytes, rests_in
-from autopar.layout import Layout, fraction, most_elements
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction, most_elements
 from autopar.problem.between import Between, routes_on
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
@@ -123,6 +123,35 @@ class Prices:
         if any(again):
             seconds = seconds * np.where(here.regathers & np.array(again), 2.0, 1.0)
         return seconds + np.where(here.graded, backward_s, 0.0)
+
+    def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
+              grad_bytes: float, block_bytes: float) -> np.ndarray:
+        """[rows, columns]: the share that shows of `seconds`, those of the reshard of a weight of `size_bytes` with a gradient of `grad_bytes`, gathered so many
+        `times`, in a block with weights of `block_bytes`. Of each way only the last collective runs in the background, if it begins one that gathers, or
+        scatters the gradient of what was gathered (runtime.moves.relayout_later), and the first one of sums (runtime.gradsync); of leaves that are gathered
+        once per step the first buckets of each block (runtime.leaves). Compute waits for the others."""
+        here = self.routes.between(rows, columns)
+        gathers = self.routes.gathers(here.forward)
+        waits = times * np.where(gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes))
+        if here.graded.any():
+            back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, "reduce_scatter"), self.routes.seconds(here.read, grad_bytes))
+            waits = waits + np.where(here.graded, back + self._late_s(here, size_bytes, grad_bytes, block_bytes), 0.0)
+        share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
+        return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
+
+    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float) -> np.ndarray:
+        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, and for leaves that are gathered once per step."""
+        held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * block_bytes
+        ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
+        leaf_s = self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes)
+        return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes) + (1.0 - ahead) * leaf_s)
+
+    def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float) -> np.ndarray:
+        return self.routes.waited_s(here.summed, grad_bytes, hides=0, bucket_bytes=self.bucket_bytes * grad_bytes / size_bytes)
+
+    def again(self, rows: Sequence[Pair], columns: Sequence[Pair], twice: Sequence[bool]) -> np.ndarray:
+        """[rows, columns]: how often a weight is gathered whose copy is dropped for the columns `twice`."""
+        return np.where(self.routes.between(rows, columns).regathers & np.array(twice), 2.0, 1.0)
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
         """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none. That of a weight of `leaf_bytes`

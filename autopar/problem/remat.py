@@ -18,7 +18,7 @@ import numpy as np
 from autopar.problem.branches import coordinate_of
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
-from autopar.problem.nets import Link, net_bytes, node_bytes, step_s
+from autopar.problem.nets import Link, net_bytes, node_bytes, shown, step_s
 from autopar.problem.rerun import heavy, rerun
 from autopar.problem.saved import Kept, kept
 from autopar.problem.shares import ForwardPrices
@@ -93,7 +93,7 @@ def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, before: Kep
     counted = np.array([c in runs for c in range(len(link.columns))]) & ~stored
     cost = np.where(np.isinf(net.cost_s), np.inf, step_s(link, model.prices, set(), set()) + np.where(counted, again_s, 0.0))
     if link.weight:
-        return replace(net, cost_s=cost, memory_bytes=net_bytes(link, after, model.prices, set()))
+        return replace(net, cost_s=cost, memory_bytes=net_bytes(link, after, model.prices, set()), shown=shown(link, model.prices, cost, 1.0 + counted))
     stays = net_bytes(link, after, model.prices, set())
     live = np.maximum(net.memory_bytes - stays, 0.0) / link.count
     return replace(net, cost_s=cost, memory_bytes=stays + live, live_bytes=live)

@@ -44,6 +44,10 @@ class MicroPrices(Prices):
             return super()._back_s(here, size_bytes, weight, leaf_bytes)
         return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0)
 
+    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float) -> np.ndarray:
+        """Of sums after every microbatch: the others wait for the end of the step."""
+        return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes), 0.0)
+
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: what rests is there once."""
         return 0.0
@@ -119,7 +123,7 @@ def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float)
              share.micro * a.hide_s, a.group)
         for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True))
     nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, _held(a, 1.0 if a.group >= 0 else share.kept),
-                a.group, a.contention) for a in micro.problem.nets]
+                a.group, a.shown) for a in micro.problem.nets]
     nets += [Net(f"{b.name} at the end of the step", b.producer, b.row, b.uses, share.once * b.cost_s, np.zeros_like(b.memory_bytes))
              for b in once.problem.nets if b.cost_s.any()]
     problem = Problem(nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name)

@@ -11,7 +11,7 @@ The cost of a solution x (the same for every strategy, `Problem.evaluate`):
            + sum_t  sum over the *distinct* (use layouts) d that the readers of t ask for of net cost_s[t][x_producer, d]
                     (nets without an overlap group: always exposed)
            + sum_g  max(0, comm_g - hide_g)                        nets and nodes of overlap group g
-    where a net of a group adds `contention` of its cost to what is always exposed and the rest to comm_g
+    where a net of a group adds the share `shown` of its cost to what is always exposed and the rest to comm_g
     memory = sum_v  memory_bytes[v][x_v] + sum_t (the same sum over distinct d) memory_bytes[t][x_producer, d]
 
 Readers that ask for the same layout of the same tensor share one reshard: it is priced once and emitted once.
@@ -65,8 +65,8 @@ class Net:
     """One tensor: its producer, its readers and what each change of layout costs.
 
     `row[c]` is the row of choice c of the producer. `cost_s[row, column]` in seconds per step, `memory_bytes` likewise.
-    `group` is the overlap group that the cost belongs to, -1 for cost that is always exposed. `contention` is the share of
-    the cost that shows even where it is hidden, because collectives take compute units and bandwidth.
+    `group` is the overlap group that the cost belongs to, -1 for cost that is always exposed. `shown` is the share of the
+    cost that shows whatever it could hide under: steps that compute waits for, and what collectives in the background take of compute.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Net:
     cost_s: np.ndarray
     memory_bytes: np.ndarray
     group: int = -1
-    contention: float = 0.0
+    shown: np.ndarray | float = 0.0  # [rows, columns], or the same for all
     live_bytes: np.ndarray | None = None  # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
 
     @cached_property
@@ -85,12 +85,12 @@ class Net:
         if self.group < 0:
             return self.cost_s
         forbidden = np.isinf(self.cost_s)
-        return np.where(forbidden, np.inf, self.contention * np.where(forbidden, 0.0, self.cost_s))
+        return np.where(forbidden, np.inf, self.shown * np.where(forbidden, 0.0, self.cost_s))
 
     @cached_property
     def hideable_s(self) -> np.ndarray:
         """The part of `cost_s` that can hide under compute of its group; always finite, 0 where there is no group."""
-        share = 0.0 if self.group < 0 else 1.0 - self.contention
+        share = 0.0 if self.group < 0 else 1.0 - self.shown
         return share * np.where(np.isinf(self.cost_s), 0.0, self.cost_s)
 
 
@@ -219,8 +219,8 @@ def _check_net(net: Net, nodes: tuple[Node, ...], groups: int) -> None:
         _check_index(f"net {net.name}: column of {nodes[use.node].name}", use.column, nodes[use.node], net.cost_s.shape[1])
     if not (net.cost_s >= 0).all() or not (net.memory_bytes >= 0).all() or not np.isfinite(net.memory_bytes).all():
         raise ValueError(f"net {net.name}: cost_s must be in 0..inf, memory_bytes finite and not negative")
-    if not 0.0 <= net.contention <= 1.0:
-        raise ValueError(f"net {net.name}: contention is {net.contention}, wanted a share from 0 to 1")
+    if np.any(np.asarray(net.shown) < 0.0) or np.any(np.asarray(net.shown) > 1.0):
+        raise ValueError(f"net {net.name}: the share of its cost that shows is {net.shown}, wanted from 0 to 1")
     if not -1 <= net.group < groups:
         raise ValueError(f"net {net.name} is in overlap group {net.group}, the problem has 0..{groups - 1}")
 

@@ -16,7 +16,7 @@ from autopar.request import Request
 from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import BATCH, SEQ, Subject
 
-BLOCKS = 5
+BLOCKS = 8
 
 
 class _Deep(Subject):
@@ -27,7 +27,7 @@ class _Deep(Subject):
 
 @cache
 def deep() -> Subject:
-    """A GPT-2 of five blocks, its head tied to the embedding."""
+    """A GPT-2 of eight blocks, its head tied to the embedding."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -37,7 +37,7 @@ def deep() -> Subject:
 
 
 @pytest.mark.parametrize(("recipe", "cluster", "mesh"), [
-    ("1f1b", two_kinds("cpu:1x2", 4.0), (2,)), ("zero_bubble", two_kinds("cpu:1x1", 1.5), (1,)), ("pp_zero3", Cluster.parse("cpu:1x2+cpu:2x1"), (2,)),
+    ("1f1b", two_kinds("cpu:1x2", 2.0), (2,)), ("zero_bubble", two_kinds("cpu:1x1", 1.5), (1,)), ("pp_zero3", Cluster.parse("cpu:1x2+cpu:2x1"), (2,)),
     ("zero3", two_kinds("cpu:1x2", 4.0), None)], ids=["uneven 1f1b", "uneven V", "unequal nodes", "one stage"])
 def test_equals_one_device(recipe: str, cluster: Cluster, mesh: tuple[int, ...] | None) -> None:
     who = deep()

@@ -30,12 +30,12 @@ def _swap(old: str, new: str) -> Callable[[str], str]:
 PLANTED = {
     # the partial gradients of a column-parallel product are taken for whole ones
     "wrong gradient layout": ("gpt", (2, 2), "tp_zero3", _swap(
-        r'(reshard\(layer_norm_1, "[^"]*", grad=")S0,P( -> )', r'\1S0,R\2'),
-        r"blocks_0/layer_norm_1 \(gradient, block 1\)"),
+        r'(reshard\(layer_norm\w*, "[^"]*", grad="(?:\w+,)*)P((?:,\w+)* -> )', r'\1R\2'),
+        r"blocks_0/layer_norm\w* \(gradient, block 1\)"),
     # a row-parallel product is not summed up
     "missing reduction": ("gpt", (2, 2), "tp_zero3", _swap(
-        r'linear_default_3_2 = reshard\(linear_default_3, .*', "linear_default_3_2 = linear_default_3"),
-        r"blocks_0/add_tensor_3 \(value, block 0\)"),
+        r'(linear_default_\d_2 = reshard\(linear_default_\d, "(?:\w+,)*)P((?:,\w+)* -> )', r'\1R\2'),
+        r"blocks_0/add_tensor_\d \(value, block 0\)"),
     # every rank divides by its own number of labels
     "mean of means": ("hf-gpt2", (4,), "ddp", _swap(
         r"count_valid__2 = reshard\(count_valid_, .*", "count_valid__2 = count_valid_ * 4"), r"div_tensor \(value\)"),

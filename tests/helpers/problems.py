@@ -57,7 +57,7 @@ def _net(rng: np.random.Generator, nodes: tuple[Node, ...], producer: int, group
     uses = tuple(Use(int(r), rng.integers(0, width, len(nodes[r].labels))) for r in readers)
     row = rng.integers(0, height, len(nodes[producer].labels))
     return Net(f"net{producer}", producer, row, uses, cost_s, memory, int(rng.integers(-1, groups)),
-               contention=(0.0, 0.25, 1.0)[producer % 3])
+               shown=(0.0, 0.25, 1.0)[producer % 3])
 
 
 def problems(*, nodes: int = 5, choices: int = 4) -> st.SearchStrategy[Problem]:

@@ -15,6 +15,8 @@ from autopar.problem.build import Model
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem
 
+ROUNDING = 1e-9  # relative: what is less is the rounding of sums
+
 
 def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> Cost:
     """The Cost of a solution as it runs. `forward` are prices on the same mesh. Raises InfeasibleError as Problem.evaluate does."""
@@ -30,7 +32,8 @@ def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> 
     moved_s = sum(part.waited.all_s + part.after.all_s + part.background_s for piece in did.did.values()
                   for part in (piece.passes[FORWARD], piece.passes[BACKWARD]))
     exposed_s = time_s - found.compute_s
-    return replace(found, time_s=time_s, exposed_s=exposed_s, hidden_s=max(0.0, moved_s - exposed_s))
+    hidden_s = moved_s - exposed_s
+    return replace(found, time_s=time_s, exposed_s=exposed_s, hidden_s=hidden_s if hidden_s > ROUNDING * time_s else 0.0)
 
 
 def _side_by_side_s(problem: Problem, choice: tuple[int, ...]) -> float:

@@ -77,6 +77,7 @@ def test_several_nodes_with_slow_links_and_little_memory() -> None:
     assert made.plan.predicted.step_s <= made.step_s("3d") < made.step_s("pp_zero1") and 10 * made.step_s("3d") < made.step_s("zero3"), str(made)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_of_few_samples_on_two_nodes() -> None:
     """Guide: TP within a node. Llama-3-8B with 2 samples on 2 x 8 H100: a stage on each node with tensor parallel inside takes 79 ms as it is simulated (gathers of
     weights are in line before collectives of activations on their axis), as long as eight ways over both nodes with ZeRO-1 beside: 80 ms. Sixteen ways: 106."""
@@ -85,6 +86,7 @@ def test_tensor_parallelism_of_few_samples_on_two_nodes() -> None:
     assert made.plan.predicted.step_s < 0.8 * made.step_s("tp_sp"), str(made)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_leaves_a_node_where_that_wins() -> None:
     """The guide's rule does not hold where weights are large and activations small: 16 rows through layers of 8192, on 2 x 4 H100: 2.2 ms with every layer
     cut over both nodes. A stage per node waits for the other (3d: 3.6), and replicas or shards on the nodes send weights (tp_zero3: 20)."""

@@ -265,7 +265,7 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
     `linear` is "", "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul) or
     "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists
     sections in absolute sizes that dims of other operators are known to have (fused projections): a plain factor whose
-    size is their sum may be cut section by section. `together` lists sets of factors that may be cut at once, with the
+    size is their sum, and which no runtime algorithm cuts, may be cut section by section. `together` lists sets of factors that may be cut at once, with the
     runtime algorithm of each; a tensor may have one factor of a set.
     """
     spec = parse(text)
@@ -303,7 +303,7 @@ def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
     if not all(shaped.divides(f, ways) for f in group):
         return []
     variants: list[tuple[int, ...]] = [(1,)]
-    if len(group) == 1 and shaped.plain(group[0]):
+    if len(group) == 1 and shaped.plain(group[0]) and not run:  # runtime algorithms count from the first element that a rank has
         variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
     found = []
     for cut in variants:

@@ -47,7 +47,8 @@ def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 
 def failures(rule: Rule, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int, *,
              execute: Execute = plainly, together: Mapping[str, Together] | None = None, mask: bool = False) -> list[str]:
-    """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong.
+    """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong; those with dims cut in
+    two sections included.
 
     Floating operands of `args` that require gradients are checked in both directions. `together` simulates the options
     that name a runtime algorithm; an option without its simulation counts as wrong. `mask` compares shapes only, for operators
@@ -56,11 +57,17 @@ def failures(rule: Rule, target: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """
     call = call_of(target, args, kwargs)
     found = []
-    for option in rule.options(call, ways):
+    for option in rule.options(call, ways, sections=_sections(call, ways)):
         problem = _Trial(call, option, (tuple(args), dict(kwargs)), ways, mask).problem(execute, together or {})
         if problem:
             found.append(f"{target} {rule.text(call)!r} option {option.factor!r} on {ways}: {problem}")
     return found
+
+
+def _sections(call: Call, ways: int) -> list[tuple[int, ...]]:
+    """Two equal sections of every dim that has them, as dims of fused projections have."""
+    sizes = dict.fromkeys(size for tensor in (*call.ins, *call.outs) for size in tensor.shape if isinstance(size, int))
+    return [(size // 2, size // 2) for size in sizes if size > 0 and size % (2 * ways) == 0]
 
 
 class _Trial:

@@ -155,14 +155,14 @@ def edges(program: Program, plan: Plan) -> Edges:
     found: list[Reshard] = []
     reruns, as_made = reruns_of(program, plan), dict[str, None]()
     sync: dict[Ref, tuple[int, ...]] = {}
-    for ref, readers in program.readers().items():
+    for ref, readers in program.readers.items():
         producer = program.ops[ref[0]]
         rest = out_pair(plan, ref)
         asked: dict[tuple[str, Pair], list[tuple[Op, int]]] = {}
         for op, operand in readers:
             dst = in_pair(plan, op.name, operand)
             asked.setdefault((op.scope, dst), []).append((op, operand))
-        src = rest.partial(rest.gathered) if program.is_weight(ref) else rest
+        src = given(program, plan, ref)
         if producer.role == "param" and rest.has_grad:
             sync[ref] = _sync_axes(rest, [pair for _, pair in asked])
             src = src.partial(sync[ref])
@@ -216,6 +216,12 @@ def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: boo
 def out_pair(plan: Plan, ref: Ref) -> Pair:
     """How the plan lays the value `ref` where it is made."""
     return Pair.of(plan.nodes[ref[0]].outs[ref[1]])
+
+
+def given(program: Program, plan: Plan, ref: Ref) -> Pair:
+    """How readers get the value `ref`, and leave its gradient: a weight that is gathered once per step has a partial one until it is scattered."""
+    pair = out_pair(plan, ref)
+    return pair.partial(pair.gathered) if program.is_weight(ref) else pair
 
 
 def in_pair(plan: Plan, name: str, operand: int) -> Pair:

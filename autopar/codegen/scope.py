@@ -20,7 +20,7 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text
 from autopar.codegen.context import Context
-from autopar.codegen.edges import Pair, Reshard, in_pair, needed, options, out_pair
+from autopar.codegen.edges import Pair, Reshard, given, in_pair, needed, options, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.layout import Layout, show
@@ -192,7 +192,7 @@ class ScopeWriter:
         """Reports what `op` gave, outside local functions: a probe puts values together on all ranks."""
         if self.context.probes and not self.indent:
             for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
-                self.say(probes.probe(name, self.names[op.name, i], out_pair(self.context.plan, (op.name, i)), op.call.outs[i]))
+                self.say(probes.probe(name, self.names[op.name, i], given(self.context.program, self.context.plan, (op.name, i)), op.call.outs[i]))
 
     def _layout(self, ref: Ref) -> str:
         tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.verify import Report, verify
-from tests.helpers.verify import by_recipe, subject
+from tests.helpers.verify import by_chance, by_recipe, subject
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
@@ -61,6 +61,14 @@ def test_the_unchanged_source_is_right() -> None:
     for model, sizes, recipe in dict.fromkeys((m, s, r) for m, s, r, *_ in PLANTED.values()):
         report = _verified(model, sizes, recipe, str)
         assert report.ok and report.first == "", report.worst
+
+
+def test_probes_see_gradients_of_weights_that_are_gathered_once_per_step() -> None:
+    """Such a one is partial where it is made: the stack of experts of this random plan."""
+    who = subject("hf-mixtral")
+    missing = _swap(r'(reshard\(experts_, "S1,)P( -> )', r"\1R\2")
+    report = verify(replace(who.case(by_chance(who, (2, 2), 1)), mutate=missing))
+    assert "add_8 (value, block 0)" in report.first, report.first
 
 
 def test_a_collective_too_many_is_found() -> None:

@@ -72,6 +72,11 @@ def reshape_sizes(operand: fx.Node, node: fx.Node) -> list[int | fx.Node]:
     return sizes
 
 
+def _turned(node: fx.Node) -> fx.Node:
+    """All dims the other way round, `x.T`."""
+    return _as(aten.permute.default, node, (node.args[0], list(reversed(range(len(facts.shape(node)))))))
+
+
 def _full(node: fx.Node) -> fx.Node:
     return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
 
@@ -92,6 +97,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
+    aten.numpy_T.default: _turned,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),
     aten.to.device: _cast,

@@ -17,6 +17,7 @@ from autopar._torch import export_errors, pytree
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import says, source, why_static
+from autopar.capture.lengths import symbolic_lengths
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
 
@@ -37,7 +38,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         try:
-            with on_meta():
+            with on_meta(), symbolic_lengths(model, *_functions(model)):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error
@@ -55,6 +56,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
 def _class(model: nn.Module) -> str:
     """The user's class, also where a loss function was added."""
     return type(getattr(model, WithLoss.INNER, model)).__name__
+
+
+def _functions(model: nn.Module) -> list[Callable[..., Any]]:
+    """The loss function, where one was added."""
+    return [vars(model)["loss_fn"]] if isinstance(model, WithLoss) else []
 
 
 def _spell(model: nn.Module, shapes: Any) -> Any:

@@ -66,6 +66,7 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor], targets: int, inputs: int) -> None:
         super().__init__()
         self.add_module(self.INNER, model)
+        vars(self)["loss_fn"] = loss_fn  # not a submodule where it is a module: its parameters are not the model's
 
         def forward(*args: Any, **kwargs: Any) -> dict[str, Any]:
             """The loss, and the model's own outputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ LABELS = {
     "ForSequenceClassification": "classes",
     "ForImageClassification": "classes",
 }
+POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
+MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 
@@ -48,13 +50,21 @@ class _Maker:
 
     def tokens(self) -> Tensor:
         """Token ids [b, s]."""
-        return self.integers(self.config.get_text_config(decoder=False).vocab_size, self.b, self.s)
+        return self.integers(of_text(self.config).vocab_size, self.b, self.s)
 
     def pixels(self) -> Tensor:
         """Images [b, channels, height, width], float32."""
-        side = getattr(self.config, "image_size", None) or IMAGE_SIDE
+        config = getattr(self.config, "vision_config", self.config)
+        side = getattr(config, "image_size", None) or IMAGE_SIDE
         height, width = side if isinstance(side, Iterable) else (side, side)
-        shape = (self.b, self.config.num_channels, height, width)
+        return self.normal(self.b, config.num_channels, height, width)
+
+    def features(self) -> Tensor:
+        """Spectra [b, mel bins, frames] of sound as long as the encoder's positions, two frames each, float32."""
+        return self.normal(self.b, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normally distributed, float32; on meta only the shape."""
         if self.device.type == "meta":
             return torch.empty(shape, device=self.device)
         return torch.randn(shape, generator=self.generator).to(self.device)
@@ -87,6 +97,10 @@ class _Maker:
         )
 
 
+MAIN: dict[str, Callable[[_Maker], Tensor]] = {"input_ids": _Maker.tokens, "pixel_values": _Maker.pixels, "input_features": _Maker.features}
+"""What models read, by the name of the argument."""
+
+
 def ignored_places(batch: int, seq: int) -> list[int]:
     """How many leading labels of each row are ignored: 1, 2, 3, 0, 1, ... but never a whole row."""
     return [min((row + 1) % 4, seq - 1) for row in range(batch)]
@@ -101,7 +115,8 @@ def inputs_for(
     seed: int = 0,
     labels: bool = True,
 ) -> Inputs:
-    """(args, kwargs) for a Hugging Face model: ids [batch, seq] or pixels, decoder ids, and labels that match its head.
+    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them), or spectra of sound; decoder ids,
+    and labels that match its head.
 
     `device` None is the model's own. On "meta" the values mean nothing; elsewhere they follow from `seed`. There is no
     attention mask: no position is padding. With `labels` the loss is the model's first output. Raises CaptureError
@@ -115,25 +130,32 @@ def inputs_for(
     device = torch.device(device or next(model.parameters()).device)
     make = _Maker(config, batch, seq, device, torch.Generator().manual_seed(seed))
     accepted = inspect.signature(model.forward).parameters
-    known = [name for name in ("input_ids", "pixel_values") if name in accepted]
-    if known != [model.main_input_name]:
-        raise CaptureError(
-            f"inputs for {type(model).__name__} cannot be made from its config: its forward takes "
-            f"{', '.join(accepted)}, and only input_ids or pixel_values alone are known; {PASS_THEM}"
-        )
     kwargs: dict[str, object] = {}
-    if "input_ids" in known:
+    for name in main_inputs(model, accepted):
+        made: Tensor = MAIN[name](make)
+        kwargs[name] = made.to(next(model.parameters()).dtype) if made.is_floating_point() else made
+    if "input_ids" in kwargs or config.is_encoder_decoder:
         check_positions(model, seq)
-        kwargs["input_ids"] = make.tokens()
-    else:
-        kwargs["pixel_values"] = make.pixels().to(next(model.parameters()).dtype)
-    if labels:
+    if labels and MATCHES in accepted:
+        kwargs[MATCHES] = True
+    elif labels:
         kwargs["labels"] = make.labels(label_kind(model, accepted))
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         kwargs["decoder_input_ids"] = make.decoder_ids(kwargs.get("labels"))
     if "use_cache" in accepted and config.use_cache:
         kwargs["use_cache"] = False
     return (), kwargs
+
+
+def main_inputs(model: Any, accepted: Mapping[str, object]) -> list[str]:
+    """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless it matches them."""
+    known = [name for name in MAIN if name in accepted]
+    if known == [model.main_input_name] or (len(known) > 1 and MATCHES in accepted):
+        return known
+    raise CaptureError(
+        f"inputs for {type(model).__name__} cannot be made from its config: its forward takes {', '.join(accepted)}, and only one of "
+        f"{', '.join(MAIN)}, or several with {MATCHES}, are known; {PASS_THEM}"
+    )
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -159,8 +181,14 @@ def max_positions(model: nn.Module) -> int | None:
 
     Export needs it as the upper end of the sequence dim where positions are a slice of a buffer, as in BERT.
     """
-    allowed = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return allowed if isinstance(allowed, int) and allowed > 0 else None
+    config: Any = getattr(model, "config", None)
+    each = [getattr(of_text(config), name, None) for name in POSITIONS]
+    return min((allowed for allowed in each if isinstance(allowed, int) and allowed > 0), default=None)
+
+
+def of_text(config: Any) -> Any:
+    """The config of what reads text."""
+    return getattr(config, "text_config", None) or config
 
 
 def check_positions(model: nn.Module, seq: int) -> None:
@@ -169,5 +197,5 @@ def check_positions(model: nn.Module, seq: int) -> None:
     if allowed is not None and allowed < seq:
         raise CaptureError(
             f"{type(model).__name__} has {allowed} positions, got a sequence of {seq}: use a shorter one, or raise "
-            "max_position_embeddings in the config"
+            f"{' or '.join(POSITIONS)} in the config"
         )

@@ -20,7 +20,7 @@ FAST: list[tuple[str, Sizes, str]] = [
     ("hf-llama-2kv", (4,), "cp"), ("hf-t5", (2,), "cp"), ("hf-gpt2", (4,), "ulysses"),
     ("gpt", (2,), "zero1"), ("hf-phi3", (4,), "zero2"), ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
     ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
-    ("moe", (4,), "random 4"), ("cnn", (2, 2), "spatial"), ("hf-resnet", (4,), "spatial"),
+    ("moe", (4,), "random 4"), ("cnn", (2, 2), "spatial"), ("hf-resnet", (4,), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (4,), "tp_sp"),
 ]
 SLOW = [entry for entry in entries() if entry.batch is not None or (entry.model, entry.mesh, entry.how) not in FAST]
 

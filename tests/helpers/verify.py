@@ -62,7 +62,7 @@ class Subject:
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """A global batch by input name."""
         loaded = load(TINY[self.name.removesuffix(FROZEN)], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
-        return dict(zip(self.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
+        return dict(zip(self.captured.input_names, [x for x in (*loaded.args, *loaded.kwargs.values()) if isinstance(x, Tensor)], strict=True))
 
     def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Case:
         """What `verify` takes; all but the plan is made once per size of batch."""

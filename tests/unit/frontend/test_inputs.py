@@ -60,6 +60,28 @@ def test_images():
     assert inputs_for(resnet, batch=2, seq=1)[1]["pixel_values"].dtype == torch.float16
 
 
+def test_sound():
+    values = {"vocab_size": 100, "num_mel_bins": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+              "d_model": 32, "max_source_positions": 24, "max_target_positions": 16, "decoder_start_token_id": 1, "pad_token_id": 0}
+    whisper = hugging_face("WhisperForConditionalGeneration", "WhisperConfig", **values)
+    kwargs = inputs_for(whisper, batch=4, seq=9, device="cpu")[1]
+    assert list(kwargs) == ["input_features", "labels", "decoder_input_ids", "use_cache"]
+    assert kwargs["input_features"].shape == (4, 16, 48) and kwargs["labels"].shape == kwargs["decoder_input_ids"].shape == (4, 9)
+    with pytest.raises(CaptureError, match="WhisperForConditionalGeneration has 16 positions, got a sequence of 17"):
+        inputs_for(whisper, batch=2, seq=17)
+
+
+def test_texts_that_belong_to_images():
+    text, vision = {**SMALL, "vocab_size": 100, "max_position_embeddings": 16}, {**SMALL, "image_size": 32, "patch_size": 8}
+    clip = hugging_face("CLIPModel", "CLIPConfig", text_config=text, vision_config=vision, projection_dim=16)
+    kwargs = inputs_for(clip, batch=4, seq=9, device="cpu")[1]
+    assert kwargs["input_ids"].shape == (4, 9) and kwargs["input_ids"].max() < 100 and kwargs["pixel_values"].shape == (4, 3, 32, 32)
+    assert kwargs["return_loss"] is True and "return_loss" not in inputs_for(clip, batch=4, seq=9, labels=False)[1]
+    llava = hugging_face("LlavaForConditionalGeneration", "LlavaConfig", text_config={**SMALL, "model_type": "llama"}, vision_config={**vision, "model_type": "clip_vision_model"})
+    with pytest.raises(CaptureError, match=r"inputs for LlavaForConditionalGeneration cannot be made .*several with return_loss"):
+        inputs_for(llava, batch=2, seq=4)
+
+
 def test_labels_follow_the_head():
     classes = hugging_face("BertForSequenceClassification", "BertConfig", **SMALL, num_labels=3)
     assert inputs_for(classes, batch=4, seq=9)[1]["labels"].shape == (4,)

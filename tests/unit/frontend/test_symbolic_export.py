@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.export import Dim, export
 
+from autopar.capture.lengths import symbolic_lengths
 from autopar.frontend import load, max_positions
 from tests.helpers.tiny import TINY
 
@@ -18,12 +19,14 @@ SLOW = [case for name in TINY for train in (True, False) if (case := (name, trai
 def test_exports_with_symbolic_sizes(name, train):
     loaded = load(TINY[name], batch=BATCH, seq=SEQ, train=train)
     assert loaded.model.training is train
-    inputs = [*loaded.args, *loaded.kwargs.values()]
+    inputs = [x for x in (*loaded.args, *loaded.kwargs.values()) if isinstance(x, torch.Tensor)]
     assert {t.device.type for t in (*inputs, *loaded.model.parameters())} == {"meta"}
     batch, seq = Dim("b"), Dim("s", max=max_positions(loaded.model) or 64)
     dims = [{0: batch, 1: seq} if t.shape[1:] == (SEQ,) else {0: batch} for t in inputs]
-    shapes = dict(zip(loaded.kwargs, dims, strict=True)) if loaded.kwargs else tuple(dims)
-    program = export(loaded.model, loaded.args, loaded.kwargs, strict=False, dynamic_shapes=shapes)
-    nodes = [program.graph.find_nodes(op="placeholder")[-i - 1] for i in range(len(dims))]
-    free = {str(size) for node in nodes for size in node.meta["val"].shape if isinstance(size, torch.SymInt)}
+    queue = iter(dims)
+    shapes = {name: next(queue) if isinstance(x, torch.Tensor) else None for name, x in loaded.kwargs.items()} or tuple(dims)
+    with symbolic_lengths(loaded.model):
+        program = export(loaded.model, loaded.args, loaded.kwargs, strict=False, dynamic_shapes=shapes)
+    nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs]
+    free = {str(size) for node in nodes for size in getattr(node.meta["val"], "shape", ()) if isinstance(size, torch.SymInt)}
     assert len(free) == len({dim for d in dims for dim in d.values()})

@@ -168,6 +168,10 @@ def test_slices_that_leave_something_out_stay():
     assert found.count("aten.slice.Tensor") == 2
 
 
+def test_all_dims_turned_are_a_permutation():
+    assert targets(normalized(lambda m, x, y: (x @ m.w).T, data(4, 6))) == ["aten.matmul.default", "aten.permute.default"]
+
+
 def test_noops_go():
     def function(m, x, y):
         h = F.dropout((x @ m.w).contiguous().clone(), 0.0).to(torch.float64)[:, :, 0:]

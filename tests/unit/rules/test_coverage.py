@@ -11,8 +11,9 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from autopar.frontend import load
-from autopar.problem.graph import read
+from autopar.capture.lengths import symbolic_lengths
+from autopar.frontend import load, max_positions
+from autopar.problem.reading import read
 from autopar.rules import options_for, unknown
 from passes import ANNOTATE, NORMALIZE, facts, run
 from tests.helpers.export import export_graph
@@ -25,7 +26,7 @@ FAST = ("gpt", "moe", "cnn", "recommender", "hf-t5", "hf-mixtral", "hf-resnet") 
 def graph(name: str, train: bool):
     """The normalised graph of a tiny model, batch and sequence symbolic."""
     loaded = load(TINY[name], batch=6, seq=10, train=train)
-    batch, sequence = Dim("b"), Dim("s")
+    batch, sequence = Dim("b"), Dim("s", max=max_positions(loaded.model) or 64)
 
     def dims(x):
         if not isinstance(x, torch.Tensor):
@@ -34,7 +35,7 @@ def graph(name: str, train: bool):
 
     args, kwargs = pytree.tree_map(dims, (loaded.args, loaded.kwargs))
     names = dict(zip(inspect.signature(loaded.model.forward).parameters, args, strict=False))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), symbolic_lengths(loaded.model):
         warnings.simplefilter("ignore")
         return run(export_graph(loaded.model, loaded.args, dict(loaded.kwargs), names | dict(kwargs)), NORMALIZE)
 

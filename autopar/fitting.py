@@ -23,7 +23,8 @@ from autopar.memory.largest import largest
 from autopar.onestage import meshes_for
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.problem.types import Problem
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes import offload as offloads

@@ -23,12 +23,13 @@ from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.floor import Work
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
 from autopar.problem.keeping import best_kept
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
 from autopar.problem.prices import Prices
+from autopar.problem.reading import read
 from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
 from autopar.problem.rerun import rerun
 from autopar.problem.shares import ForwardPrices

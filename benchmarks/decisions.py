@@ -23,7 +23,8 @@ from autopar.cluster import Cluster
 from autopar.frontend import load
 from autopar.onestage import plan
 from autopar.plan import Alternative, Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.report.tables import kinds
 from autopar.report.weights import weights
 from autopar.request import Request

@@ -20,7 +20,8 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.frontend import load
 from autopar.plan import Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.report.weights import weights
 from autopar.request import Request

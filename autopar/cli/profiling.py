@@ -16,7 +16,7 @@ from autopar.cli.running import placed
 from autopar.cluster import Cluster
 from autopar.codegen.tables import Names
 from autopar.errors import PlanError
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.profile import Case, Profile, profile, refit
 from autopar.report.profile import profile as report
 

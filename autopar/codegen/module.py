@@ -17,8 +17,9 @@ from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.stages import pipelined_model
 from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, Run, read
+from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
+from autopar.problem.reading import read
 
 RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
 

@@ -129,12 +129,9 @@ def _check_trained(program: Program, plan: Plan) -> None:
     """Raises InfeasibleError where a place would have no parameter to train: torch's optimizers refuse to have none."""
     if plan.mode != "train":
         return
-    readers = program.readers()
-    reads = {reader.scope or reader.name for op in program.ops.values() if op.role == "param" and op.call.outs[0].grad
-             for reader, _ in readers.get((op.name, 0), ())}
     for place in range(plan.places):
         mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
-        if plan.stages and not mine & reads:
+        if plan.stages and not mine & program.trained:
             raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places")
 
 

@@ -25,7 +25,8 @@ from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.problem.build import Model
-from autopar.problem.floor import by_piece, forward_s
+from autopar.problem.floor import Work, by_piece
+from autopar.problem.graph import Program
 from autopar.problem.shares import Share, combined
 from autopar.problem.types import Problem
 from autopar.recipes.free import space, spaces
@@ -51,8 +52,8 @@ class Prover:
     def __init__(self, inner: Inner) -> None:
         self.inner, self.pricing = inner, Pricing(inner, SEARCH)
         cluster, program = inner.request.cluster, inner.whole.program
-        each = forward_s(program, cluster.device, inner.request.settings)
-        self._forward_s = [each.get(unit.name, 0.0) for unit in inner.units]  # of each piece, on one device, of the whole batch
+        each = by_piece(program, cluster.device, replace(inner.request.settings, mode="inference"))
+        self._forward_s = [_of_one(program, each, unit.name) for unit in inner.units]  # of each piece, on one device, of the whole batch
         self._stack = _stack(inner)
 
     def shapes(self) -> list[Shape]:
@@ -81,9 +82,7 @@ class Prover:
 
     def _relaxed(self, shape: Shape) -> Model:
         if shape.microbatches == 1:
-            planner = self.inner.whole
-            planner.remat = {}
-            return planner.model(shape.mesh, space(shape.mesh), str(shape)).with_limit(math.inf)
+            return self.inner.whole.model(shape.mesh, space(shape.mesh), str(shape)).with_limit(math.inf)
         models = self.pricing.models(shape)
         return combined(models.micro, models.once, Share(shape.microbatches / shape.places, 1 / shape.places, 0.0, 0.0), math.inf)
 
@@ -93,6 +92,12 @@ class Prover:
         before = [sum(self._forward_s[:place]) for place in range(shape.places)]
         ranks = self.inner.request.cluster.devices / shape.places * shape.microbatches * max(1.0, device.alone)
         return sum(before) / shape.places / ranks
+
+
+def _of_one(program: Program, each: Mapping[str, Work], name: str) -> float:
+    """Seconds of the rates of an operator, or of one block of a run."""
+    alike = program.runs[name].count if name in program.runs else 1
+    return each[name].rates_s / alike if name in each else 0.0
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, read
+from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 
 

@@ -65,5 +65,5 @@ def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:
     """The pieces that hold what rests: for a parameter all that read it, each on its own place at worst."""
     if op.role != "param" or op.scope:
         return [home[op.name]]
-    names = [home[reader.name] for reader, _ in program.readers().get((op.name, 0), ())]
+    names = [home[reader.name] for reader, _ in program.readers.get((op.name, 0), ())]
     return list(dict.fromkeys(names)) or [home[op.name]]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
@@ -164,7 +164,7 @@ class Passes:
         again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
         for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
             (did.passes[way].hide if gathers and not link.opening else did.passes[way].wait)(ahead, times)
-        if "-" in made.grad or "-" in asked.grad:
+        if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)

@@ -45,7 +45,7 @@ def homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
     reads it. What nobody reads goes to the last piece where it is computed, to the first where it only rests."""
     own = {unit.name for unit in pieces if unit.instance < 0}
     home = {op.name: op.scope or op.name for op in program.ops.values() if op.scope or op.name in own}
-    readers = program.readers()
+    readers = program.readers
     feeds = {feed: run.scope for run in program.runs.values() for feed in run.feeds}
     first, last = pieces[0].name, pieces[-1].name
     for op in reversed(program.ops.values()):

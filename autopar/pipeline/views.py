@@ -51,7 +51,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
     owners = _owners(program, made, totals)
     for index, op in _results(program):
         reads[owners[index]][op.operands[0]] = None
-    read = {ref[0] for ref in program.readers()} | {feed[0] for run in program.runs.values() for feed in run.feeds}
+    read = {ref[0] for ref in program.readers} | {feed[0] for run in program.runs.values() for feed in run.feeds}
     idle = [(op.name, 0) for op in program.ops.values() if op.role in ("param", "buffer") and not op.scope and op.name not in read]
     reads[0].update(dict.fromkeys(idle))  # what nobody reads is in the state dict nevertheless
     arriving: list[dict[Ref, None]] = [{} for _ in range(count + 1)]

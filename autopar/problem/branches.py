@@ -156,7 +156,7 @@ def _work(members: Sequence[int], clusters: Sequence[Cluster]) -> float:
 
 def _weights(found: Branches, program: Program, clusters: Sequence[Cluster]) -> None:
     """Adds the parameters that one branch alone reads, and their casts."""
-    readers: dict[Ref, list[tuple[Op, int]]] = program.readers()
+    readers: dict[Ref, list[tuple[Op, int]]] = program.readers
     for cluster in clusters:
         if cluster.members[0].role != "param" or not all(op.call.outs[0].shape for op in cluster.members):
             continue

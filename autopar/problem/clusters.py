@@ -53,7 +53,7 @@ class Joint:
 
 def build(program: Program, table: Table) -> list[Cluster]:
     """Group the Ops of a program; `table` holds their options on an axis of any size (its shape of splits decides)."""
-    readers = program.readers()
+    readers = program.readers
     pinned = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     home: dict[str, Cluster] = {}
     for op in reversed(list(program.ops.values())):

@@ -45,17 +45,6 @@ class Work:
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
-def forward_s(program: Program, device: Device, settings: Settings) -> dict[str, float]:
-    """The least seconds of one forward of each top-level operator and of one instance of each repeated block, by name, on one device."""
-    found: dict[str, float] = {}
-    for op in program.ops.values():
-        if op.role == "op" and (op.flops > 0 or op.bytes > 0):
-            name = op.scope or op.name
-            runs = op.count / program.runs[op.scope].count if op.scope else op.count
-            found[name] = found.get(name, 0.0) + runs * _direction_s(op, 0, device, settings)
-    return found
-
-
 def by_piece(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> dict[str, Work]:
     """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run forward twice."""
     found: dict[str, Work] = {}

@@ -86,7 +86,7 @@ def links_of(program: Program, clusters: Sequence[Cluster], choices: Sequence[Se
     def add(ref: Ref, readers: list[tuple[Op, int]], count: int, kind: str = "edge") -> None:
         found.append(_link(program, home, clusters, choices, ref, readers, count, kind))
 
-    for ref, readers in program.readers().items():
+    for ref, readers in program.readers.items():
         outside = [(op, i) for op, i in readers if home[op.name][0] != home[ref[0]][0]]
         for scope in dict.fromkeys(op.scope for op, _ in outside):
             group = [(op, i) for op, i in outside if op.scope == scope]

@@ -121,7 +121,7 @@ class Prices:
             return seconds
         backward_s = self._back_s(here, grad_bytes or size_bytes, weight, size_bytes)
         if any(again):
-            seconds = seconds * np.where(here.regathers & np.array(again), 2.0, 1.0)
+            seconds = seconds * self.again(rows, columns, again)
         return seconds + np.where(here.graded, backward_s, 0.0)
 
     def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,

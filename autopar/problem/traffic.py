@@ -33,7 +33,7 @@ SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 
 def annotate(program: Program) -> None:
     """Fill `backward_bytes`, `fused_bytes`, `fused_backward_bytes` and `leads` of every Op of `program`."""
-    readers = program.readers()
+    readers = program.readers
     for op in program.ops.values():
         if op.role == "op" and _works(op):
             op.backward_bytes = _backward_bytes(op)

@@ -49,7 +49,7 @@ class Weight:
 
 def weights(program: Program, plan: Plan) -> list[Weight]:
     """All parameters, in the order of the graph."""
-    readers = program.readers()
+    readers = program.readers
     found = []
     for op in program.ops.values():
         if op.role == "param":

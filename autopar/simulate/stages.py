@@ -15,7 +15,8 @@ from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, Ref, read
+from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces
 from autopar.simulate.rank import Ran, Rank

@@ -13,7 +13,8 @@ from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.plan import Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Results, train_step
 from autopar.verify.step import Light

@@ -9,7 +9,7 @@ from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.memory import Place, predict
 from autopar.plan import Plan
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised

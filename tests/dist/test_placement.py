@@ -20,7 +20,7 @@ from autopar.plan import Plan
 from autopar.onestage import finish, plan
 from autopar.planner import Planner
 from autopar.request import Request
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
 from autopar.runtime.launch import launch

@@ -23,8 +23,8 @@ from autopar.errors import InfeasibleError, RunError
 from autopar.memory import predict
 from autopar.memory import predict
 from autopar.plan import Plan
-from autopar.problem.graph import read
-from autopar.problem.graph import read
+from autopar.problem.reading import read
+from autopar.problem.reading import read
 from autopar.problem.tiling import tiled
 from autopar.recipes import roles
 from autopar.request import Request

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from autopar.plan import Plan
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.problem.rerun import heavy, keepable
 from tests.helpers.verify import Subject
 

@@ -8,7 +8,8 @@ from autopar.capture import Captured
 from autopar.codegen.edges import Pair, in_pair
 from autopar.layout import dim_of, is_shard
 from autopar.plan import Plan
-from autopar.problem.graph import Op, Program, read
+from autopar.problem.graph import Op, Program
+from autopar.problem.reading import read
 from autopar.problem.tiling import tileable
 from autopar.rules.tiles import NAMES, OPERATORS, name
 

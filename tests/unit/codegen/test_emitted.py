@@ -14,7 +14,7 @@ import autopar
 from autopar.codegen.edges import in_pair, needed, out_pair
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from models import mlp
 from tests.helpers.blocks import Stack, batch, blocks
 from tests.helpers.verify import by_recipe, subject

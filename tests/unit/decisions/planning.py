@@ -14,7 +14,8 @@ from autopar.frontend import load
 from autopar.frontend.loading import Loaded
 from autopar.onestage import plan
 from autopar.plan import Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.report.weights import Weight, weights
 from autopar.request import Request

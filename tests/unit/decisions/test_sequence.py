@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.plan import NodePlan
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARTIAL, REPLICATE
 from tests.helpers.verify import by_recipe, subject

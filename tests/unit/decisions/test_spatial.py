@@ -12,7 +12,8 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.onestage import plan
 from autopar.plan import Plan
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.recipes.kinds import ATTRIBUTE, REPLICATE
 from autopar.request import Request
 

@@ -28,7 +28,7 @@ from autopar.onestage import CLOSE
 from autopar.pipeline.balance import Cuts
 from autopar.plan import Plan
 from autopar.problem.floor import least_wait
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.recipes.pipelines import PIPELINES

@@ -16,7 +16,7 @@ from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.memory import hosts, predict
 from autopar.plan import Plan
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.simulate import simulate

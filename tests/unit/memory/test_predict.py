@@ -14,7 +14,8 @@ from autopar.memory import Prediction, predict
 from autopar.pipeline.orders import in_flight, orders
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of

@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.views import views
 from autopar.plan import Plan
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.runtime import places
 from autopar.runtime.params import Held, Param
 from tests.helpers.verify import by_stages, subject

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.problem.frontier import Point, frontier, point
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from autopar.problem.rerun import keepable
 from tests.helpers.planned import graph
 from tests.helpers.verify import subject

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autopar.problem.gradients import NO_GRADIENT
-from autopar.problem.graph import Program, read
+from autopar.problem.graph import Program
+from autopar.problem.reading import read
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.problem.graph import read
 from autopar.problem.kernels import Kernels
 from autopar.problem.options import sections_of, table_of
+from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.transformer import Config

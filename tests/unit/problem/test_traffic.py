@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.problem.graph import Op, read
+from autopar.problem.graph import Op
+from autopar.problem.reading import read
 
 B, S, D = 4, 8, 16
 SIZE = B * S * D * 4

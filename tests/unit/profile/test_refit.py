@@ -10,7 +10,7 @@ from autopar import joint
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.planner import Request
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.profile import Profile, Row, refit
 from autopar.profile.predicted import predicted
 from autopar.profile.profile import _rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.problem.graph import read
+from autopar.problem.reading import read
 from autopar.recipes import RECIPES
 from autopar.report.reshards import reshards
 from tests.helpers.planned import planned

@@ -1,0 +1,230 @@
+"""Reads a captured graph into a Program: one Op per node, the bodies of runs opened where they are called."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.problem.gradients import NO_GRADIENT, reaching
+from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.traffic import annotate
+from autopar.rules.language import Call, Tensor
+from passes import edit, facts, ops
+from passes.saved import Saved, saved_positions
+
+
+def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device: str = "") -> Program:
+    """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number). What the backward keeps
+    depends on the kernels that the kind of `device` has ("cpu", "cuda"; without one, those of an accelerator)."""
+    program = Program(hints=dict(hints), device=device)
+    _Reader(gm, program, "", 1, reaching(gm) if training else {}).read({})
+    for op in program.ops.values():
+        if op.target in LOSSES:
+            program.ops[op.operands[0][0]].head = True
+    annotate(program)
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """What a block is fed: whether it has a gradient, whether in the first block too, and whether it comes from parameters alone."""
+
+    grad: bool
+    early: bool
+    weight: bool
+
+
+class _Reader:
+    """Reads one scope."""
+
+    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, reached: Mapping[fx.Node, None]) -> None:
+        self.gm, self.program, self.scope, self.count, self.reached = gm, program, scope, count, reached
+        self.refs: dict[fx.Node, Ref] = {}
+        self.runs_of: dict[fx.Node, Run] = {}
+        self.values = {facts.symbol(name): n for name, n in program.hints.items()}
+        self.weight: dict[Ref, bool] = {}
+        self.early: dict[str, bool] = {}  # Op name -> whether it has a gradient in the first block too
+
+    def read(self, ports: Mapping[str, Fed]) -> tuple[Ref, ...]:
+        """Read every node; `ports` says by name what is fed to placeholders."""
+        outputs: tuple[Ref, ...] = ()
+        for node in self.gm.graph.nodes:
+            if node.op == "call_module":
+                self._run(node)
+            elif node.op == "call_function" and node.target is operator.getitem and _gives_tensors(node.args[0]):
+                self._item(node)
+            elif node.op == "output":
+                outputs = self._output(node)
+            elif facts.tensors(node):
+                self._op(node, ports)  # sizes are no Ops: they are formulas wherever they are used
+        return outputs
+
+    def full_name(self, node: fx.Node) -> str:
+        return f"{self.scope}/{node.name}" if self.scope else node.name
+
+    def _item(self, node: fx.Node) -> None:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        run = self.runs_of.get(source)
+        self.refs[node] = run.carried[index] if run else (self.refs[source][0], index)
+
+    def _op(self, node: fx.Node, ports: Mapping[str, Fed]) -> None:
+        name = self.full_name(node)
+        role = str(node.meta["role"]) if node.op == "placeholder" and "role" in node.meta else "op"
+        if node.op == "placeholder" and role == "op":
+            role = "port"
+        operands = tuple(self.refs[n] for n in tensor_operands(node))
+        known = self.program.ops
+        grads = tuple(known[ref[0]].call.outs[ref[1]].grad for ref in operands)
+        weights = tuple(self.weight[ref] for ref in operands)
+        gradient, weight = self._flow(node, role, grads, weights, ports)
+        first = tuple(grad and self.early[ref[0]] for ref, grad in zip(operands, grads, strict=True))
+        self.early[name] = ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
+        held = facts.tensors(node)
+        outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
+                     for i in range(len(held)))
+        lookup = [known[ref[0]].call.outs[ref[1]] for ref in operands]
+        arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
+        call = Call(node.target, *arguments, outs)
+        op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
+                weight=weights, out_dtypes=tuple(t.dtype for t in held), dtype=_computes_in(node), where=facts.where(node))
+        if role == "op":
+            op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
+            op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
+            if gradient:
+                kept = saved(node, self.program.device)
+                op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self._number(kept.extra_bytes)
+                op.first_saves = op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
+        op.late = gradient and not self.early[name]
+        op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
+        known[name] = op
+        self.refs[node] = (name, 0)
+        for i in range(len(outs)):
+            self.weight[name, i] = weight
+
+    def _flow(self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...],
+              ports: Mapping[str, Fed]) -> tuple[bool, bool]:
+        """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
+        floating = facts.is_float(node)
+        if role == "param":
+            return node in self.reached and floating and bool(node.meta.get("requires_grad", True)), True
+        if role == "port":
+            return ports[node.name].grad and floating, ports[node.name].weight
+        gradient = node in self.reached and floating and any(grads) and node.target not in NO_GRADIENT
+        return gradient, role == "op" and bool(weights) and all(weights)
+
+    def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
+        shape = facts.shape(node, index)
+        dtype = facts.dtype(node, index)
+        floating = dtype.is_floating_point or dtype.is_complex
+        gradient = gradient and floating and (index is None or self._used(node, index))
+        return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating, dtype.itemsize)
+
+    def _used(self, node: fx.Node, index: int) -> bool:
+        """Whether the loss depends on output `index` of a node that has several."""
+        return any(user in self.reached for user in node.users if user.target is operator.getitem and user.args[1] == index)
+
+    def _number(self, size: int | sympy.Expr) -> float:
+        return float(size) if isinstance(size, (int, float)) else float(size.subs(self.values))
+
+    def _run(self, node: fx.Node) -> None:
+        body = self.gm.get_submodule(str(node.target))
+        assert isinstance(body, fx.GraphModule)
+        scope = str(node.target)
+        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached)
+        feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
+        names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
+        grads = [n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad for n, ref in zip(names, feeds, strict=True)]
+        ports = {n.name: Fed(grad, grad, self.weight[ref]) for n, grad, ref in zip(names, grads, feeds, strict=True)}
+        carried_count = len(edit.results(body))
+        if not all(grads[:carried_count]) and node in self.reached:
+            # the first block may be fed something without a gradient, the later ones are not
+            ports |= {n.name: Fed(n in self.reached, ports[n.name].early, False) for n in names[:carried_count]}
+        carried = reader.read(ports)
+        mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
+        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated)
+        self.program.runs[scope] = run
+        self.runs_of[node] = run
+        for ref in carried:
+            self.weight[ref], self.early[ref[0]] = False, True  # of the last block
+
+    def _output(self, node: fx.Node) -> tuple[Ref, ...]:
+        args = node.args[0]
+        flat = list(args) if isinstance(args, (tuple, list)) else [args]  # keeps repeats and order
+        refs = tuple(self.refs[n] for n in flat if isinstance(n, fx.Node))
+        for index, (ref, entry) in enumerate(zip(refs, self.gm.meta["outputs"], strict=True)):
+            if not self.scope or entry["kind"] == "mutation":  # a block gives nothing else to the outside; its carried values go round
+                self._result(node, f"{self.scope}/output_{index}" if self.scope else f"output_{index}", ref, entry)
+        return refs
+
+    def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
+        tensor = self.program.ops[ref[0]].call.outs[ref[1]]
+        kind = entry["kind"]
+        tensor = replace(tensor, grad=tensor.grad and kind == "loss")
+        batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
+        fqn = str(entry.get("target") or entry.get("name") or "")
+        self.program.ops[name] = Op(name, self.scope, node, kind, Call(kind, (tensor,), {}, ()), (ref,), self.count, fqn,
+                                    weight=(False,), batch=(batch,), where="the model's outputs")
+
+
+LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a node in order, repeats kept (`mul(x, x)` has two)."""
+    found: list[fx.Node] = []
+    _walk((node.args, tuple(node.kwargs.values())), found)
+    return [n for n in found if facts.tensors(n)]
+
+
+def _computes_in(node: fx.Node) -> str:
+    held = [t.dtype for n in (*tensor_operands(node), node) for t in facts.tensors(n)]
+    return str(next((d for d in held if d.is_floating_point), held[-1])).removeprefix("torch.")
+
+
+def saved(node: fx.Node, device: str) -> Saved:
+    """What the node's backward keeps on that kind of device."""
+    found: Saved = node.meta.get(f"saved_on_{device}") or node.meta.get("saved") or Saved()
+    return found
+
+
+def _walk(tree: Any, found: list[fx.Node]) -> None:
+    if isinstance(tree, fx.Node):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _walk(item, found)
+
+
+def _gives_tensors(node: Any) -> bool:
+    return (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list))) or (
+        isinstance(node, fx.Node) and node.op == "call_module")
+
+
+def _substitute(node: fx.Node, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with tensors replaced by rule Tensors and sizes by expressions."""
+    queue = iter(tensors)
+    gm = node.graph.owning_module
+
+    def swap(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            if facts.tensors(item):
+                return next(queue)
+            held = facts.value(item)
+            return facts.as_size(held, gm) if isinstance(held, (int, torch.SymInt)) else held
+        if isinstance(item, (tuple, list)):
+            return type(item)(swap(i) for i in item) if not isinstance(item, tuple) else tuple(swap(i) for i in item)
+        return item
+
+    args = tuple(swap(a) for a in node.args)
+    return args, {k: swap(v) for k, v in node.kwargs.items()}
+
+
+def _has_batch(size: int | sympy.Expr) -> bool:
+    return not isinstance(size, int) and facts.symbol("b") in size.free_symbols

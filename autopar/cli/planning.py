@@ -21,6 +21,7 @@ from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
 
+AUTO = "auto"
 PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bf16", "float16": "float16", "fp16": "fp16"}
 
 
@@ -35,7 +36,7 @@ class Asked:
     recipe: str | None = None
     mesh: str | None = None
     search: str = "ilp"
-    precision: str = "float32"
+    precision: str = "auto"
     mode: str = "train"
     optimizer: str = "adamw"
     time_limit_s: float = 30.0
@@ -56,9 +57,11 @@ class Asked:
 
     @property
     def dtype(self) -> str:
-        """The precision as `autopar.compile` has it. Raises PlanError for an unknown one."""
+        """The precision as `autopar.compile` has it; "auto" is what the model's config says. Raises PlanError for an unknown one."""
+        if self.precision == AUTO:
+            return frontend.stated_precision(self.model, train=self.mode == "train")
         if self.precision not in PRECISIONS:
-            raise PlanError(f"precision {self.precision!r}: wanted one of {', '.join(PRECISIONS)}")
+            raise PlanError(f"precision {self.precision!r}: wanted one of {AUTO}, {', '.join(PRECISIONS)}")
         return PRECISIONS[self.precision]
 
 

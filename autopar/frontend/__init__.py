@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autopar.frontend.inputs import inputs_for, max_positions
-from autopar.frontend.loading import Loaded, load
+from autopar.frontend.loading import Loaded, load, stated_precision
 
-__all__ = ["Loaded", "inputs_for", "load", "max_positions"]
+__all__ = ["Loaded", "inputs_for", "load", "max_positions", "stated_precision"]

@@ -36,6 +36,13 @@ def build_model(where: str) -> nn.Module:
     return found
 
 
+def stated_dtype(where: str) -> str | None:
+    """The dtype that a config file says its weights are in, as "bfloat16"; None where it says none."""
+    values = read_config(config_path(where))
+    stated = values.get("dtype", values.get("torch_dtype"))
+    return stated if isinstance(stated, str) else None
+
+
 def config_path(where: str) -> Path:
     """The config file meant by a file or folder name."""
     path = Path(where)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.frontend.factory import call_factory, find_factory
-from autopar.frontend.huggingface import build_model
+from autopar.frontend.huggingface import build_model, stated_dtype
 from autopar.frontend.inputs import inputs_for
 
 HF = "hf:"
@@ -58,6 +58,12 @@ def load(
     model = model.to(dtype).train(train)
     args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
     return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec)
+
+
+def stated_precision(spec: str, *, train: bool) -> str:
+    """The precision that a spec asks for by itself: bfloat16 where a Hugging Face config says so, in training with float32 masters; else float32."""
+    stated = stated_dtype(spec.removeprefix(HF)) if spec.startswith(HF) else None
+    return ("bf16" if train else "bfloat16") if stated == "bfloat16" else "float32"
 
 
 def short_name(spec: str) -> str:

@@ -40,7 +40,7 @@ def test_lists(tmp_path: Path) -> None:
     (("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4"), "has no 'nothing'"),
     (("plan", "models/mlp.py:tiny", "--cluster", "abacus:1x4"), "there is no preset 'abacus'"),
     (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--mesh", "two"), "mesh 'two': wanted sizes joined by x"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of float32"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of auto, float32"),
     (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
     (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
     (("memory", "nowhere.json"), "cannot read plan nowhere.json"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.frontend import load
+from autopar.errors import CaptureError
+from autopar.frontend import load, stated_precision
 from autopar.frontend.loading import short_name
-from tests.helpers.tiny import TINY
+from tests.helpers.tiny import ROOT, TINY
 
 BATCH, SEQ = 6, 12
 FLOAT32_ONLY = {"hf-mixtral"}  # torch's grouped_mm, which its experts call, has no float64 kernel
@@ -41,6 +42,16 @@ def test_seed_decides_weights_and_inputs_and_leaves_the_callers_alone():
         assert torch.equal(x, y) and (x.unique().numel() < 2 or not torch.equal(x, z))
     assert torch.equal(a.kwargs["input_ids"], b.kwargs["input_ids"])
     assert not torch.equal(a.kwargs["input_ids"], c.kwargs["input_ids"])
+
+
+def test_a_config_says_in_what_precision(tmp_path):
+    llama, gpt2 = f"hf:{ROOT}/models/hf/llama3-8b.json", f"hf:{ROOT}/models/hf/gpt2.json"
+    assert [stated_precision(llama, train=train) for train in (True, False)] == ["bf16", "bfloat16"]
+    assert stated_precision(gpt2, train=True) == stated_precision(TINY["gpt"], train=False) == "float32"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "bfloat16"}')
+    assert stated_precision(f"hf:{tmp_path}", train=True) == "bf16"
+    with pytest.raises(CaptureError, match="no Hugging Face config file"):
+        stated_precision("hf:nowhere.json", train=True)
 
 
 def test_short_names(tmp_path):

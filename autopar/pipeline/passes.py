@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Program
 from autopar.problem.hiding import LOCAL_AXIS, Load, Loads, in_line, merged, together_s
+from autopar.problem.inner import Wait
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
 from autopar.problem.prices import Prices
@@ -124,15 +126,37 @@ class Passes:
         node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
         if cluster.root.role == "param":
             return
-        left_s = float(node.cost_s[c])
+        left_s, ahead_s, inside = float(node.cost_s[c]), 0.0, list[tuple[Load, float]]()
         for member, op in enumerate(cluster.members):
             options: tuple[Option, ...] = tuple([joint.options[member] for joint in combo])
             if op.free and not any(option.run for option in options):
                 continue
             forward_s, both_s = self.forward.op_s(op, options), self.prices.op_s(op, options)
-            left_s -= both_s
-            self._works(self.home[op.name], forward_s, both_s - forward_s, op.weights_share)
-        self._works(self.home[cluster.root.name], 0.0, max(0.0, left_s), 0.0)  # what runs again
+            left_s, ahead_s = left_s - both_s, ahead_s + forward_s
+            if not any(option.run for option in options):
+                self._works(self.home[op.name], forward_s, both_s - forward_s, op.weights_share)
+                continue
+            ahead, back = ([self._load(wait) for wait in way] for way in self.prices.waits(op, options))
+            self._works(self.home[op.name], forward_s - op.count * _sum_s(ahead), both_s - forward_s - op.count * _sum_s(back), op.weights_share)
+            self._waits(self.home[op.name], ahead, back, op.weights_share, op.count)
+            inside += [(load, op.count) for load in ahead]
+        self._again(self.home[cluster.root.name], max(0.0, left_s), ahead_s, inside)
+
+    def _load(self, wait: Wait) -> Load:
+        """A collective inside an operator."""
+        return Load(wait.axis, wait.seconds, link_shares(wait.kind, wait.nbytes, self.prices.mesh.axes[wait.axis]), wait.kind)
+
+    def _waits(self, name: str, ahead: Sequence[Load], back: Sequence[Load], weights: float, count: float) -> None:
+        """Collectives inside an operator that compute waits for; a backward that is taken apart has them as it has the operator."""
+        for way, loads, share in ((FORWARD, ahead, 1.0), (BACKWARD, back, 1.0), (INPUTS, back, 1 - weights), (WEIGHTS, back, weights), (BOTH, back, 1.0)):
+            self.did[name].passes[way].wait(loads, count * share)
+
+    def _again(self, name: str, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
+        """What of a forward of `ahead_s` runs again in the backward, the collectives inside it in proportion."""
+        share = min(1.0, again_s / ahead_s) if ahead_s > 0 else 0.0
+        self._works(name, 0.0, again_s - share * sum(count * load.seconds for load, count in inside), 0.0)
+        for load, count in inside if share > 0 else ():
+            self._waits(name, (), [load], 0.0, share * count)
 
     def _works(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
         """Compute of a piece; the share `weights` of its backward is for weights."""
@@ -163,12 +187,12 @@ class Passes:
         gathers = any(load.kind == "all_gather" for load in ahead)
         again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
         for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
-            (did.passes[way].hide if gathers and not link.opening else did.passes[way].wait)(ahead, times)
+            (did.passes[way].hide if gathers and link.ahead else did.passes[way].wait)(ahead, times)
         if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
-        scatters = gathers and bool(back) and back[-1].kind == "reduce_scatter" and not link.opening
+        scatters = gathers and bool(back) and back[-1].kind == "reduce_scatter" and link.ahead
         (did.passes[BACKWARD].hide if scatters else did.passes[BACKWARD].wait)(back, count)
         for way in (WEIGHTS, BOTH):
             did.passes[way].wait(back, count)

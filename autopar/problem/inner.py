@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from autopar.cluster import Mesh
+from autopar.cost.comm import collective_s
 from autopar.cost.memory import itemsize, rests_in
 from autopar.problem.graph import Op
 from autopar.rules.algorithms import ALGORITHMS, Algorithm
 from autopar.rules.language import Option
-from autopar.rules.site import Site
+from autopar.rules.site import Inner, Site
 
 
 def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: str = "") -> list[tuple[Algorithm, Site]]:
@@ -18,3 +21,28 @@ def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: 
         return []
     wider = itemsize(rests_in(op.dtype, precision)) / itemsize(op.dtype) if op.dtype else 1.0
     return [(ALGORITHMS[option.run], Site(op.call.ins, options, sizes, axis, op.call, wider)) for axis, option in enumerate(options) if option.run]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective inside an operator with which nothing of it runs: it comes before the operator's work, or behind it (`last`), `times` times in
+    a row on mesh axis `axis`, `seconds` in all. It goes over the same links, and in the same line, as any other collective of the axis."""
+
+    kind: str
+    axis: int
+    nbytes: float
+    times: int
+    seconds: float
+    last: bool
+
+
+def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, *, dealt: bool) -> tuple[Wait, ...]:
+    """Those of some algorithms in one direction. `dealt` as Settings has it."""
+    found = []
+    for site, inner in used:
+        for each in inner:
+            times = 0 if each.hidden or (each.reorders and dealt) else each.times(site)
+            if times:
+                nbytes = each.nbytes(site)
+                found.append(Wait(each.kind, site.axis, nbytes, times, times * collective_s(each.kind, nbytes, mesh.axes[site.axis]), each.last))
+    return tuple(found)

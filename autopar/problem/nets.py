@@ -58,6 +58,12 @@ class Link:
         return self.program.is_weight(self.ref)
 
     @cached_property
+    def ahead(self) -> bool:
+        """Whether a gather can begin ahead and a gradient be scattered behind: of a parameter itself, not of what was turned or cast first, which is made
+        where it is used (runtime.ahead)."""
+        return self.weight and self.program.ops[self.ref[0]].role == "param" and not self.opening
+
+    @cached_property
     def opening(self) -> bool:
         """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,
         and its gradient is there when nothing computes any more."""
@@ -156,7 +162,7 @@ def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> 
         return 1.0
     grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
     return prices.shown(link.rows, link.columns, link.size_bytes, cost_s / link.count, times, grad_bytes,
-                        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0))
+                        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0), link.ahead)
 
 
 def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.ndarray:

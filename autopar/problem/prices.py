@@ -22,7 +22,7 @@ from autopar.cost.memory import OPTIMIZERS, ParameterBytes, itemsize, parameter_
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction, most_elements
 from autopar.problem.between import Between, routes_on
 from autopar.problem.graph import Op
-from autopar.problem.inner import sites
+from autopar.problem.inner import Wait, sites, waits
 from autopar.problem.kernels import Kernels
 from autopar.problem.pairs import Pair
 from autopar.problem.resting import Resting
@@ -90,20 +90,23 @@ class Prices:
         more, under = self._inner_s([(site, algorithm.backward) for algorithm, site in used], back)
         return seconds + back + shown + more, (seconds + back) * self.overlap - taken - under
 
+    def waits(self, op: Op, options: tuple[Option, ...]) -> tuple[tuple[Wait, ...], tuple[Wait, ...]]:
+        """The collectives inside one run of `op` that nothing of it runs beside, forward and backward; `op_s` counts them."""
+        used = sites(op, options, self.sizes, self.settings.precision)
+        back = [(site, algorithm.backward) for algorithm, site in used] if self.settings.training and op.graded else []
+        ahead = [(site, algorithm.forward) for algorithm, site in used]
+        return waits(ahead, self.mesh, dealt=self.settings.dealt), waits(back, self.mesh, dealt=self.settings.dealt)
+
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
-        shown = hidden = room = 0.0
+        shown = sum(wait.seconds for wait in waits(used, self.mesh, dealt=self.settings.dealt))
+        hidden = room = 0.0
         for site, inner in used:
             for each in inner:
-                times = each.times(site)
-                if each.reorders and self.settings.dealt:
-                    continue
-                seconds = times * collective_s(each.kind, each.nbytes(site), self.mesh.axes[site.axis]) if times else 0.0
-                if each.hidden:
-                    hidden += seconds
+                times = each.times(site) if each.hidden else 0
+                if times:
+                    hidden += times * collective_s(each.kind, each.nbytes(site), self.mesh.axes[site.axis])
                     room = max(room, self.overlap * work_s * times / (times + 1))
-                else:
-                    shown += seconds
         taken = min(hidden, room)
         return shown + hidden - taken + self.contention * taken, taken
 
@@ -125,13 +128,13 @@ class Prices:
         return seconds + np.where(here.graded, backward_s, 0.0)
 
     def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
-              grad_bytes: float, block_bytes: float) -> np.ndarray:
+              grad_bytes: float, block_bytes: float, ahead: bool) -> np.ndarray:
         """[rows, columns]: the share that shows of `seconds`, those of the reshard of a weight of `size_bytes` with a gradient of `grad_bytes`, gathered so many
         `times`, in a block with weights of `block_bytes`. Of each way only the last collective runs in the background, if it begins one that gathers, or
-        scatters the gradient of what was gathered (runtime.moves.relayout_later), and the first one of sums (runtime.gradsync); of leaves that are gathered
-        once per step the first buckets of each block (runtime.leaves). Compute waits for the others."""
+        scatters the gradient of what was gathered (runtime.moves.relayout_later), where gathers can begin `ahead`, and the first one of sums
+        (runtime.gradsync); of leaves that are gathered once per step the first buckets of each block (runtime.leaves). Compute waits for the others."""
         here = self.routes.between(rows, columns)
-        gathers = self.routes.gathers(here.forward)
+        gathers = self.routes.gathers(here.forward) & ahead
         waits = times * np.where(gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes))
         if here.graded.any():
             back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, "reduce_scatter"), self.routes.seconds(here.read, grad_bytes))

@@ -46,7 +46,7 @@ def _keyed(marks: Sequence[Mark]) -> list[tuple[Key, float]]:
 def _of(mark: Mark, around: Piece) -> Key:
     if mark.during == "optimizer":
         return ("optimizer",)
-    if mark.piece.kind in ("compute", "inside"):
+    if mark.piece.within or mark.piece.kind in ("compute", "inside"):
         return "op", mark.piece.name
     if around.axis in (COMPUTE, INSIDE):
         return ("local",)

@@ -89,7 +89,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "causal_rows": Algorithm(pace=ring.later_rows),
     "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),
-    "expert_dispatch": Algorithm(forward=(experts.COUNTS, experts.ROWS, experts.RESULTS), backward=(experts.RESULTS, experts.ROWS)),
+    "expert_dispatch": Algorithm(experts.FORWARD, experts.BACKWARD),
     "halo": Algorithm(halo.FORWARD, halo.BACKWARD, alone=True, travels=(halo.IMAGE,), inside=halo.INSIDE),
     "own_experts": Algorithm(),
     "own_groups": Algorithm(),

@@ -77,7 +77,8 @@ def moved_bytes(site: Site) -> float:
     return rows(site) * width * site.operands[HIDDEN].itemsize
 
 
-COUNTS, ROWS, RESULTS = Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes)
+FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
+BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, last=True))
 
 RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched)}
 

@@ -127,5 +127,5 @@ def _moved_bytes(site: Site) -> float:
 
 
 FORWARD = (Inner("send", _sent_bytes, _sends),)
-BACKWARD = (Inner("send", _returned_bytes, _returns),)
+BACKWARD = (Inner("send", _returned_bytes, _returns, last=True),)
 INSIDE = Inside(_copy_bytes, _moved_bytes)

@@ -80,6 +80,6 @@ def _result_and_gradient(site: Site) -> float:
     return 2 * _result(site)
 
 
-FORWARD = (Inner("send", _all, _in_halves, reorders=True), Inner("send", _keys, _hops, hidden=True), Inner("send", _result, _in_halves, reorders=True))
+FORWARD = (Inner("send", _all, _in_halves, reorders=True), Inner("send", _keys, _hops, hidden=True), Inner("send", _result, _in_halves, reorders=True, last=True))
 BACKWARD = (Inner("send", _result_and_gradient, _in_halves, reorders=True), Inner("send", _keys, _hops, hidden=True), Inner("send", _sums, _hops, hidden=True),
-            Inner("send", _sums, _home), Inner("send", _all, _in_halves, reorders=True))
+            Inner("send", _sums, _home, last=True), Inner("send", _all, _in_halves, reorders=True, last=True))

@@ -61,7 +61,8 @@ class Inner:
     """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them.
 
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
-    of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back.
+    of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
+    hidden is waited for: before the operator works, or behind it where it is `last`.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Inner:
     times: Callable[[Site], int] = once
     hidden: bool = False
     reorders: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

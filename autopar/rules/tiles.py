@@ -156,7 +156,7 @@ def _others_scattered(site: Site) -> int:
 
 FORWARD = (Inner("all_gather", tile_bytes, _first), Inner("all_gather", tile_bytes, _others, hidden=True))
 BACKWARD = (Inner("all_gather", tile_bytes, _first_again), Inner("all_gather", tile_bytes, _others_again, hidden=True),
-            Inner("reduce_scatter", gradient_bytes, _others_scattered, hidden=True), Inner("reduce_scatter", gradient_bytes, _last_scattered))
+            Inner("reduce_scatter", gradient_bytes, _others_scattered, hidden=True), Inner("reduce_scatter", gradient_bytes, _last_scattered, last=True))
 
 
 def forward_bytes(site: Site) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """What operators and changes of layout do on one rank, with the prices of the search: local work, and collectives on mesh axes.
 
-    operator   its local work, then the collectives inside it that its work does not hide
+    operator   the collectives inside it that its work waits for, its local work, what that does not hide of those beside it, and the collectives that
+               wait for it
     reshard    the collective of each step (`cost.comm`), and the copies that put chunks in order around it
 
 The seconds of all pieces of a step add up to what a Problem charges for it with nothing hidden.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cluster import Mesh
 from autopar.cluster.types import Device
@@ -19,6 +19,7 @@ from autopar.cost.comm import LOCAL, collective_s, group_bytes, step_s
 from autopar.layout import Step
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
+from autopar.problem.inner import Wait
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.rules.site import Inner, Site
@@ -26,18 +27,20 @@ from autopar.rules.site import Inner, Site
 COMPUTE = -1
 """The axis of what a rank does on its own."""
 INSIDE = -2
-"""The axis of collectives inside operators that their own work does not hide: they run on the compute stream."""
+"""The axis of what shows of collectives inside operators that run beside their work: the compute stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`seconds` of one thing in a row: `kind` is "compute", "copy" or that of a collective on mesh axis `axis`, with `nbytes` in a group."""
+    """`seconds` of one thing in a row: `kind` is "compute", "copy" or that of a collective on mesh axis `axis`, with `nbytes` in a group; `within`
+    says that the collective is one inside an operator."""
 
     name: str
     kind: str
     axis: int
     seconds: float
     nbytes: float = 0.0
+    within: bool = False
 
 
 class _Work(Prices):
@@ -61,8 +64,9 @@ class Pieces:
         chosen = options(node)
         (whole_s, forward_s), (work_s, forward_work_s) = (
             [kind.op_s(op, chosen) / op.count for kind in kinds] for kinds in (self._all[Prices], self._all[_Work]))
-        return (_pieces(op, forward_work_s, forward_s - forward_work_s),
-                _pieces(op, work_s - forward_work_s, whole_s - work_s - (forward_s - forward_work_s)))
+        ahead, back = self.prices.waits(op, chosen)
+        return (_pieces(op, forward_work_s, forward_s - forward_work_s, ahead),
+                _pieces(op, work_s - forward_work_s, whole_s - work_s - (forward_s - forward_work_s), back))
 
     def steps(self, steps: Sequence[Step], full_bytes: float, name: str) -> tuple[Piece, ...]:
         """The pieces of a way between layouts, for a tensor of `full_bytes` in all."""
@@ -80,9 +84,11 @@ class Pieces:
         return found
 
 
-def _pieces(op: Op, work_s: float, inside_s: float) -> tuple[Piece, ...]:
-    name = op.name
-    made: list[Any] = [Piece(name, "compute", COMPUTE, work_s)] if work_s > 0 else []
-    if inside_s > 1e-15:
-        made.append(Piece(name, "inside", INSIDE, inside_s))
-    return tuple(made)
+def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> tuple[Piece, ...]:
+    """`inside_s` are the seconds of all collectives inside that show, those that are `waited` for among them."""
+    name, beside_s = op.name, inside_s - sum(wait.seconds for wait in waited)
+    first, last = ([Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
+                    for wait in waited if wait.last == behind for _ in range(wait.times)] for behind in (False, True))
+    work = [Piece(name, "compute", COMPUTE, work_s)] if work_s > 0 else []
+    beside = [Piece(name, "inside", INSIDE, beside_s)] if beside_s > 1e-15 else []
+    return *first, *work, *beside, *last

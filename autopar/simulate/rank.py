@@ -1,6 +1,7 @@
 """One rank: its work as tasks for the event engine, in the order in which the runtime starts it.
 
     blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
+    inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are; what shows of others is compute
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
     gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
                         scattered in the background (runtime.late)
@@ -15,7 +16,7 @@ Operators that are placed on one coordinate of an axis run in a lane of their ow
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cluster import Mesh
@@ -201,13 +202,15 @@ class Rank:
     def _back(self, turn: Turn, part: str, buckets: Sequence[Bucket]) -> None:
         """The backward of an item, behind which gradients for some buckets are there."""
         item = turn.item
-        for _ in item.again if part != "weights" else ():
-            self._fetch()
+        if part != "weights":
+            for _ in item.again:
+                self._fetch()
+            self._do(item.turned, item.lane)
         share = {"backward": 1.0, "inputs": 1.0 - item.weights, "weights": item.weights}[part]
         if share <= 0.0:
             self._arrived(buckets)
             return
-        found = [Piece(p.name, p.kind, p.axis, p.seconds * share, p.nbytes) for p in item.backward] if share < 1.0 else item.backward
+        found = [replace(p, seconds=p.seconds * share) for p in item.backward] if share < 1.0 else item.backward
         self._do(found[:-1] if item.later else found, item.lane)
         if not item.later:
             self._arrived(buckets)

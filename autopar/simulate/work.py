@@ -24,7 +24,8 @@ from passes import facts
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `replay` is what of its
+    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `turned` the gathers of those that
+    were turned or cast before, which cannot begin ahead, `replay` is what of its
     forward runs again when its block does; `weights` is the share of its backward that is for
     weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
 
@@ -36,6 +37,7 @@ class Item:
     forward: tuple[Piece, ...] = ()
     backward: tuple[Piece, ...] = ()
     again: tuple[tuple[tuple[Piece, ...], float], ...] = ()
+    turned: tuple[Piece, ...] = ()
     replay: tuple[Piece, ...] = ()
     weights: float = 0.0
     lane: Spot | None = None
@@ -142,10 +144,12 @@ class Walk:
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
-        again = tuple((pieces, self._full_bytes(reshard)) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again")))
+        gathered = [(reshard, pieces) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again"))]
+        again = tuple((pieces, self._full_bytes(reshard)) for reshard, pieces in gathered if self._itself(reshard))
+        turned = tuple(piece for reshard, pieces in gathered if not self._itself(reshard) for piece in pieces)
         reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
         replay = forward if self._again and self.edges.runs_again(op) else ()
-        mine = Item(op.name, forward, backward, again, replay, op.weights_share, spot_of(node), reads=reads)
+        mine = Item(op.name, forward, backward, again, turned, replay, op.weights_share, spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
@@ -173,14 +177,18 @@ class Walk:
 
     def _reshard(self, reshard: Reshard) -> Item:
         forward, backward = self._way(reshard, "forward"), self._way(reshard, "backward")
-        ref, producer = reshard.ref, self.program.ops[reshard.ref[0]]
-        fetches = reshard.fetches(self.plan.mesh) and producer.role == "param" and bool(forward)
+        ref = reshard.ref
+        fetches = reshard.fetches(self.plan.mesh) and self._itself(reshard) and bool(forward)
         sunk = fetches and not self._apart
         held = self.pieces.prices.local_bytes(self.gradient_bytes(ref), reshard.dst.value)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
                     later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", full_bytes=self._full_bytes(reshard), held_bytes=held,
-                    reads=(ref[0],) if producer.role == "param" else ())
+                    reads=(ref[0],) if self._itself(reshard) else ())
+
+    def _itself(self, reshard: Reshard) -> bool:
+        """Whether what is laid out anew is a parameter, not what was made of one."""
+        return self.program.ops[reshard.ref[0]].role == "param"
 
     def _full_bytes(self, reshard: Reshard) -> float:
         return self.pieces.prices.local_bytes(self.bytes_of(reshard.ref), reshard.dst.value)

@@ -16,14 +16,19 @@ from autopar.problem.settings import Settings
 from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
 from autopar.request import Request
+from autopar.simulate.pieces import Piece
 from autopar.simulate.stages import Stages
 from autopar.simulate.sync import Sync
-from autopar.simulate.work import Turn
+from autopar.simulate.work import Item, Turn
 from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stages, subject
 
 
+def _pieces(item: Item) -> tuple[Piece, ...]:
+    return *item.forward, *(piece for pieces, _ in item.again for piece in pieces), *item.turned, *item.backward
+
+
 def _alone_s(turns: Sequence[Turn]) -> float:
-    return sum(piece.seconds for turn in turns for way in (turn.item.forward, *(pieces for pieces, _ in turn.item.again), turn.item.backward) for piece in way)
+    return sum(piece.seconds for turn in turns for piece in _pieces(turn.item))
 
 
 def _simulated_s(stages: Stages, sync: Sync) -> float:

@@ -1,0 +1,89 @@
+"""Collectives inside operators, and gathers that cannot begin ahead: price and simulation have them where the emitted module runs them."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import pytest
+import torch
+
+from autopar import joint
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.joint.best import staged
+from autopar.joint.inner import Inner
+from autopar.joint.spaces import Space
+from autopar.joint.timetables import Kind
+from autopar.plan import Plan
+from autopar.predict.axes import resting
+from autopar.problem.settings import Settings
+from autopar.recipes import roles
+from autopar.request import Request
+from autopar.rules.algorithms import ALGORITHMS
+from autopar.simulate import simulate
+from autopar.simulate.pieces import Piece
+from autopar.simulate.stages import Stages
+
+CLOSE = 0.03
+BATCH = 64
+
+
+@cache
+def _mixtral() -> Captured:
+    """Four blocks of a Mixtral 1024 wide, 8 experts, sequences of 2048."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+            hidden_size=1024, intermediate_size=3584, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=32000,
+            num_local_experts=8, num_experts_per_tok=2, use_cache=False, experts_implementation="grouped_mm"))
+        model = model.to(torch.bfloat16)
+        ids = torch.zeros(BATCH, 2048, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}, mode="train")
+
+
+def _planned(recipe: str) -> Plan:
+    captured = _mixtral()
+    request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe=recipe, mesh=(8,) if recipe == "zero3" else (2, 4), time_limit_s=10.0)
+    return joint.plan(captured.gm, captured.hints, request, model="mixtral", graph_hash=captured.graph_hash)
+
+
+def _both_on_one_axis() -> Plan:
+    """Two stages of four ranks: tokens go to their experts on the axis on which all other weights rest cut."""
+    captured = _mixtral()
+    request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=(4,), time_limit_s=10.0)
+    inner = Inner(captured.gm, captured.hints, request)
+    space = Space("experts and zero3", lambda mesh: (resting(roles.experts, roles.zero3),) if mesh == (4,) else None, (Kind("1f1b"),), 1)
+    return staged(inner, [space], None, time.monotonic(), {"model": "mixtral", "graph_hash": captured.graph_hash})
+
+
+def _experts(made: Plan) -> tuple[tuple[Piece, ...], tuple[Piece, ...], int]:
+    """Forward and backward of a layer of experts in the simulation, and the axis on which tokens go to their experts."""
+    turn = next(turn for turns in Stages.of(_mixtral().gm, made).turns for turn in turns if turn.item.name.endswith("/experts"))
+    return turn.item.forward, turn.item.backward, made.nodes[turn.item.name].runs.index("expert_dispatch")
+
+
+@pytest.mark.parametrize("made", [lambda: _planned("ep"), _both_on_one_axis], ids=["ep", "ep and zero3"])
+def test_tokens_go_to_their_experts_in_line(made: object) -> None:
+    """Counts and rows before the work and results behind it, on their axis, as runtime.algorithms.experts_on_ranks runs them."""
+    forward, backward, axis = _experts(made())  # type: ignore[operator]
+    assert [(piece.kind, piece.axis) for piece in forward] == [("all_to_all", axis)] * 2 + [("compute", -1), ("all_to_all", axis)]
+    assert [(piece.kind, piece.axis) for piece in backward] == [("all_to_all", axis), ("compute", -1), ("all_to_all", axis)]
+    algorithm = ALGORITHMS["expert_dispatch"]
+    assert [each.last for each in (*algorithm.forward, *algorithm.backward)] == [False, False, True, False, True]
+
+
+def test_nothing_of_them_hides() -> None:
+    """Of all that a rank does, only sums of gradients are beside compute: no second of the way to the experts is."""
+    ran = Stages.of(_mixtral().gm, _planned("ep")).whole()
+    compute = [(a, b) for a, b, mark in zip(ran.timeline.begin_s, ran.timeline.end_s, ran.marks, strict=True) if mark.piece.kind in ("compute", "copy")]
+    sent = [(a, b) for a, b, mark in zip(ran.timeline.begin_s, ran.timeline.end_s, ran.marks, strict=True) if mark.piece.kind == "all_to_all"]
+    assert sent
+    assert all(min(b, d) - max(a, c) <= 1e-12 for a, b in sent for c, d in compute)
+
+
+@pytest.mark.parametrize("made", [lambda: _planned("ep"), lambda: _planned("zero3"), _both_on_one_axis], ids=["ep", "zero3", "ep and zero3"])
+def test_the_price_is_what_the_simulation_takes(made: object) -> None:
+    """Stacks that are turned before they are gathered do not begin ahead (zero3); gathers of the axis stand in line with what goes to experts."""
+    plan = made()  # type: ignore[operator]
+    assert simulate(_mixtral().gm, plan).step_s == pytest.approx(plan.predicted.step_s, rel=CLOSE)

@@ -21,7 +21,8 @@ from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
 from autopar.problem.lanes import in_lanes, whole
-from autopar.problem.nets import Choice, Link, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
+from autopar.problem.members import Choice, Member, members_of
+from autopar.problem.nets import Link, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, kept
@@ -39,6 +40,7 @@ class Model:
     problem: Problem
     clusters: list[Cluster]
     choices: list[list[Choice]]
+    members: list[list[Member]]  # of the clusters, under their choices
     links: list[Link]  # behind the nets
     prices: Prices
     plain: Problem | None = None  # where blocks are run again: the same without
@@ -67,6 +69,7 @@ class Frame:
     program: Program
     clusters: list[Cluster]
     choices: list[list[Choice]]
+    members: list[list[Member]]
     links: list[Link]
     keeps: Kept
     branches: Branches
@@ -79,18 +82,19 @@ class Frame:
         Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
         """
         choices = [_choices(c, per_axis, sizes) for c, *per_axis in zip(clusters, *joints, strict=True)]
-        return Frame(program, clusters, choices, links_of(program, clusters, choices), kept(clusters, program), branches or Branches())
+        members = [members_of(cluster, options) for cluster, options in zip(clusters, choices, strict=True)]
+        return Frame(program, clusters, choices, members, links_of(program, clusters, members), kept(clusters, program), branches or Branches())
 
     def priced(self, prices: Prices, memory_limit_bytes: float, name: str = "") -> Model:
         """The Problem with the numbers of `prices`."""
         clusters, choices = self.clusters, self.choices
         scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-        nodes = tuple(_node(i, c, options, self.keeps, prices, scopes[c.scope])
+        nodes = tuple(_node(i, self.keeps, self.members[i], c, _labels(options), prices, scopes[c.scope])
                       for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
         nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
         nets = tuple(whole(_net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches)
                      for link in self.links)
-        return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.links, prices)
+        return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.members, self.links, prices)
 
 
 def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], prices: Prices,
@@ -141,19 +145,21 @@ def _can_rest(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> bool
     return one_cadence(options) and (not lies.gathered or fits(shape, lies.rest, sizes, crowded(lies.rest)))
 
 
-def _node(index: int, cluster: Cluster, options: list[Choice], keeps: Kept, prices: Prices, group: int) -> Node:
-    labels = tuple(",".join(joint.options[-1].factor or "-" for joint in combo) for combo in options)
-    seconds, hide = (np.zeros(len(options)) for _ in range(2))
-    for member, op in enumerate(cluster.members):
-        for i, combo in enumerate(options):
-            chosen = tuple([joint.options[member] for joint in combo])
-            if op.role in HOLDERS:
-                seconds[i] += prices.update_s(op, chosen)
-            elif not op.free or any(option.run for option in chosen):
-                work_s, under_s = prices.work_s(op, chosen)
-                seconds[i] += work_s
-                hide[i] += under_s
-    held, live = node_bytes(index, cluster, options, keeps, prices), passing_bytes(cluster, options, prices)
+def _labels(options: Sequence[Choice]) -> tuple[str, ...]:
+    return tuple([",".join([joint.options[-1].factor or "-" for joint in combo]) for combo in options])
+
+
+def _node(index: int, keeps: Kept, members: Sequence[Member], cluster: Cluster, labels: tuple[str, ...], prices: Prices, group: int) -> Node:
+    seconds, hide = (np.zeros(len(labels)) for _ in range(2))
+    for member in members:
+        op = member.op
+        if op.role in HOLDERS:
+            seconds += member.each(prices.update_s)
+        elif not op.free or any(member.runs):
+            wanted = member.runs if op.free else None
+            seconds += member.each(lambda op, way: prices.work_s(op, way)[0], wanted)
+            hide += member.each(lambda op, way: prices.work_s(op, way)[1], wanted)
+    held, live = node_bytes(index, members, keeps, prices), passing_bytes(members, prices)
     return Node(cluster.name, labels, seconds, held if live is None else held + live, hide, group, live_bytes=live)
 
 

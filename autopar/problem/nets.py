@@ -12,19 +12,16 @@ from functools import cached_property
 import numpy as np
 
 from autopar.layout import NO_GRAD, Layout
-from autopar.problem.clusters import Cluster, Joint
+from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.members import Choice, Member
 from autopar.problem.pairs import Pair, pair
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting
 from autopar.problem.saved import HOLDERS, Kept, Way
 from autopar.problem.types import Use
 from autopar.rules.experts import INSIDE
-from autopar.rules.language import Option
-from autopar.rules.language import Use as TensorUse
-from autopar.rules.tiles import tiled
 
-Choice = tuple[Joint, ...]  # one joint option per axis
 Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among the members)
 
 
@@ -40,7 +37,7 @@ class Link:
     kind: str
     producer: int
     cluster: Cluster
-    options: Sequence[Choice]  # of the producer
+    members: Sequence[Member]  # of the cluster that makes it
     rows: list[Pair]
     row: np.ndarray
     columns: list[Pair]
@@ -84,13 +81,13 @@ class Link:
                 for column in use.column.tolist()}
 
 
-def links_of(program: Program, clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]]) -> list[Link]:
-    """All nets: reads inside a scope, first values and carried values of runs, and reads of a run's result."""
+def links_of(program: Program, clusters: Sequence[Cluster], members: Sequence[Sequence[Member]]) -> list[Link]:
+    """All nets: reads inside a scope, first values and carried values of runs, and reads of a run's result. `members` are those of the clusters."""
     home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
     found: list[Link] = []
 
     def add(ref: Ref, readers: list[tuple[Op, int]], count: int, kind: str = "edge") -> None:
-        found.append(_link(program, home, clusters, choices, ref, readers, count, kind))
+        found.append(_link(program, home, clusters, members, ref, readers, count, kind))
 
     for ref, readers in program.readers.items():
         outside = [(op, i) for op, i in readers if home[op.name][0] != home[ref[0]][0]]
@@ -108,33 +105,36 @@ def links_of(program: Program, clusters: Sequence[Cluster], choices: Sequence[Se
     return found
 
 
-def _link(program: Program, home: Home, clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]], ref: Ref,
+def _link(program: Program, home: Home, clusters: Sequence[Cluster], members: Sequence[Sequence[Member]], ref: Ref,
           readers: list[tuple[Op, int]], count: int, kind: str) -> Link:
     producer, member = home[ref[0]]
-    rows, row = _distinct([_row(tuple(j.options[member].outs[ref[1]] for j in combo), clusters[producer], combo) for combo in choices[producer]])
+    made = members[producer][member]
+    rows, row = _rows(made, ref[1], members[producer][0])
     columns: dict[Pair, int] = {}
     uses = []
     for op, operand in readers:
         index, position = home[op.name]
-        asked = [pair(tuple(_asked(j.options[position], operand) for j in combo)) for combo in choices[index]]
-        uses.append(Use(index, np.array([columns.setdefault(p, len(columns)) for p in asked])))
-    return Link(program, ref, readers, count, kind, producer, clusters[producer], choices[producer], rows, row, list(columns), tuple(uses))
+        reader = members[index][position]
+        # a port (operand -1) takes its value as it passes it on
+        asked = [columns.setdefault(pair(tuple([option.ins[max(operand, 0)] for option in way])), len(columns)) for way in reader.ways]
+        uses.append(Use(index, np.array(asked)[reader.at]))
+    return Link(program, ref, readers, count, kind, producer, clusters[producer], members[producer], rows, row, list(columns), tuple(uses))
 
 
-def _row(uses: tuple[TensorUse, ...], cluster: Cluster, combo: Choice) -> Pair:
-    """How a value lies where it is made; of a parameter also when its gradient is scattered."""
-    made = pair(uses)
-    return made if cluster.members[0].role != "param" else made._replace(each=Resting.of([j.options[0] for j in combo]).each)
+def _rows(made: Member, output: int, first: Member) -> tuple[list[Pair], np.ndarray]:
+    """How a value lies where it is made, by choice; of a parameter also when its gradient is scattered, as the `first` member says."""
+    ways = [pair(tuple([option.outs[output] for option in way])) for way in made.ways]
+    if first.op.role != "param":
+        return _distinct(ways, made.at)
+    each = [Resting.of(way).each for way in first.ways]
+    return _distinct([ways[i]._replace(each=each[j]) for i, j in zip(made.at.tolist(), first.at.tolist(), strict=True)], np.arange(len(made.at)))
 
 
-def _asked(option: Option, operand: int) -> TensorUse:
-    return option.ins[max(operand, 0)]  # a port (operand -1) takes its value as it passes it on
-
-
-def _distinct(pairs: Sequence[Pair]) -> tuple[list[Pair], np.ndarray]:
+def _distinct(pairs: Sequence[Pair], at: np.ndarray) -> tuple[list[Pair], np.ndarray]:
+    """The distinct ones of `pairs`, and which of them is where `at` has which of `pairs`."""
     found: dict[Pair, int] = {}
     index = np.array([found.setdefault(p, len(found)) for p in pairs])
-    return list(found), index
+    return list(found), index[at]
 
 
 def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.ndarray:
@@ -180,45 +180,44 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
 
 def _owned(link: Link, keeps: Kept, prices: Prices) -> np.ndarray:
     """Bytes per device of what the net holds where nothing moves, for each of its rows: the owners that it counts."""
-    member = {op.name: m for m, op in enumerate(link.cluster.members)}
+    place = {op.name: m for m, op in enumerate(link.cluster.members)}
     found = np.zeros(len(link.rows))
     for owner, count in keeps.charges.get(link.way, ()):
         size = link.program.bytes_of(owner) * (count or link.count)
         if owner == link.ref:
             found += [prices.local_bytes(size, row.value) for row in link.rows]
         else:  # a view may lie alike where its owner does not: the most that the owner can be
-            shares = [prices.local_bytes(size, lies(combo, member[owner[0]], owner[1])) for combo in link.options]
+            own = link.members[place[owner[0]]]
+            shares = np.array([prices.local_bytes(size, layout) for layout in own.lying(owner[1])])[own.at]
             np.maximum.at(most := np.zeros(len(link.rows)), link.row, shares)
             found += most
     return found
 
 
-def node_bytes(index: int, cluster: Cluster, options: Sequence[Choice], keeps: Kept, prices: Prices) -> np.ndarray:
-    """Bytes per device that cluster number `index` holds under each choice: what rests, and what its operators keep by themselves."""
-    program, found = keeps.program, np.zeros(len(options))
-    place = {op.name: m for m, op in enumerate(cluster.members)}
+def node_bytes(index: int, members: Sequence[Member], keeps: Kept, prices: Prices) -> np.ndarray:
+    """Bytes per device that cluster number `index` with these members holds under each choice: what rests, and what its operators keep by themselves."""
+    program, found = keeps.program, np.zeros(len(members[0].at))
+    named = {member.op.name: member for member in members}
     own = [(ref, program.ops[ref[0]].count) for ref in keeps.own.get(index, ())] + keeps.given.get(index, [])
-    for i, combo in enumerate(options):
-        for member, op in enumerate(cluster.members):
-            chosen = tuple(joint.options[member] for joint in combo)
-            if op.role in HOLDERS:
-                found[i] += prices.rest_bytes(op, chosen)
-            elif keeps.beside(op) and (op.extra_bytes or op.copies or op.target in INSIDE or any(option.run for option in chosen)):
-                found[i] += prices.extra_bytes(op, chosen)
-        for (name, output), count in own:
-            found[i] += prices.local_bytes(program.bytes_of((name, output)), lies(combo, place[name], output)) * count
+    for member in members:
+        op = member.op
+        if op.role in HOLDERS:
+            found += member.each(prices.rest_bytes)
+        elif keeps.beside(op):
+            always = op.extra_bytes or op.copies or op.target in INSIDE
+            if always or any(member.runs):
+                found += member.each(prices.extra_bytes, None if always else member.runs)
+    for (name, output), count in own:
+        size = program.bytes_of((name, output))
+        found += np.array([prices.local_bytes(size, layout) * count for layout in named[name].lying(output)])[named[name].at]
     return found
 
 
-def passing_bytes(cluster: Cluster, options: Sequence[Choice], prices: Prices) -> np.ndarray | None:
+def passing_bytes(members: Sequence[Member], prices: Prices) -> np.ndarray | None:
     """Bytes per device that operators of a cluster have of weights while they run only, under each choice; None where that is nothing."""
-    found = np.zeros(len(options))
-    for i, combo in enumerate(options):
-        for member, op in enumerate(cluster.members):
-            chosen = tuple(joint.options[member] for joint in combo)
-            if tiled(chosen) > 1:
-                found[i] += prices.passing_bytes(op, chosen)
-    return found if found.any() else None
+    found = [member.each(prices.passing_bytes, member.tiles) for member in members if any(member.tiles)]
+    total = np.sum(found, axis=0) if found else np.zeros(1)
+    return total if total.any() else None
 
 
 def lies(combo: Choice, member: int, output: int) -> Layout:

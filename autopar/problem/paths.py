@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -35,6 +36,17 @@ class Ways(NamedTuple):
         return Ways(tuple(distinct.tolist()), at.reshape(np.shape(ids)))
 
 
+@dataclass(eq=False, slots=True)
+class _Sized:
+    """What was found for tensors of one size that go in buckets of one size: by number of a step its loads and its seconds, by number of a way its
+    seconds, and by what of it hides those that are waited for."""
+
+    loads: dict[int, list[Load]] = field(default_factory=dict)
+    steps: dict[int, float] = field(default_factory=dict)
+    ways: dict[int, float] = field(default_factory=dict)
+    waited: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
+
+
 class Paths:
     """All the ways that were asked for so far, numbered in that order."""
 
@@ -47,9 +59,7 @@ class Paths:
         self._way: list[list[int]] = []  # of each way: its steps by number
         self._gathers: list[bool] = []
         self._held: list[float] = []
-        self._waited: dict[tuple[int, float, str, int, float], float] = {}
-        self._step_s: dict[tuple[float, float], dict[int, float]] = {}  # bytes of a tensor, of a bucket -> seconds of steps by number
-        self._loads: dict[tuple[int, float, float], tuple[Load, ...]] = {}  # by way, size and bytes of a bucket
+        self._of_size: dict[tuple[float, float], _Sized] = {}  # by bytes of a tensor, of a bucket
 
     def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
         """[sources, targets]: the way from each to each."""
@@ -65,21 +75,35 @@ class Paths:
 
     def seconds(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """Seconds of each way for a tensor of `size_bytes`; where it goes in buckets of `bucket_bytes` on a rank, its share of one."""
-        prices = self._step_s.setdefault((size_bytes, bucket_bytes), {})
-        steps_of = [self._way[number] for number in ways.numbers]
-        for index in set().union(*steps_of) - prices.keys():
-            step = self._order[index]
-            prices[index] = sum(load.seconds for load in self._step_loads(step, size_bytes, bucket_bytes)) if bucket_bytes else step_s(step, size_bytes, self.mesh)
-        return np.array([sum([prices[i] for i in way]) for way in steps_of], float)[ways.at]
+        known = self._sized(size_bytes, bucket_bytes)
+        for number in ways.numbers:
+            if number not in known.ways:
+                known.ways[number] = sum([self._a_step_s(known, index, size_bytes, bucket_bytes) for index in self._way[number]])
+        return np.array([known.ways[number] for number in ways.numbers], float)[ways.at]
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """What one way takes, as `seconds`: each step's collective, and local copies around it."""
-        key = self.number(source, target), size_bytes, bucket_bytes
-        if key not in self._loads:
-            self._loads[key] = tuple(load for index in self._way[key[0]] for load in self._step_loads(self._order[index], size_bytes, bucket_bytes))
-        return self._loads[key]
+        return tuple(self._way_loads(self.number(source, target), size_bytes, bucket_bytes))
 
-    def _step_loads(self, step: Step, size_bytes: float, bucket_bytes: float) -> list[Load]:
+    def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
+        return self._of_size.setdefault((size_bytes, bucket_bytes), _Sized())
+
+    def _a_step_s(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> float:
+        if index not in known.steps:
+            known.steps[index] = (sum(load.seconds for load in self._step_loads(known, index, size_bytes, bucket_bytes)) if bucket_bytes else
+                                  step_s(self._order[index], size_bytes, self.mesh))
+        return known.steps[index]
+
+    def _way_loads(self, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        known = self._sized(size_bytes, bucket_bytes)
+        return [load for index in self._way[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)]
+
+    def _step_loads(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        if index not in known.loads:
+            known.loads[index] = self._loads_of(self._order[index], size_bytes, bucket_bytes)
+        return known.loads[index]
+
+    def _loads_of(self, step: Step, size_bytes: float, bucket_bytes: float) -> list[Load]:
         axis, nbytes = self.mesh.axes[step.axis], group_bytes(step, size_bytes, self.sizes)
         whole_s, alone_s = step_s(step, size_bytes, self.mesh), collective_s(step.kind, nbytes, axis)
         if step.kind in LOCAL:
@@ -93,16 +117,17 @@ class Paths:
     def waited_s(self, ways: Ways, size_bytes: float, kind: str = "", *, hides: int = -1, bucket_bytes: float = 0.0) -> np.ndarray:
         """Seconds of each way but for its collective number `hides`, the last or the first, which runs in the background, of a tensor of `size_bytes`; of
         the whole way where that one is of another `kind` (any, where none is named)."""
-        return np.array([self._waited_s(number, size_bytes, kind, hides, bucket_bytes) for number in ways.numbers], float)[ways.at]
+        known = self._sized(size_bytes, bucket_bytes).waited.setdefault((kind, hides), {})
+        for number in ways.numbers:
+            if number not in known:
+                known[number] = self._waited_s(number, size_bytes, kind, hides, bucket_bytes)
+        return np.array([known[number] for number in ways.numbers], float)[ways.at]
 
     def _waited_s(self, number: int, size_bytes: float, kind: str, hides: int, bucket_bytes: float) -> float:
-        key = number, size_bytes, kind, hides, bucket_bytes
-        if key not in self._waited:
-            each = [load for index in self._way[number] for load in self._step_loads(self._order[index], size_bytes, bucket_bytes)]
-            moving = [load for load in each if load.axis != LOCAL_AXIS]
-            hidden_s = moving[hides].seconds if moving and kind in ("", moving[hides].kind) else 0.0
-            self._waited[key] = sum(load.seconds for load in each) - hidden_s
-        return self._waited[key]
+        each = self._way_loads(number, size_bytes, bucket_bytes)
+        moving = [load for load in each if load.axis != LOCAL_AXIS]
+        hidden_s = moving[hides].seconds if moving and kind in ("", moving[hides].kind) else 0.0
+        return sum(load.seconds for load in each) - hidden_s
 
     def gathers(self, ways: Ways) -> np.ndarray:
         """bool: whether each way has an all-gather."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.problem.branches import coordinate_of
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
 from autopar.problem.nets import Link, net_bytes, node_bytes, shown, step_s
@@ -63,22 +62,21 @@ def price(model: Model, choice: tuple[int, ...]) -> str:
 
 
 def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: Kept, after: Kept) -> Node:
-    cluster, options = model.clusters[index], model.choices[index]
+    cluster, members = model.clusters[index], model.members[index]
     about = after.reruns.get(cluster.scope)
     if about is None or cluster.root.role == "param":
         return node
-    seconds, hide, placed = np.zeros(len(options)), np.zeros(len(options)), np.zeros(len(options), bool)
-    for i, combo in enumerate(options):
-        placed[i] = any(coordinate_of(joint.options[-1]) is not None for joint in combo)
-        for member, op in enumerate(cluster.members):
-            chosen = tuple(joint.options[member] for joint in combo)
-            if op.name in about.again or (about.reached(op.name) and any(option.run for option in chosen)):
-                again_s, under_s = forward.work_s(op, chosen)
-                seconds[i] += again_s
-                hide[i] += under_s
-    plain, stays = (node_bytes(index, cluster, options, keeps, model.prices) for keeps in (before, after))
+    seconds, hide = np.zeros(len(node.labels)), np.zeros(len(node.labels))
+    for member in members:
+        again = member.op.name in about.again
+        if again or (about.reached(member.op.name) and any(member.runs)):
+            wanted = None if again else member.runs
+            seconds += member.each(lambda op, way: forward.work_s(op, way)[0], wanted)
+            hide += member.each(lambda op, way: forward.work_s(op, way)[1], wanted)
+    plain, stays = (node_bytes(index, members, keeps, model.prices) for keeps in (before, after))
     live = np.maximum(plain - stays, 0.0) / cluster.root.count + (0.0 if node.live_bytes is None else node.live_bytes)
-    return replace(node, cost_s=np.where(placed, np.inf, node.cost_s + seconds), hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)
+    cost_s = np.where(members[-1].placed, np.inf, node.cost_s + seconds)
+    return replace(node, cost_s=cost_s, hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)
 
 
 def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, before: Kept, after: Kept) -> Net:

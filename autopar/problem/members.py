@@ -1,0 +1,59 @@
+"""What each member of a cluster does under the cluster's choices: its distinct ways, which choice has which of them, and their prices, each asked for once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.layout import Layout
+from autopar.problem.branches import coordinate_of
+from autopar.problem.clusters import Cluster, Joint
+from autopar.problem.graph import Op
+from autopar.rules.language import Option
+from autopar.rules.tiles import tiled
+
+Choice = tuple[Joint, ...]  # one joint option per axis
+Way = tuple[Option, ...]  # what one Op does: an option per axis
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One Op of a cluster: its distinct `ways`, and `at` [choices] which of them each choice has. Of each way: whether an algorithm of the runtime `runs`
+    on some axis, and whether weights are gathered in `tiles`."""
+
+    op: Op
+    ways: list[Way]
+    at: np.ndarray
+    runs: list[bool]
+    tiles: list[bool]
+
+    @staticmethod
+    def of(op: Op, ways: Sequence[Way]) -> Member:
+        """From what it does under every choice."""
+        numbers: dict[tuple[int, ...], int] = {}
+        at = np.array([numbers.setdefault(tuple(map(id, way)), len(numbers)) for way in ways], int)
+        first = np.full(len(numbers), len(ways))
+        np.minimum.at(first, at, np.arange(len(ways)))
+        distinct = [ways[i] for i in first]
+        runs = [any(option.run for option in way) for way in distinct]
+        return Member(op, distinct, at, runs, [run and tiled(way) > 1 for run, way in zip(runs, distinct, strict=True)])
+
+    def each(self, price: Callable[[Op, Way], float], wanted: Sequence[bool] | None = None) -> np.ndarray:
+        """[choices]: the `price` of the way that each choice has, of those ways that are `wanted` (all), 0 of the others."""
+        return np.array([price(self.op, way) if wanted is None or wanted[i] else 0.0 for i, way in enumerate(self.ways)], float)[self.at]
+
+    def lying(self, output: int) -> list[Layout]:
+        """How an output lies under each way."""
+        return [tuple([option.outs[output].value for option in way]) for way in self.ways]
+
+    @property
+    def placed(self) -> np.ndarray:
+        """bool [choices]: whether it works on one coordinate of some axis."""
+        return np.array([any(coordinate_of(option) is not None for option in way) for way in self.ways], bool)[self.at]
+
+
+def members_of(cluster: Cluster, choices: Sequence[Choice]) -> list[Member]:
+    """The members of `cluster` in order under each of its choices."""
+    return [Member.of(op, [tuple([joint.options[m] for joint in combo]) for combo in choices]) for m, op in enumerate(cluster.members)]

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import fx
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Cluster, Device, Mesh
 from autopar.decided import node_plan
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
@@ -18,7 +18,7 @@ from autopar.pipeline.alone import step_cost
 from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
-from autopar.problem.build import Decisions, Model, build
+from autopar.problem.build import Decisions, Model, build, rested
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
@@ -37,6 +37,9 @@ from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
+
+_On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
+_Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
 
 
 @dataclass(eq=False)
@@ -85,7 +88,9 @@ class Planner:
     _tables: dict[tuple[int, bool, bool], Table] = field(default_factory=dict)
     _joints: dict[tuple[roles.Role, int], list[list[Joint]]] = field(default_factory=dict)
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
-    _plain: dict[tuple[Mesh, tuple[roles.Role, ...]], Model] = field(default_factory=dict)  # with nothing run again: levels of that share them
+    _ahead: dict[Mesh, ForwardPrices] = field(default_factory=dict)
+    _made: dict[_Key, Model] = field(default_factory=dict)
+    on_devices: Planner | None = None  # where something is on the host: the same with all of it on the devices
     _levels: dict[str, Levels] = field(default_factory=dict)
     _work: dict[str, Work] = field(default_factory=dict)
     remat: Levels = field(default_factory=dict)  # the blocks that are run again in all that is priced
@@ -108,8 +113,11 @@ class Planner:
         far is shared."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
-        shared = request.settings == self.request.settings
-        return replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _prices=self._prices if shared else {}, _plain=self._plain if shared else {})
+        other = replace(self, request=request, remat={}, missing_bytes=[], settled=set())
+        if request.settings == self.request.settings:
+            return other
+        assert not self.request.settings.offload, "plans on the host are told from those on devices"
+        return replace(other, _prices={}, _made={}, on_devices=self)
 
     def table(self, ways: int, *, placed: bool, tiled: bool = False) -> Table:
         """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`, large weights in tiles where `tiled`."""
@@ -134,20 +142,34 @@ class Planner:
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
         """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on the first."""
         at = self.request.cluster.places(places, sizes)
-        mesh, alike = at.mesh(0), at.device(0) == self.kernels.device
+        return self._model((at.mesh(0), tuple(used)), at.device(0), self.remat).called(name, self.request.limit_bytes)
+
+    def _model(self, on: _On, device: Device, remat: Levels) -> Model:
+        """The Problem with the blocks of `remat` run again, made once."""
+        key = on, tuple((scope, tuple(names)) for scope, names in remat.items())
+        if key not in self._made:
+            prices = self._priced(on[0], device)
+            if self.on_devices is not None:
+                self._made[key] = rested(self.on_devices._model(on, device, remat), prices)
+            elif remat:
+                forward = self._forward(on[0]) if device == self.kernels.device else ForwardPrices(on[0], device, self.request.settings)
+                self._made[key] = rematerialised(self._model(on, device, {}), forward, remat)
+            else:
+                joints = [self.joints(role, axis.size) for role, axis in zip(on[1], on[0].axes, strict=True)]
+                self._made[key] = build(self.program, self.clusters, joints, prices, math.inf, branches=self.branches)
+        return self._made[key]
+
+    def _priced(self, mesh: Mesh, device: Device) -> Prices:
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh, at.device(0), self.request.settings, self.kernels if alike else None,
+            self._prices[mesh] = Prices(mesh, device, self.request.settings, self.kernels if device == self.kernels.device else None,
                                         bucket_bytes=self.program.bucket_bytes)
-        prices, key = self._prices[mesh], (mesh, tuple(used))
-        if key not in self._plain:
-            joints = [self.joints(role, n) for role, n in zip(used, sizes, strict=True)]
-            self._plain[key] = build(self.program, self.clusters, joints, prices, math.inf, branches=self.branches)
-        made = self._plain[key].called(name, self.request.limit_bytes)
-        return rematerialised(made, self._forward(mesh) if alike else ForwardPrices(mesh, prices.device, prices.settings), self.remat)
+        return self._prices[mesh]
 
     def _forward(self, mesh: Mesh) -> ForwardPrices:
         """Prices of the forward alone on a mesh of the device that the kernels are of."""
-        return ForwardPrices(mesh, self.kernels.device, self.request.settings, self.forward_kernels)
+        if mesh not in self._ahead:
+            self._ahead[mesh] = ForwardPrices(mesh, self.kernels.device, self.request.settings, self.forward_kernels)
+        return self._ahead[mesh]
 
     @property
     def open_levels(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.build import Frame
+from autopar.problem.build import Frame, rested
 from autopar.problem.floor import Work
 from autopar.problem.graph import Op, Ref
 from autopar.problem.kernels import Kernels
@@ -162,6 +162,8 @@ class Inner:
         return self._models[key]
 
     def _made(self, shape: Shape, used: tuple[Role, ...]) -> Models:
+        if self.on_devices is not None and not self.request.cluster.parts:
+            return self._hosted_models(self.on_devices.models(shape, used))
         here, ground = self.planner(shape.microbatches), self.grounds(shape)[0]
         joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
         frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
@@ -180,6 +182,12 @@ class Inner:
                   StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket))
         micro, once = (frame.priced(each, self.limit_bytes, str(shape)) for each in prices)
         return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
+
+    def _hosted_models(self, models: Models) -> Models:
+        """`models` with what is on the host there: it changes what is once per step."""
+        once = models.once.prices
+        prices = StepPrices(once.mesh, once.device, self.request.settings, once.kernels, bucket_bytes=once.bucket_bytes)
+        return replace(models, once=rested(models.once, prices))
 
     def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
         """Prices of the operators on one device, and of their forward, asked for before or new."""

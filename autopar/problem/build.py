@@ -89,12 +89,26 @@ class Frame:
         """The Problem with the numbers of `prices`."""
         clusters, choices = self.clusters, self.choices
         scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-        nodes = tuple(_node(i, self.keeps, self.members[i], c, _labels(options), prices, scopes[c.scope])
+        nodes = tuple(_node(i, self.members[i], self.keeps, c, _labels(options), prices, scopes[c.scope])
                       for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
         nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
         nets = tuple(whole(_net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches)
                      for link in self.links)
         return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.members, self.links, prices)
+
+
+def rested(model: Model, prices: Prices) -> Model:
+    """`model` where other things are on the host: what parameters hold there and what their update takes is as `prices` of the same mesh say, all else
+    as it is."""
+    keeps = kept(model.clusters, model.links[0].program)
+    nodes = {index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
+             for index, (cluster, node) in enumerate(zip(model.clusters, model.problem.nodes, strict=True)) if cluster.members[0].role == "param"}
+
+    def there(problem: Problem) -> Problem:
+        return replace(problem, nodes=tuple(replace(node, cost_s=nodes[i].cost_s, memory_bytes=nodes[i].memory_bytes) if i in nodes else node
+                                            for i, node in enumerate(problem.nodes)))
+
+    return replace(model, problem=there(model.problem), plain=None if model.plain is None else there(model.plain), prices=prices)
 
 
 def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], prices: Prices,
@@ -149,7 +163,7 @@ def _labels(options: Sequence[Choice]) -> tuple[str, ...]:
     return tuple([",".join([joint.options[-1].factor or "-" for joint in combo]) for combo in options])
 
 
-def _node(index: int, keeps: Kept, members: Sequence[Member], cluster: Cluster, labels: tuple[str, ...], prices: Prices, group: int) -> Node:
+def _node(index: int, members: Sequence[Member], keeps: Kept, cluster: Cluster, labels: tuple[str, ...], prices: Prices, group: int) -> Node:
     seconds, hide = (np.zeros(len(labels)) for _ in range(2))
     for member in members:
         op = member.op

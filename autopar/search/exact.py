@@ -103,7 +103,8 @@ def _solve(run: _Run, dual_s: float) -> str:
     """Improves `run` until it is closed or time is up; returns how."""
     deadline = min(run.deadline, time.perf_counter() + dual_s)
     rounds = int(_DUAL_EFFORT / dual.effort(run.problem))  # work and not time, so that a busy machine finds the same
-    ruled = dual.bound(run.problem, run.best, deadline=deadline, rounds=min(dual.ROUNDS, max(1, rounds)))
+    ruled = dual.bound(run.problem, run.best, deadline=deadline, rounds=min(dual.ROUNDS, max(1, rounds)),
+                       cutoff_s=run.cutoff_s)
     run.offer(ruled.choice)
     run.raise_bound(ruled.bound_s)
     run.shrink(ruled.keep)

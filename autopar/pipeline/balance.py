@@ -133,10 +133,14 @@ class Table:
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         self.live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
+        self._most_live = float(self.live.max())
+        self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, self.rest, self.kept))  # read one by one
 
     def again(self, first: int, stop: int, flying: int, limit_bytes: float) -> int | None:
         """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough."""
-        held = self.rest[stop] - self.rest[first] + flying * (self.kept[stop] - self.kept[first])
+        held = self._rest[stop] - self._rest[first] + flying * (self._kept[stop] - self._kept[first])
+        if held + self._most_live <= limit_bytes:
+            return 0
         live = self.live[first:stop].max()
         if held + live <= limit_bytes:
             return 0
@@ -147,7 +151,7 @@ class Table:
 
     def time_s(self, first: int, stop: int, again: int) -> float:
         """Seconds of a stage."""
-        return float(self.seconds[stop] - self.seconds[first] + self.more[first + again] - self.more[first])
+        return self._seconds[stop] - self._seconds[first] + self._more[first + again] - self._more[first]
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:

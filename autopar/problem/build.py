@@ -10,13 +10,14 @@ this package.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.layout import crowded, fits
+from autopar.layout import crowded, dim_of, fits, is_shard
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
@@ -47,11 +48,11 @@ class Model:
 
     def with_limit(self, limit_bytes: float) -> Model:
         """The same with other room in memory."""
-        return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=replace(self.problem, memory_limit_bytes=limit_bytes))
+        return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=self.problem.with_limit(limit_bytes))
 
     def called(self, name: str, limit_bytes: float) -> Model:
         """The same with another name and other room in memory."""
-        return replace(self, problem=replace(self.problem, name=name, memory_limit_bytes=limit_bytes))
+        return replace(self, problem=self.problem.with_limit(limit_bytes, name))
 
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""
@@ -121,12 +122,35 @@ def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[S
 
 
 def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple[int, ...]) -> list[Choice]:
-    found = [combo for combo in itertools.product(*per_axis) if _placements(combo) < 2 and fits_together(cluster, combo, sizes)]
+    found = [combo for combo, plain in zip(itertools.product(*per_axis), _apart(cluster, per_axis), strict=True)
+             if _placements(combo) < 2 and (plain or fits_together(cluster, combo, sizes))]
     if not found:
         op = cluster.root
         raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {sizes}: the recipe's "
                               f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them")
     return found
+
+
+def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
+    """For every combination of joint options, one per axis, whether it surely fits together: nothing of it has an algorithm, and no two axes cut the
+    same dim of a tensor. Parameters are never sure."""
+    if any(op.role == "param" for op in cluster.members) or not all(per_axis):
+        return [False] * math.prod(map(len, per_axis))
+    cuts = [np.array([_cut_dims(joint) for joint in joints]) for joints in per_axis]
+    runs = [np.array([any(option.run for option in joint.options) for joint in joints]) for joints in per_axis]
+    shape, axes = tuple(map(len, per_axis)), range(len(per_axis))
+    alone = np.ones(shape, bool)
+    for a in axes:
+        alone &= ~np.expand_dims(runs[a], [other for other in axes if other != a])
+        for b in range(a):
+            crowds = ((cuts[a][None] == cuts[b][:, None]) & (cuts[a] >= 0)[None]).any(-1)  # [of b, of a]
+            alone &= ~np.expand_dims(crowds, [other for other in axes if other not in (a, b)])
+    return [bool(each) for each in alone.ravel()]
+
+
+def _cut_dims(joint: Joint) -> list[int]:
+    """Of each tensor of each member the dim that it cuts, -1 where none."""
+    return [dim_of(use.value) if is_shard(use.value) else -1 for option in joint.options for use in (*option.ins, *option.outs)]
 
 
 def _placements(combo: Choice) -> int:
@@ -171,8 +195,9 @@ def _node(index: int, members: Sequence[Member], keeps: Kept, cluster: Cluster, 
             seconds += member.each(prices.update_s)
         elif not op.free or any(member.runs):
             wanted = member.runs if op.free else None
-            seconds += member.each(lambda op, way: prices.work_s(op, way)[0], wanted)
-            hide += member.each(lambda op, way: prices.work_s(op, way)[1], wanted)
+            work_s, under_s = member.both(prices.work_s, wanted)
+            seconds += work_s
+            hide += under_s
     held, live = node_bytes(index, members, keeps, prices), passing_bytes(members, prices)
     return Node(cluster.name, labels, seconds, held if live is None else held + live, hide, group, live_bytes=live)
 

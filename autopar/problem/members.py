@@ -44,6 +44,11 @@ class Member:
         """[choices]: the `price` of the way that each choice has, of those ways that are `wanted` (all), 0 of the others."""
         return np.array([price(self.op, way) if wanted is None or wanted[i] else 0.0 for i, way in enumerate(self.ways)], float)[self.at]
 
+    def both(self, price: Callable[[Op, Way], tuple[float, float]], wanted: Sequence[bool] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """As `each`, of two prices at once."""
+        found = np.array([price(self.op, way) if wanted is None or wanted[i] else (0.0, 0.0) for i, way in enumerate(self.ways)], float)[self.at]
+        return found[:, 0], found[:, 1]
+
     def lying(self, output: int) -> list[Layout]:
         """How an output lies under each way."""
         return [tuple([option.outs[output].value for option in way]) for way in self.ways]

@@ -58,7 +58,7 @@ def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
     nodes = tuple(replace(node, labels=tuple(node.labels[c] for c in k), cost_s=node.cost_s[k],
                           memory_bytes=node.memory_bytes[k], hide_s=node.hide_s[k], lane=None if node.lane is None else node.lane[k])
                   for node, k in zip(problem.nodes, keep, strict=True))
-    return replace(problem, nodes=nodes, nets=tuple(_select_net(net, keep) for net in problem.nets))
+    return replace(problem, nodes=nodes, nets=tuple(_select_net(net, keep) for net in problem.nets), _check=False)
 
 
 def _select_net(net: Net, keep: list[np.ndarray]) -> Net:

@@ -71,8 +71,9 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
         again = member.op.name in about.again
         if again or (about.reached(member.op.name) and any(member.runs)):
             wanted = None if again else member.runs
-            seconds += member.each(lambda op, way: forward.work_s(op, way)[0], wanted)
-            hide += member.each(lambda op, way: forward.work_s(op, way)[1], wanted)
+            again_s, under_s = member.both(forward.work_s, wanted)
+            seconds += again_s
+            hide += under_s
     plain, stays = (node_bytes(index, members, keeps, model.prices) for keeps in (before, after))
     live = np.maximum(plain - stays, 0.0) / cluster.root.count + (0.0 if node.live_bytes is None else node.live_bytes)
     cost_s = np.where(members[-1].placed, np.inf, node.cost_s + seconds)

@@ -20,7 +20,7 @@ Infinite entries mark pairs that cannot be: a solution that uses one is infeasib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -145,6 +145,10 @@ class Problem:
                 _check_node(node, v, self.groups, len(self.lanes))
             for net in self.nets:
                 _check_net(net, self.nodes, self.groups)
+
+    def with_limit(self, limit_bytes: float, name: str | None = None) -> Problem:
+        """The same with other room in memory, and another name."""
+        return replace(self, memory_limit_bytes=limit_bytes, name=self.name if name is None else name, _check=False)
 
     def evaluate(self, choice: tuple[int, ...]) -> Cost:
         """What `choice` costs; solver-free, and what every strategy is scored by.

@@ -82,10 +82,12 @@ def effort(problem: Problem) -> float:
     return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
 
 
-def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS, cutoff_s: float = float("inf")) -> Bound:
+def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS, cutoff_s: float = float("inf"),
+          state: State | None = None) -> Bound:
     """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight,
-    at a bound of `cutoff_s`, or after `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met."""
-    dual = _Dual(problem, known)
+    at a bound of `cutoff_s`, or after `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met. `state` is one of `problem`
+    to work with."""
+    dual = _Dual(problem, known, state or State(problem, known))
     done = idle = 0
     while (done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline)
            and dual.best_s < cutoff_s and not dual.closed()):
@@ -102,9 +104,8 @@ def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: 
 
 
 class _Dual:
-    def __init__(self, problem: Problem, known: tuple[int, ...]) -> None:
-        self.problem, self.known = problem, known
-        self.state = State(problem, known)
+    def __init__(self, problem: Problem, known: tuple[int, ...], state: State) -> None:
+        self.problem, self.known, self.state = problem, known, state
         self.known_s = problem.price(known).time_s
         self.first_s = self.known_s or 1.0
         self.best_s = 0.0

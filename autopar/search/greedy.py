@@ -12,16 +12,18 @@ import time
 from autopar.problem.types import Problem, Solution
 from autopar.search.descent import better, descend
 from autopar.search.feasible import check_room, least_memory
+from autopar.search.state import State
 
 
-def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
-    """A locally optimal solution, not worse than `start`; deterministic, `seed` changes nothing.
+def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
+           state: State | None = None) -> Solution:
+    """A locally optimal solution, not worse than `start`; deterministic, `seed` changes nothing. `state` as `descend` has it.
 
     Raises InfeasibleError with the shortfall when nothing fits.
     """
     deadline = time.perf_counter() + time_limit_s
     check_room(problem)
-    found = descend(problem, None, deadline)
+    found = descend(problem, None, deadline, state)
     if start is not None:
         found = better(problem, better(problem, start, descend(problem, start, deadline)), found)
     note = "coordinate descent"

@@ -14,6 +14,7 @@ from autopar.search import dual, greedy
 from autopar.search.descent import better, fits
 from autopar.search.exact import GAP, minimise
 from autopar.search.feasible import check_room
+from autopar.search.state import State
 
 
 def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
@@ -41,8 +42,9 @@ def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf)
     several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
     check_room(problem)
     small, restore = allowed(problem)
-    first = greedy.search(small, time_limit_s=time_limit_s).choice
-    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s)
+    state = State(small, [-1] * len(small.nodes))
+    first = greedy.search(small, time_limit_s=time_limit_s, state=state).choice
+    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
     best = better(small, first, seen.choice) or first
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 

@@ -153,6 +153,7 @@ def _check_mesh(request: Request) -> None:
 FULL = 0.9  # of memory: what uses more may have been pushed there
 RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
 GLANCE_S = 2.0  # seconds for the first look at a mesh
+FAR = 4  # times the least work: what takes longer tells nothing of what there is
 CLOSE = 0.01  # relative: prices are less exact than this
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
@@ -242,6 +243,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
     seconds, and what is `elsewhere`."""
     request = planner.request
     seen: list[Candidate] = []
+    if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
+        known = min(known, elsewhere.asked(known))  # recipes say little
     for sizes in meshes:
         request.say(f"search on {'x'.join(map(str, sizes))}")
         with suppress(InfeasibleError):

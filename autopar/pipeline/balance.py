@@ -133,21 +133,32 @@ class Table:
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         self.live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
+        self._most = [self.live.tolist()]  # of 2^n pieces from each on
+        while 2 ** len(self._most) <= self.count:
+            last, half = self._most[-1], 2 ** (len(self._most) - 1)
+            self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
         self._most_live = float(self.live.max())
+        self._slower = bool((np.diff(self.more) >= 0).all())  # no piece takes less where it is run again
         self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, self.rest, self.kept))  # read one by one
 
     def again(self, first: int, stop: int, flying: int, limit_bytes: float) -> int | None:
         """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough."""
         held = self._rest[stop] - self._rest[first] + flying * (self._kept[stop] - self._kept[first])
-        if held + self._most_live <= limit_bytes:
-            return 0
-        live = self.live[first:stop].max()
-        if held + live <= limit_bytes:
+        if held + self._most_live <= limit_bytes or held + (live := self._live(first, stop)) <= limit_bytes:
             return 0
         most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
         left = held + most - flying * (self.freed[first + 1:stop + 1] - self.freed[first])
         fits = np.flatnonzero(left <= limit_bytes)
         return int(fits[0]) + 1 if len(fits) else None
+
+    def _live(self, first: int, stop: int) -> float:
+        """The most of `live` in `[first, stop)`: of two stretches that cover it."""
+        power = (stop - first).bit_length() - 1
+        return max(self._most[power][first], self._most[power][stop - 2**power])
+
+    def slow(self, first: int, stop: int, limit_s: float) -> bool:
+        """Whether a stage surely takes longer than `limit_s`, whatever memory wants."""
+        return self._slower and self._seconds[stop] - self._seconds[first] > limit_s
 
     def time_s(self, first: int, stop: int, again: int) -> float:
         """Seconds of a stage."""
@@ -186,8 +197,11 @@ class _Filling:
 
     def _again(self, stage: int, first: int, stop: int) -> int | None:
         """How many of the first pieces of `[first, stop)` a stage runs again; None where it cannot have them."""
-        again = self.tables[stage].again(first, stop, self.in_flight[stage], self.limits[stage])
-        slow = again is not None and self.tables[stage].time_s(first, stop, again) > self.limit_s * (1 + 1e-12)
+        table, limit_s = self.tables[stage], self.limit_s * (1 + 1e-12)
+        if table.slow(first, stop, limit_s):
+            return None
+        again = table.again(first, stop, self.in_flight[stage], self.limits[stage])
+        slow = again is not None and table.time_s(first, stop, again) > limit_s
         return None if slow else again
 
     def _furthest(self, stage: int) -> int | None:

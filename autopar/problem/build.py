@@ -205,6 +205,9 @@ def _node(index: int, members: Sequence[Member], keeps: Kept, cluster: Cluster, 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
     again, first = link.asked_by(lambda op, i: op.needs_again(i)), link.asked_by(lambda op, i: op.needs_again(i, first=True))
     cost = step_s(link, prices, again, first)
+    name = f"{link.ref[0]}:{link.ref[1]}"
+    if prices.late:
+        return Net(name, link.producer, link.row, link.uses, cost, np.zeros_like(cost))
     times = prices.again(link.rows, link.columns, [c in again for c in range(len(link.columns))])
-    return Net(f"{link.ref[0]}:{link.ref[1]}", link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again),
-               group if link.weight else -1, shown(link, prices, cost, times))
+    return Net(name, link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again), group if link.weight else -1,
+               shown(link, prices, cost, times))

@@ -156,6 +156,7 @@ class Paths:
         return self._steps[step]
 
 
+@cache
 def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
     """Both layouts with tensor dims numbered in the order in which they are met: `layout.steps` treats all dims alike, and prices all but
     the first, which needs no copies; so the way between them is the same but for their names."""

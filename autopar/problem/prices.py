@@ -44,6 +44,9 @@ class Prices:
     """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before.
     `bucket_bytes` (Program.bucket_bytes) travel together of what is summed or gathered once per step (0: each weight alone)."""
 
+    late = False
+    """Whether they are of what comes at the end of a step, when no compute is left to hide under and nothing is kept for a backward."""
+
     def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, *, bucket_bytes: float = 0.0) -> None:
         self.bucket_bytes = bucket_bytes
         self.mesh, self.device, self.settings, self.kernels = mesh, device, settings, kernels or Kernels(device, settings)

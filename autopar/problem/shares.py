@@ -72,6 +72,8 @@ class ForwardPrices(Prices):
 class StepPrices(Prices):
     """What a step costs once, however many microbatches it has."""
 
+    late = True
+
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
         """Nothing: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
         return 0.0, 0.0

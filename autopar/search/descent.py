@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from autopar.problem.types import Problem
-from autopar.search.state import TOLERANCE, Penalty, State, scale_s
+from autopar.search.state import TOLERANCE, Penalty, State
 
 _SWEEPS = 4  # there and back twice: what message passing starts from need not be a local optimum
 _RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
@@ -19,12 +19,12 @@ def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, st
     `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last. `state` is one of `problem` to work with,
     for callers that descend often.
     """
-    scale = scale_s(problem)
     placed = [-1] * len(problem.nodes) if start is None else start
     if state is None:
         state = State(problem, placed)
     else:
         state.reset(placed)
+    scale = state.scale_s
     limit = problem.memory_limit_bytes
     byte_s = 0.0 if start is None or np.isinf(limit) else 1e6 * scale / max(limit, 1.0)
     for raised in range(_RAISES + 1):

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.problem.types import Net, Node, Problem
 from autopar.search.descent import better, descend
 from autopar.search.factors import column_marginal, row_marginal
-from autopar.search.state import State, scale_s
+from autopar.search.state import State
 
 _MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 _FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
@@ -109,7 +109,7 @@ class _Dual:
         self.known_s = problem.price(known).time_s
         self.first_s = self.known_s or 1.0
         self.best_s = 0.0
-        self.big_s = _FORBIDDEN * scale_s(problem)
+        self.big_s = _FORBIDDEN * state.scale_s
         self.keep = [np.isfinite(node.cost_s) for node in problem.nodes]
         limit = problem.memory_limit_bytes
         self.limit = limit if np.isfinite(limit) else 0.0

@@ -21,6 +21,8 @@ def row_marginal(table: np.ndarray, messages: Sequence[np.ndarray]) -> np.ndarra
 def column_marginal(table: np.ndarray, messages: Sequence[np.ndarray], use: int, rows: np.ndarray) -> np.ndarray:
     """[columns]: the same with `rows[r]` added, least over rows and the columns of all readers but `use`."""
     others = tuple(u for u in range(len(messages)) if u != use)
+    if not others:
+        return np.asarray((table + rows[:, None]).min(0) + messages[use])
     least = np.full(table.shape[1], np.inf)
     for mask in range(1 << len(others)):
         alone = tuple(u for i, u in enumerate(others) if not mask >> i & 1)
@@ -33,6 +35,8 @@ def column_marginal(table: np.ndarray, messages: Sequence[np.ndarray], use: int,
 def _best(table: np.ndarray, messages: Sequence[np.ndarray], uses: tuple[int, ...]) -> np.ndarray:
     """[rows]: least over the set partitions of `uses`, by the part that holds the first of them."""
     first, rest = uses[0], uses[1:]
+    if not rest:
+        return np.asarray((table + messages[first]).min(1))
     least = np.full(table.shape[0], np.inf)
     for mask in range(1 << len(rest)):
         alone = tuple(u for i, u in enumerate(rest) if not mask >> i & 1)

@@ -8,6 +8,8 @@ side; a move makes only that of its neighbours stale, so to ask which nodes woul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,16 @@ class Penalty:
     forbidden_s: float
 
 
+class _Touch(NamedTuple):
+    """A net that a node produces or reads: its number, whether the node produces it, the columns that the node asks for by choice, and the other readers
+    with theirs."""
+
+    net: int
+    produced: bool
+    own: list[np.ndarray]
+    others: list[tuple[int, list[int]]]
+
+
 class State:
     """One choice per node (-1: not placed yet, its nets do not count) and its totals."""
 
@@ -33,12 +45,14 @@ class State:
         self.tables = [_features(net) for net in problem.nets]
         self.slots = [self._slots(net) for net in problem.nets]
         self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]  # lists: read one by one
+        self.rows = [net.row.tolist() for net in problem.nets]
         self.own = [self._node_features(node) for node in problem.nodes]
-        self.touching: list[list[tuple[int, list[np.ndarray]]]] = [[] for _ in problem.nodes]  # nets, and the columns that the node asks for
+        self.touching: list[list[_Touch]] = [[] for _ in problem.nodes]
         for t, net in enumerate(problem.nets):
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
-                self.touching[v].append((t, [use.column for use in net.uses if use.node == v]))
-        self.near = [sorted({w for t, _ in near for w in _members(problem.nets[t])} - {v}) for v, near in enumerate(self.touching)]
+                others = [(node, column) for node, column in self.columns[t] if node != v]
+                self.touching[v].append(_Touch(t, net.producer == v, [use.column for use in net.uses if use.node == v], others))
+        self.near = [sorted({w for touch in near for w in _members(problem.nets[touch.net])} - {v}) for v, near in enumerate(self.touching)]
         self.starts = np.cumsum([0, *(own.shape[1] for own in self.own)])
         self._changes = np.zeros((self._rows, int(self.starts[-1])))  # by choice of every node: what it would add to the totals
         self._stale = set(range(len(problem.nodes)))  # nodes with a neighbour that has moved
@@ -57,8 +71,8 @@ class State:
                 self.totals[:, 0] += self.own[v][:, c]
         for t, (net, table) in enumerate(zip(self.problem.nets, self.tables, strict=True)):
             if choice[net.producer] >= 0:
-                row = net.row[choice[net.producer]]
-                self.totals[self.slots[t], 0] += table[:, row, self._columns(t, net.producer)].sum(1)
+                row = self.rows[t][choice[net.producer]]
+                self.totals[self.slots[t], 0] += table[:, row, self._asked(self.columns[t])].sum(1)
 
     def move(self, v: int, c: int) -> None:
         """Puts node `v` on choice `c`."""
@@ -113,32 +127,36 @@ class State:
     def _idle(self, v: int) -> np.ndarray:
         """What the nets that `v` reads cost before it is placed."""
         out = np.zeros((len(self.totals), 1))
-        for t, _ in self.touching[v]:
-            net = self.problem.nets[t]
-            if net.producer != v and self.choice[net.producer] >= 0:
-                row = net.row[self.choice[net.producer]]
-                out[self.slots[t], 0] += self.tables[t][:, row, self._columns(t, v)].sum(1)
+        for t, produced, _, others in self.touching[v]:
+            maker = self.choice[self.problem.nets[t].producer]
+            if not produced and maker >= 0:
+                out[self.slots[t], 0] += self.tables[t][:, self.rows[t][maker], self._asked(others)].sum(1)
         return out
 
     def _count(self, v: int) -> np.ndarray:
         """What each choice of node `v` accounts for, with all others as they are."""
         out = self.own[v].copy()
-        for t, own in self.touching[v]:
-            net, table = self.problem.nets[t], self.tables[t]
-            columns = self._columns(t, v)
-            if net.producer == v:
-                out[self.slots[t]] += table[:, :, columns].sum(2)[:, net.row]
-            elif self.choice[net.producer] >= 0:
-                out[self.slots[t]] += _reading(table[:, net.row[self.choice[net.producer]]], own, columns)
+        for t, produced, own, others in self.touching[v]:
+            net, table, columns = self.problem.nets[t], self.tables[t], self._asked(others)
+            if produced:
+                asked = table[:, :, columns[0]] if len(columns) == 1 else table[:, :, columns].sum(2)
+                out[self.slots[t]] += asked[:, net.row]
+            elif (maker := self.choice[net.producer]) >= 0:
+                out[self.slots[t]] += _reading(table[:, self.rows[t][maker]], own, columns)
         return out
 
-    def _columns(self, t: int, v: int) -> list[int]:
-        """Distinct columns of net `t` that placed readers other than `v` ask for."""
+    def _asked(self, readers: list[tuple[int, list[int]]]) -> list[int]:
+        """Distinct columns that those of `readers` ask for that are placed."""
         choice = self.choice
-        return sorted({column[choice[node]] for node, column in self.columns[t] if node != v and choice[node] >= 0})
+        return sorted({column[choice[node]] for node, column in readers if choice[node] >= 0})
 
-    def _slots(self, net: Net) -> list[int]:
-        return [0, 1, 2] if net.group < 0 else [0, 1, 2, _FIXED + net.group]
+    @cached_property
+    def scale_s(self) -> float:
+        """As the function of that name."""
+        return scale_s(self.problem)
+
+    def _slots(self, net: Net) -> slice | np.ndarray:
+        return slice(_FIXED) if net.group < 0 else np.array([0, 1, 2, _FIXED + net.group])
 
     def _node_features(self, node: Node) -> np.ndarray:
         own = np.zeros((self._rows, len(node.cost_s)))
@@ -158,6 +176,8 @@ def _members(net: Net) -> list[int]:
 def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.ndarray:
     """Cost of a net, one column for each choice of a reader whose uses ask for the columns `own`, when others ask for `columns`. `row` is
     [slots, columns]."""
+    if not columns and len(own) == 1:
+        return row[:, own[0]]
     rest = row.copy()
     rest[:, columns] = 0.0  # there anyway
     total = rest[:, own[0]] + row[:, columns].sum(1)[:, None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from passes.annotate_flops import annotate_flops
 from passes.annotate_memory import annotate_memory
 from passes.batch_norm import batch_norm
+from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
@@ -35,6 +36,7 @@ NORMALIZE: tuple[Pass, ...] = (
     batch_norm,
     inplace,
     spellings,
+    broadcasts,
     drop_noops,
     causal_masks,
     grouped_heads,

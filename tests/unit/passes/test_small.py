@@ -172,6 +172,13 @@ def test_all_dims_turned_are_a_permutation():
     assert targets(normalized(lambda m, x, y: (x @ m.w).T, data(4, 6))) == ["aten.matmul.default", "aten.permute.default"]
 
 
+def test_broadcasts_are_expands_of_what_is_smaller():
+    loss = normalized(lambda m, x, y: F.mse_loss(x @ m.w, y), data(4, 6), data(4, 6), dims={"x": {0: B}, "y": {0: B}})
+    assert not {"aten.broadcast_tensors.default", "aten.expand.default"} & set(targets(loss))
+    smaller = normalized(lambda m, x, y: torch.cat(torch.broadcast_tensors(x @ m.w, y)), data(1, 6), data(4, 6), dims={"x": {}, "y": {0: B}})
+    assert targets(smaller).count("aten.expand.default") == 1
+
+
 def test_noops_go():
     def function(m, x, y):
         h = F.dropout((x @ m.w).contiguous().clone(), 0.0).to(torch.float64)[:, :, 0:]

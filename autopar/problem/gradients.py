@@ -6,6 +6,8 @@ Autograd moves nothing back through them, so nothing may be priced or emitted fo
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import fx
 
@@ -27,6 +29,54 @@ def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:
     return _walk(gm, [node for node, about in results if about["kind"] == "loss" and isinstance(node, fx.Node)])
 
 
+def carried_on(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], given: Sequence[bool]) -> list[bool]:
+    """Which of the values that a run of blocks carries on have a gradient in its later blocks, where `given` of its tensor arguments have one."""
+    body, ports = _opened(gm, call)
+    count = len(edit.results(body))
+    if int(call.meta["repeat"]) < 2:
+        return list(given[:count])
+    flags = list(given)
+    while True:
+        graded = _graded(body, [port for port, flag in zip(ports, flags, strict=True) if flag and port in reached], reached)
+        later = [flag or (port in reached and result in graded) for flag, port, result in zip(flags, ports, edit.results(body), strict=False)]
+        if later == flags[:count]:
+            return later
+        flags[:count] = later
+
+
+def _graded(gm: fx.GraphModule, given: Collection[fx.Node], reached: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes of a body that have a gradient, where the placeholders `given` have one."""
+    found = dict.fromkeys(given)
+    for node in gm.graph.nodes:
+        if node not in reached:
+            continue
+        if node.op == "placeholder":
+            graded = node.meta.get("role") == "param" and facts.is_float(node) and bool(node.meta.get("requires_grad", True))
+        elif node.op == "call_module":
+            feeds = [arg in found for arg in node.args if isinstance(arg, fx.Node) and facts.tensors(arg)]
+            graded = any(_after(gm, node, reached, feeds))
+        else:
+            graded = node.target not in NO_GRADIENT and facts.is_float(node) and any(source in found for source in node.all_input_nodes)
+        if graded:
+            found[node] = None
+    return found
+
+
+def _after(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], given: Sequence[bool]) -> list[bool]:
+    """Which results of a run have a gradient."""
+    body, ports = _opened(gm, call)
+    flags = [*carried_on(gm, call, reached, given), *given[len(edit.results(body)):]]
+    graded = _graded(body, [port for port, flag in zip(ports, flags, strict=True) if flag], reached)
+    return [result in graded for result in edit.results(body)]
+
+
+def _opened(gm: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The body of a run and its ports."""
+    body = gm.get_submodule(str(call.target))
+    assert isinstance(body, fx.GraphModule)
+    return body, [node for node in body.graph.nodes if node.op == "placeholder" and "fqns" not in node.meta and facts.tensors(node)]
+
+
 def _walk(gm: fx.GraphModule, ends: list[fx.Node]) -> dict[fx.Node, None]:
     """`ends` and everything in `gm` that leads to them, last first."""
     found = dict.fromkeys(ends)
@@ -40,10 +90,8 @@ def _walk(gm: fx.GraphModule, ends: list[fx.Node]) -> dict[fx.Node, None]:
 
 def _body(gm: fx.GraphModule, call: fx.Node) -> dict[fx.Node, None]:
     """What one run of blocks needs: inside its body, and of its arguments."""
-    body = gm.get_submodule(str(call.target))
-    assert isinstance(body, fx.GraphModule)
+    body, ports = _opened(gm, call)
     inside = _walk(body, edit.results(body))
-    ports = [node for node in body.graph.nodes if node.op == "placeholder" and "fqns" not in node.meta and facts.tensors(node)]
     feeds = [node for node in call.args if isinstance(node, fx.Node) and facts.tensors(node)]
     return inside | dict.fromkeys(feed for port, feed in zip(ports, feeds, strict=True) if port in inside)
 

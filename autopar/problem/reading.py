@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.problem.gradients import NO_GRADIENT, reaching
+from autopar.problem.gradients import NO_GRADIENT, carried_on, reaching
 from autopar.problem.graph import Op, Program, Ref, Run
 from autopar.problem.traffic import annotate
 from autopar.rules.language import Call, Tensor
@@ -101,7 +101,7 @@ class _Reader:
                 kept = saved(node, self.program.device)
                 op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self._number(kept.extra_bytes)
                 op.first_saves = op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
-        op.late = gradient and not self.early[name]
+        op.late, op.first_grads = gradient and not self.early[name], first
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
@@ -144,8 +144,9 @@ class _Reader:
         ports = {n.name: Fed(grad, grad, self.weight[ref]) for n, grad, ref in zip(names, grads, feeds, strict=True)}
         carried_count = len(edit.results(body))
         if not all(grads[:carried_count]) and node in self.reached:
-            # the first block may be fed something without a gradient, the later ones are not
-            ports |= {n.name: Fed(n in self.reached, ports[n.name].early, False) for n in names[:carried_count]}
+            # the first block may be fed something without a gradient, and the later ones something with one
+            later = carried_on(self.gm, node, self.reached, grads)
+            ports |= {n.name: Fed(grad, ports[n.name].early, False) for n, grad in zip(names, later, strict=False)}
         carried = reader.read(ports)
         mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
         run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated)

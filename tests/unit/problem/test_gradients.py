@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture import capture
 from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
@@ -56,3 +57,44 @@ def test_autograd_records_none_of_them(target: Any) -> None:
     more = {"full_like": (2.0,), "new_full": ([3], 2.0)}.get(target.overloadpacket.__name__)
     sizes = ([3],) if target.overloadpacket.__name__.startswith("new_") else ()
     assert not target(x, *(more or sizes)).requires_grad
+
+
+class Layer(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.down(self.up(h).relu())
+
+
+class Tower(nn.Module):
+    """Alike blocks behind a stem and in front of a head."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList([Layer() for _ in range(3)])
+        for name in frozen.split():
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h).square().sum()
+
+
+@pytest.mark.parametrize(("frozen", "graded", "late"), [
+    ("", True, False), ("blocks", True, False), ("stem", True, True), ("stem blocks", False, False), ("stem blocks head", False, False)])
+def test_blocks_have_one_where_something_in_front_of_them_or_in_them_is_trained(frozen: str, graded: bool, late: bool) -> None:
+    captured = capture(Tower(frozen), (torch.zeros(6, 4),))
+    program = read(captured.gm, captured.hints, training=True)
+    assert [run.count for run in program.runs.values()] == [3]
+    (port,) = [op for op in program.ops.values() if op.role == "port"]
+    assert port.call.outs[0].grad is graded and port.late is late
+    inside = [op for op in program.ops.values() if op.scope and op.role == "op"]
+    assert inside and all(op.graded is graded for op in inside)
+    assert any(op.saves for op in inside) is graded, "nothing is kept for a backward that there is not"

@@ -41,6 +41,20 @@ class Tally:
             return self.plan.microbatches * sum(self._instances(view, op.scope) for view in self.stages)
         return self.plan.microbatches * sum(name in view.ops for view in self.stages) + (name in self.before)
 
+    def operators(self, name: str, *, again: bool) -> list[tuple[int, bool, bool]]:
+        """The runs of one operator per step as (how many, whether in blocks that are run again, whether in the first block of its run); those that are
+        run again, where operators like it are (`again`), are the first ones."""
+        twice, first = self.again(name) if again else 0, self._firsts(name)
+        both = min(twice, first)
+        return [(both, True, True), (twice - both, True, False), (first - both, False, True), (self.op(name) - twice - first + both, False, False)]
+
+    def _firsts(self, name: str) -> int:
+        """How many runs of an operator are in the first block of a run."""
+        if not self.plan.pipelined:
+            return self.program.first_runs((name, 0))
+        scope = self.program.ops[name].scope
+        return self.plan.microbatches * sum(view.blocks.get(scope, (1, 1))[0] == 0 for view in self.stages) if scope else 0
+
     def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int, int]]:
         """Each reshard that runs here, as each stage has it, with its runs per step, and how many of them are of values that the first
         block of a run makes; of gradients that are summed over ranks, how many tensors there are."""

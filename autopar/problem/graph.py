@@ -7,7 +7,7 @@ Op, its body's placeholders become `port` Ops, and `Run` says how the values go 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,7 @@ class Op:
     extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
     late: bool = False  # its results get a gradient in all blocks of a run but the first, whose input has none
     first_saves: tuple[int, ...] = ()  # `saves` in the first block of a run
+    first_grads: tuple[bool, ...] = ()  # per operand: whether it has a gradient there
     out_dtypes: tuple[torch.dtype, ...] = ()
     dtype: str = ""  # what it computes in: that of its first floating operand, else of its result
     where: str = ""
@@ -68,6 +69,11 @@ class Op:
     def graded(self) -> bool:
         """Whether any of its results gets a gradient."""
         return any(t.grad for t in self.call.outs)
+
+    @property
+    def first_ins(self) -> tuple[Tensor, ...]:
+        """The operands in the first block of a run, where some of them may have no gradients."""
+        return tuple(replace(tensor, grad=grad) for tensor, grad in zip(self.call.ins, self.first_grads, strict=True))
 
     @property
     def free(self) -> bool:

@@ -14,13 +14,14 @@ from autopar.rules.language import Option
 from autopar.rules.site import Inner, Site
 
 
-def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: str = "") -> list[tuple[Algorithm, Site]]:
+def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: str = "", *, first: bool = False) -> list[tuple[Algorithm, Site]]:
     """One entry per axis on which an algorithm splits `op`; `options` and `sizes` have one per axis. `precision` is that of training, ""
-    where gradients are summed in the dtype of the weight."""
+    where gradients are summed in the dtype of the weight. `first`: in the first block of a run."""
     if op.role != "op" or not any(option.run for option in options):
         return []
     wider = itemsize(rests_in(op.dtype, precision)) / itemsize(op.dtype) if op.dtype else 1.0
-    return [(ALGORITHMS[option.run], Site(op.call.ins, options, sizes, axis, op.call, wider)) for axis, option in enumerate(options) if option.run]
+    operands = op.first_ins if first else op.call.ins
+    return [(ALGORITHMS[option.run], Site(operands, options, sizes, axis, op.call, wider)) for axis, option in enumerate(options) if option.run]
 
 
 @dataclass(frozen=True, slots=True)

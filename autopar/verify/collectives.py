@@ -30,9 +30,8 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
         for step in moving(reshard.in_first, plan.mesh):
             found[step.kind, step.axis] += first
     for name, node in plan.nodes.items():
-        runs, again = tally.op(name), tally.again(name) if edges.runs_again(program.ops[name]) else 0
-        for times, twice in ((runs - again, False), (again, True)):
-            for site, inner in inside(program.ops[name], node, plan.mesh, again=twice):
+        for times, again, first in tally.operators(name, again=edges.runs_again(program.ops[name])):
+            for site, inner in inside(program.ops[name], node, plan.mesh, again=again, first=first):
                 found[inner.kind, site.axis] += inner.times(site) * times
     if plan.pipelined:
         found["send", PIPELINE_AXIS] += tally.sends()
@@ -40,10 +39,11 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     return found
 
 
-def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool) -> list[tuple[Site, Inner]]:
-    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`."""
-    training = op.graded
-    return [(site, each) for algorithm, site in sites(op, options(node), sizes)
+def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool) -> list[tuple[Site, Inner]]:
+    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`. `first`: in the
+    first block of a run, where some operands may have no gradients."""
+    training = op.graded and not (first and op.late)
+    return [(site, each) for algorithm, site in sites(op, options(node), sizes, first=first)
             for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))]
 
 

@@ -31,9 +31,8 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
             for step in each:
                 found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
     for name, node in plan.nodes.items():
-        runs, again = tally.op(name), tally.again(name) if edges.runs_again(program.ops[name]) else 0
-        for times, twice in ((runs - again, False), (again, True)):
-            for site, inner in inside(program.ops[name], node, plan.mesh, again=twice):
+        for times, again, first in tally.operators(name, again=edges.runs_again(program.ops[name])):
+            for site, inner in inside(program.ops[name], node, plan.mesh, again=again, first=first):
                 if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
                     return None
                 found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * times

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from autopar.errors import LayoutError
 
 Entry = str
 Layout = tuple[Entry, ...]
+Part = TypeVar("Part")
 
 PARTIAL = ("P", "Pmax", "Pmin")
 NO_GRAD: Entry = "-"  # the gradient entry of a value that has no gradient
@@ -50,6 +52,8 @@ class Step:
 BUCKET_BYTES = 25_000_000
 """Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel in flat buckets of
 about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
+LOCAL = ("slice", "mask")
+"""Kinds of steps that a rank does on its own."""
 LEAVES_AHEAD = 2
 """Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones travel."""
 
@@ -255,6 +259,31 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
                 tie += 1
                 heapq.heappush(queue, (spent + weight + 1e-4, tie, step.after, (*path, step)))
     raise LayoutError(f"no way from layout {show(src)} to {show(dst)}")
+
+
+def legs(parts: Sequence[Part], moves: Callable[[Part], bool]) -> list[tuple[Part, ...]]:
+    """The parts of a way, cut behind each that `moves` between ranks; the last leg moves nothing and may be empty.
+
+    The one rule of what of the ways of weights and of their gradients is in the background: the collective that ends a leg. It begins when the
+    one of the leg before is over and what is local behind that is done. Work in between hides it; local parts are work. `parts` are steps in the
+    runtime, seconds in prices and in the simulator.
+    """
+    found: list[list[Part]] = [[]]
+    for part in parts:
+        found[-1].append(part)
+        if moves(part):
+            found.append([])
+    return [tuple(leg) for leg in found]
+
+
+def moving(way: Sequence[Step], sizes: Sequence[int]) -> tuple[Step, ...]:
+    """The steps between ranks: the collectives."""
+    return tuple(step for step in way if crosses(step, sizes))
+
+
+def crosses(step: Step, sizes: Sequence[int]) -> bool:
+    """Whether a step is a collective, over two ranks or more."""
+    return step.kind not in LOCAL and sizes[step.axis] > 1
 
 
 def _moves(here: Layout, via: Sequence[tuple[Entry, ...]], sizes: tuple[int, ...]) -> list[tuple[Step, float]]:

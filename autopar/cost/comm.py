@@ -30,9 +30,7 @@ from typing import NamedTuple
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
 from autopar.errors import ClusterError
-from autopar.layout import Step, dim_of, fraction, is_placed, is_shard, sections_of
-
-LOCAL = ("slice", "mask")
+from autopar.layout import LOCAL, Step, dim_of, fraction, is_placed, is_shard, sections_of
 
 
 @dataclass(frozen=True)

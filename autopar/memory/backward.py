@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from autopar.cost.memory import itemsize, rests_in
-from autopar.layout import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
-from autopar.memory.moves import fresh, workspace
+from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place
 from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
 LATE_BYTES = 2 * BUCKET_BYTES
 """Whole gradients of other blocks that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A gradient on its way: what the collective that runs takes, and what it brings where others follow, with the bytes of what these bring."""
+
+    held: Storage
+    unit: object
+    coming: Storage | None
+    halfway: Sequence[float]
 
 
 class Backward:
@@ -27,7 +39,7 @@ class Backward:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
-        self.late: deque[tuple[Storage, object]] = deque()
+        self.late: deque[Late] = deque()
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
         self.block: Unit | None = None  # that of the block that is walked
@@ -48,7 +60,7 @@ class Backward:
         begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
         for value in self.forward.sent if self.habits.keeps_sent else ():
             self.book.use(value.storage)  # torch's stages keep what they sent until the backward is done
-        for storage in (*self.final, *(whole for whole, _ in self.late)):
+        for storage in (*self.final, *(storage for late in self.late for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
         for value in (self.forward.values[ref] for ref in self.forward.part.receives):
             self.book.use(value.slot)
@@ -61,7 +73,7 @@ class Backward:
         for storage in blocks.others:
             self.book.use(storage)
         if blocks.count > 1:
-            self.units += [Unit(self.units[-1].nbytes)] * (blocks.count - 2) if gathered else []
+            self.units += [self.units[-1].alike] * (blocks.count - 2) if gathered else []
             self._between(blocks)
             self._pass(blocks, blocks.twins)
         for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
@@ -158,17 +170,29 @@ class Backward:
             self._arrived(source, moved.slot)
             return
         grad = self._own("reshards", source)
-        node = self.forward.program.ops[source.ref[0]]
-        self.book.new("temporaries", node.name, node.where, workspace(back, lambda layout: self.shares.value(source.ref, layout)))
-        if source.leaf is not None and reshard.fetches(self.shares.plan.mesh) and back[-1].kind == "reduce_scatter" and self.scattering:
-            self._scatter_later(moved.slot, self.block or object())
+        node, value = self.forward.program.ops[source.ref[0]], partial(self.shares.value, source.ref)
+        moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
+        if source.leaf is not None and reshard.fetches(sizes) and moved_by and self.scattering:
+            self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value))
+            self._scatter_later(moved.slot, self.block or object(), halfway(moved_by, value))
+        else:
+            self.book.new("temporaries", node.name, node.where, workspace(back, value))
         self._arrived(source, grad)
 
-    def _scatter_later(self, whole: Storage, unit: object) -> None:
-        """Whole gradients wait for their reduce-scatter: those of one block, and so many bytes more (runtime.late)."""
-        self.late.append((whole, unit))
-        while self.late[0][1] != unit and sum(storage.nbytes for storage, _ in self.late) - self.late[0][0].nbytes > LATE_BYTES:
-            self.book.use(self.late.popleft()[0])
+    def _scatter_later(self, whole: Storage, unit: object, halfway: Sequence[float] = ()) -> None:
+        """Whole gradients wait for their reduce-scatter: those of one block, and so many bytes more (runtime.late). Then those that are `halfway`
+        there wait for theirs."""
+        self._runs(whole, unit, halfway)
+        while self.late[0].unit != unit and sum(late.held.nbytes for late in self.late) - self.late[0].held.nbytes > LATE_BYTES:
+            late = self.late.popleft()
+            self.book.use(late.held)
+            if late.coming is not None:
+                self._runs(late.coming, unit, late.halfway)
+
+    def _runs(self, held: Storage, unit: object, halfway: Sequence[float]) -> None:
+        """A collective takes what is `held` and brings the first of what is `halfway`."""
+        coming = self.book.new(held.kind, held.node, held.where, halfway[0]) if halfway else None
+        self.late.append(Late(held, unit, coming, halfway[1:]))
 
     def _gathered_again(self, storage: Storage) -> Storage:
         """A weight that the backward gathers again, once for all who need it in one block."""

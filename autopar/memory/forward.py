@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
-from autopar.memory.moves import fresh, workspace
+from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import COPIED, DROPOUT, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
@@ -174,9 +176,11 @@ class Forward:
             storage.regathered = reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
             if self.habits.regathers and not reshard.weight and source.storage is not None and any(step.kind == "all_gather" for step in forward):
                 storage.regathered, storage.sources = True, (source.storage,)
+            left = forward
             if op.role == "param" and reshard.fetches(self.sizes):
+                storage.halfway, left = halfway(moving(forward, self.sizes), partial(self.shares.value, ref)), forward[-1:]
                 self._fetched(storage)
-            self.book.new("temporaries", ref[0], op.where, workspace(forward, lambda layout: self.shares.value(ref, layout)))
+            self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref)))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
         steps.append(Step((source,), (value,), reshard=reshard))
@@ -279,7 +283,7 @@ class Forward:
                 self._op(op, steps)
         self._close(self.frame)
         if self.block.storages:
-            self.units[before:before] = [Unit(self.block.nbytes)] * (count - 1)
+            self.units[before:before] = [self.block.alike] * (count - 1)
         self.frame, self.block = outer, None
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]

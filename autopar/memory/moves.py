@@ -22,6 +22,12 @@ def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float])
     return most
 
 
+def halfway(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -> tuple[float, ...]:
+    """Of collectives that run one after the other in the background (runtime.moves.Chain): the bytes of what each but the last brings, with
+    the copies in which the next one takes or gives it."""
+    return tuple(nbytes(step.before) + _parts(step, nbytes(step.before), nbytes(step.after)) * (step.kind != "all_gather") for step in steps[1:])
+
+
 def _parts(step: Step, before: float, after: float) -> float:
     """Copies in which a collective takes or gives what it moves: none where the first dim is cut, the order in memory."""
     if step.kind == "all_gather":

@@ -22,7 +22,7 @@ from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Program
-from autopar.problem.hiding import LOCAL_AXIS, Load, Loads, in_line, merged, together_s
+from autopar.problem.hiding import Load, Loads, in_line, merged, split, together_s
 from autopar.problem.inner import Wait
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
@@ -49,12 +49,14 @@ class Pass:
         """Collectives that compute waits for."""
         self.waited.add(loads, factor)
 
-    def hide(self, loads: Sequence[Load], factor: float) -> None:
-        """Collectives of which the last one runs in the background."""
-        last = max((i for i, load in enumerate(loads) if load.axis != LOCAL_AXIS), default=-1)
-        self.waited.add([load for i, load in enumerate(loads) if i != last], factor)
-        for load in loads[last:last + 1] if last >= 0 else ():
-            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor)
+    def hide(self, loads: Sequence[Load], factor: float, last: float = 0.0) -> None:
+        """A way whose collectives run in the background (`hiding.split`); of the share `last` all but the first when the rest is done."""
+        waited, behind = split(loads)
+        self.waited.add(waited, factor)
+        for number, load in enumerate(behind):
+            late = last if number else 0.0
+            self.after.add([load], factor * late)
+            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor * (1.0 - late))
 
     @property
     def background_s(self) -> float:
@@ -192,28 +194,35 @@ class Passes:
             return
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
-        scatters = gathers and bool(back) and back[-1].kind == "reduce_scatter" and link.ahead
-        (did.passes[BACKWARD].hide if scatters else did.passes[BACKWARD].wait)(back, count)
+        last = link.last if gathers and link.ahead else 0.0
+        if gathers and link.ahead:
+            did.passes[BACKWARD].hide(back, count, last)
+        else:
+            did.passes[BACKWARD].wait(back, count)
         for way in (WEIGHTS, BOTH):
             did.passes[way].wait(back, count)
         of = link.ref[0], id(did) if self.apart else 0
         if of not in self._held:  # readers share the leaf and the sum of its gradient
             self._held[of] = None
-            self._summed(link, made, leaf, grad_bytes, did)
+            # sums begin when gradients have come to their leaf: one block later for each collective
+            self._summed(link, made, leaf, grad_bytes, did, min(1.0, last * len(split(back)[1])))
 
-    def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did) -> None:
-        """What a weight takes once per step, or after every microbatch, in buckets."""
+    def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float) -> None:
+        """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done."""
         routes, count = self.prices.routes, link.count
         inside = bool(link.cluster.scope)
         own, others = (self._synced_bytes.get((made, leaf, scope), 0.0) for scope in (inside, not inside))
         together = own + others
         sums = routes.loads(leaf, made.back, grad_bytes, min(self.prices.bucket_bytes, together) * grad_bytes / link.size_bytes)
         if made.each or not self.late:
-            first = next((i for i, load in enumerate(sums) if load.axis != LOCAL_AXIS), -1)
-            hidden = 0.0 if link.opening or together <= BUCKET_BYTES else 1.0 - BUCKET_BYTES / 2 / together  # the last bucket is half full on average
+            local, moving = split(sums)
             for way in (BACKWARD, WEIGHTS, BOTH):
-                did.passes[way].after.add([load.times(1.0 - hidden if i == first else 1.0) for i, load in enumerate(sums)], count)
-                did.passes[way].behind.add(sums[first:first + 1] if first >= 0 else (), count * hidden)
+                did.passes[way].after.add(local, count)
+                for number, load in enumerate(moving):
+                    # the last bucket is half full on average; another collective begins one bucket later
+                    hidden = 0.0 if link.opening or together <= BUCKET_BYTES else max(0.0, 1.0 - max(last, (number + 0.5) * BUCKET_BYTES / together))
+                    did.passes[way].after.add([load], count * (1.0 - hidden))
+                    did.passes[way].behind.add([load], count * hidden)
         else:
             did.once.add(sums, count)
         if made.value != made.back:
@@ -221,9 +230,11 @@ class Passes:
             if self.late:
                 did.once.add(gathered, count)
             else:
-                ahead = self._filled_ahead.get(link.readers[0][0].scope, 0.0) if len(gathered) == 1 else 0.0
-                did.passes[FORWARD].after.add(gathered, count * (1 - ahead))
-                did.passes[FORWARD].ahead.add(gathered, count * ahead)
+                local, moving = split(gathered)
+                ahead = self._filled_ahead.get(link.readers[0][0].scope, 0.0) if all(load.kind == "all_gather" for load in moving) else 0.0
+                did.passes[FORWARD].after.add(local, count)
+                did.passes[FORWARD].after.add(moving, count * (1 - ahead))
+                did.passes[FORWARD].ahead.add(moving, count * ahead)
 
     def _leaf(self, link: Link, made: Pair, asked: Pair) -> Layout:
         """How the gradient of the leaf lies before it is summed: partial where all that read the weight, on any place, leave it so."""

@@ -31,6 +31,15 @@ class Load:
         return Load(self.axis, self.seconds * factor, self.shares, self.kind)
 
 
+def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
+    """Of a way whose collectives run in the background (`layout.legs`): what compute waits for, and what is behind it."""
+    waited: list[Load] = []
+    behind: list[Load] = []
+    for load in loads:
+        (waited if load.axis == LOCAL_AXIS else behind).append(load)
+    return waited, behind
+
+
 class Loads:
     """Loads of one kind, those of an axis together."""
 

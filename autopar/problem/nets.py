@@ -70,6 +70,12 @@ class Link:
         order = {name: i for i, name in enumerate(self.program.ops)}
         return any(order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers)
 
+    @property
+    def last(self) -> float:
+        """Of a weight that blocks read: the share of its gradients that belongs to the block whose backward is the last one."""
+        scope = self.readers[0][0].scope
+        return 1.0 / self.program.runs[scope].count if self.weight and scope else 0.0
+
     @cached_property
     def size_bytes(self) -> float:
         """Bytes of the whole value."""
@@ -161,8 +167,9 @@ def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> 
     if link.opening:
         return 1.0
     grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
+    scope = link.readers[0][0].scope
     return prices.shown(link.rows, link.columns, link.size_bytes, cost_s / link.count, times, grad_bytes,
-                        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0), link.ahead)
+                        link.program.weights_bytes.get(scope, 0.0), link.last, link.ahead)
 
 
 def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.ndarray:
@@ -170,10 +177,11 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
     saved = link.asked_by(lambda op, operand: (op.name, operand) in keeps.reads)
     fresh, held = prices.made_bytes(link.rows, link.columns, link.size_bytes)
     if link.weight:
-        # a gathered weight lives only while its block and the one before it run (runtime.ahead), so it counts twice, not once per block; one that
-        # is not gathered again stays
+        # a gathered weight lives only while its block and the one before it run (runtime.ahead), so it counts twice, not once per block, and what comes
+        # on the way to it one block longer; one that is not gathered again stays
         alive = 2 if link.readers[0][0].scope and link.count > 1 else 1
-        return held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, alive)
+        halfway = (alive + 1 if alive > 1 else 1) * prices.halfway_bytes(link.rows, link.columns, link.size_bytes)
+        return halfway + held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, alive)
     stays = np.array([link.way in keeps.moved or c in saved for c in range(len(link.columns))])
     return stays * np.where(fresh, held * link.count, _owned(link, keeps, prices)[:, None])
 

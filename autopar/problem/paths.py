@@ -4,6 +4,7 @@
     Paths.seconds   what each way costs for a tensor of some size
     Paths.loads     the same of one way, step by step
     Paths.gathers   whether an all-gather is among its steps
+    Paths.halfway   the share of the tensor that comes on the way, before the last collective
     Paths.held      the share of the tensor that the last new tensor on the way is, NaN where no memory is taken
 """
 
@@ -19,8 +20,8 @@ import numpy as np
 
 from autopar.cluster import Mesh
 from autopar.cost.comm import LOCAL, collective_s, group_bytes, link_shares, step_s
-from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, sections_of, shard, steps
-from autopar.problem.hiding import LOCAL_AXIS, Load
+from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, moving, sections_of, shard, steps
+from autopar.problem.hiding import LOCAL_AXIS, Load, split
 
 
 class Ways(NamedTuple):
@@ -44,7 +45,7 @@ class _Sized:
     loads: dict[int, list[Load]] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
     ways: dict[int, float] = field(default_factory=dict)
-    waited: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
+    waited: dict[float, dict[int, float]] = field(default_factory=dict)
 
 
 class Paths:
@@ -59,6 +60,8 @@ class Paths:
         self._way: list[list[int]] = []  # of each way: its steps by number
         self._gathers: list[bool] = []
         self._held: list[float] = []
+        self._collectives: list[int] = []
+        self._halfway: list[float] = []
         self._of_size: dict[tuple[float, float], _Sized] = {}  # by bytes of a tensor, of a bucket
 
     def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
@@ -114,20 +117,18 @@ class Paths:
         copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 
-    def waited_s(self, ways: Ways, size_bytes: float, kind: str = "", *, hides: int = -1, bucket_bytes: float = 0.0) -> np.ndarray:
-        """Seconds of each way but for its collective number `hides`, the last or the first, which runs in the background, of a tensor of `size_bytes`; of
-        the whole way where that one is of another `kind` (any, where none is named)."""
-        known = self._sized(size_bytes, bucket_bytes).waited.setdefault((kind, hides), {})
+    def waited_s(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0, *, later: float = 0.0) -> np.ndarray:
+        """Seconds of each way that compute waits for where its collectives run in the background (`hiding.split`), of a tensor of `size_bytes`; with the share
+        `later` of all of these but the first."""
+        known = self._sized(size_bytes, bucket_bytes).waited.setdefault(later, {})
         for number in ways.numbers:
             if number not in known:
-                known[number] = self._waited_s(number, size_bytes, kind, hides, bucket_bytes)
+                known[number] = self._waited_s(number, size_bytes, bucket_bytes, later)
         return np.array([known[number] for number in ways.numbers], float)[ways.at]
 
-    def _waited_s(self, number: int, size_bytes: float, kind: str, hides: int, bucket_bytes: float) -> float:
-        each = self._way_loads(number, size_bytes, bucket_bytes)
-        moving = [load for load in each if load.axis != LOCAL_AXIS]
-        hidden_s = moving[hides].seconds if moving and kind in ("", moving[hides].kind) else 0.0
-        return sum(load.seconds for load in each) - hidden_s
+    def _waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
+        waited, behind = split(self._way_loads(number, size_bytes, bucket_bytes))
+        return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
 
     def gathers(self, ways: Ways) -> np.ndarray:
         """bool: whether each way has an all-gather."""
@@ -137,6 +138,14 @@ class Paths:
         """The share of the whole tensor that a rank gets memory for, NaN where it gets none: the last step on the way that makes a tensor."""
         return np.array([self._held[number] for number in ways.numbers], float)[ways.at]
 
+    def halfway(self, ways: Ways) -> np.ndarray:
+        """The share of the whole tensor that is on a rank on each way, between its first collective and its last one: 0 where that is one."""
+        return np.array([self._halfway[number] for number in ways.numbers], float)[ways.at]
+
+    def collectives(self, ways: Ways) -> np.ndarray:
+        """How many collectives each way takes, one after the other."""
+        return np.array([self._collectives[number] for number in ways.numbers], float)[ways.at]
+
     def _find(self, known: dict[Layout, int], source: Layout, target: Layout) -> int:
         ends = renamed(source, target)
         number = known[target] = self._alike.setdefault(ends, len(self._way))
@@ -145,6 +154,9 @@ class Paths:
         path = steps(*ends, self.sizes)
         self._way.append([self._number(step) for step in path])
         self._gathers.append(any(step.kind == "all_gather" for step in path))
+        moved = moving(path, self.sizes)
+        self._collectives.append(len(moved))
+        self._halfway.append(sum(fraction(step.before, self.sizes) for step in moved[1:]))
         made = [s.after for s in path if not is_placed(s.after[s.axis])]
         self._held.append(fraction(made[-1], self.sizes) if made else math.nan)
         return number

@@ -131,29 +131,32 @@ class Prices:
         return seconds + np.where(here.graded, backward_s, 0.0)
 
     def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
-              grad_bytes: float, block_bytes: float, ahead: bool) -> np.ndarray:
+              grad_bytes: float, block_bytes: float, last: float, ahead: bool) -> np.ndarray:
         """[rows, columns]: the share that shows of `seconds`, those of the reshard of a weight of `size_bytes` with a gradient of `grad_bytes`, gathered so many
-        `times`, in a block with weights of `block_bytes`. Of each way only the last collective runs in the background, if it begins one that gathers, or
-        scatters the gradient of what was gathered (runtime.moves.relayout_later), where gathers can begin `ahead`, and the first one of sums
-        (runtime.gradsync); of leaves that are gathered once per step the first buckets of each block (runtime.leaves). Compute waits for the others."""
+        `times`, in a block with weights of `block_bytes`. Ways that begin with a gather, and the gradients' way back, run in the background (`hiding.split`)
+        where gathers can begin `ahead`, as sums do (runtime.gradsync); of leaves that are gathered once per step the first buckets of each block
+        (runtime.leaves). Compute waits for the others, and of the share `last` of gradients, those of the block whose backward is the last one, for all but
+        the first collective."""
         here = self.routes.between(rows, columns)
         gathers = self.routes.gathers(here.forward) & ahead
         waits = times * np.where(gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes))
         if here.graded.any():
-            back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, "reduce_scatter"), self.routes.seconds(here.read, grad_bytes))
-            waits = waits + np.where(here.graded, back + self._late_s(here, size_bytes, grad_bytes, block_bytes), 0.0)
+            late = np.minimum(1.0, last * self.routes.collectives(here.read))  # what is summed behind a scatter begins one block later for each of its collectives
+            back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, later=last), self.routes.seconds(here.read, grad_bytes))
+            waits = waits + np.where(here.graded, back + self._late_s(here, size_bytes, grad_bytes, block_bytes, np.where(gathers, late, 0.0)), 0.0)
         share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
         return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
 
-    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, and for leaves that are gathered once per step."""
+    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray) -> np.ndarray:
+        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` shows, and for leaves that are gathered once per step."""
         held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * block_bytes
         ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
         leaf_s = self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes)
-        return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes) + (1.0 - ahead) * leaf_s)
+        return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes, last) + (1.0 - ahead) * leaf_s)
 
-    def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float) -> np.ndarray:
-        return self.routes.waited_s(here.summed, grad_bytes, hides=0, bucket_bytes=self.bucket_bytes * grad_bytes / size_bytes)
+    def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float, last: np.ndarray) -> np.ndarray:
+        bucket_bytes = self.bucket_bytes * grad_bytes / size_bytes
+        return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(here.summed, grad_bytes, bucket_bytes)
 
     def again(self, rows: Sequence[Pair], columns: Sequence[Pair], twice: Sequence[bool]) -> np.ndarray:
         """[rows, columns]: how often a weight is gathered whose copy is dropped for the columns `twice`."""
@@ -177,6 +180,11 @@ class Prices:
         held = self.routes.held(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
+
+    def halfway_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
+        """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one after the other."""
+        here = self.routes.between(rows, columns)
+        return np.where(self.routes.gathers(here.forward), size_bytes * self.routes.halfway(here.forward), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter

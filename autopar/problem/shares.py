@@ -44,9 +44,9 @@ class MicroPrices(Prices):
             return super()._back_s(here, size_bytes, weight, leaf_bytes)
         return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0)
 
-    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float) -> np.ndarray:
+    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray) -> np.ndarray:
         """Of sums after every microbatch: the others wait for the end of the step."""
-        return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes), 0.0)
+        return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes, last), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Nothing: what rests is there once."""

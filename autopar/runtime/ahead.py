@@ -3,15 +3,17 @@
 Every step gathers the same weights in the same order. The `Orders` of a stage are learned in its first step, forward and backward apart, as
 torch's FSDP2 learns them, and followed from then on. All that one block gathers is a *unit*, and so is each weight that the model itself gathers.
 When a unit begins, the gathers of the unit behind it begin too, and further ones until BUCKET_BYTES are on their way: small ones would hide
-nothing. So one unit more is in memory than is used. A pass that does something else than was learned (a parameter was frozen) gathers the rest
-when it needs it, and the order is learned anew.
+nothing. So one unit more is in memory than is used. A gather over several axes is a chain of collectives, each of what the one before it has
+brought: its last one begins then, and each of the others one unit earlier than the one behind it, so that all of them have a unit's time
+(`timetable`). What has come so far is a fraction of the weight. A pass that does something else than was learned (a parameter was frozen) gathers
+the rest when it needs it, and the order is learned anew.
 
 What begins when follows from what runs alone, not from values or from what one rank has, so it is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,22 +22,24 @@ import torch
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward
-from autopar.layout import BUCKET_BYTES, Layout, most_elements, steps
+from autopar.layout import BUCKET_BYTES, Layout, most_elements, moving, steps
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import relayout, relayout_later
+from autopar.runtime.moves import Chain, relayout
 from autopar.runtime.params import Held
 from autopar.runtime.stack import pushed
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead), of `nbytes` on the fullest rank."""
+    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead), of `nbytes` on the fullest rank, in so
+    many collectives."""
 
     held: Held | None
     src: Layout
     dst: Layout
     shape: tuple[int, ...]
     nbytes: int
+    legs: int
     name: str = field(compare=False)
     unit: Any = field(compare=False)
 
@@ -51,42 +55,72 @@ class Part(Protocol):
     def nbytes(self) -> float:
         """Bytes of the result on the fullest rank."""
 
+    @property
+    def legs(self) -> int:
+        """Collectives, one after the other."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a kind of pass gathers, in order, and what of it goes on when (`timetable`)."""
+
+    calls: tuple[Call, ...]
+    due: Mapping[int, tuple[int, ...]]
+
+
+NOTHING = Learned((), {})
+
 
 class Orders:
     """How the passes over one stage gather, by kind of pass; `held_of` says whose leaf a tensor is."""
 
     def __init__(self, held_of: Callable[[Tensor], Held | None], mesh: Mesh, ahead_bytes: float = BUCKET_BYTES) -> None:
         self.held_of, self.mesh, self.ahead_bytes = held_of, mesh, ahead_bytes
-        self.known: dict[str, tuple[Call, ...]] = {}
+        self.known: dict[str, Learned] = {}
         self._first: dict[str, Going] = {}  # pass of this step, by kind
+        self._open: dict[Going, None] = {}
 
     def step(self) -> None:
-        """A step begins: what the first passes of the last one did is what comes next."""
-        self.known.update({kind: tuple(going.seen) for kind, going in self._first.items() if going.ended})
-        self._first = {}
+        """A step begins: what the first passes of the last one did is what comes next. Passes that an error has left end."""
+        for going in self._open:
+            going.drop()
+        for kind, going in self._first.items():
+            calls = tuple(going.seen)
+            if going.ended and calls != self._calls(kind):
+                self.known[kind] = Learned(calls, timetable(calls, self.ahead_bytes))
+        self._first, self._open = {}, {}
+
+    def _calls(self, kind: str) -> tuple[Call, ...]:
+        return self.known.get(kind, NOTHING).calls
 
     def going(self, kind: str) -> Going:
         """A pass of some kind begins."""
-        made = Going(self, self.known.get(kind, ()))
+        made = Going(self, self.known.get(kind, NOTHING))
         self._first.setdefault(kind, made)
+        self._open[made] = None
         return made
+
+    def over(self, going: Going) -> None:
+        """A pass has ended."""
+        self._open.pop(going, None)
 
     def call(self, x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any) -> Call:
         """What is known of one gather."""
-        moves = any(step.kind == "all_gather" and self.mesh.sizes[step.axis] > 1 for step in steps(src, dst, self.mesh.sizes))
+        way = moving(steps(src, dst, self.mesh.sizes), self.mesh.sizes)
+        gathers = any(step.kind == "all_gather" for step in way)
         nbytes = most_elements(shape, dst, self.mesh.sizes) * x.element_size()
-        return Call(self.held_of(x) if moves else None, src, dst, shape, nbytes, name, unit)
+        return Call(self.held_of(x) if gathers else None, src, dst, shape, nbytes, len(way), name, unit)
 
 
 class Going:
-    """One pass in one direction, which follows `plan` as far as it does what that says (empty: it learns)."""
+    """One pass in one direction, which follows what was learned as far as it does that (nothing: it learns)."""
 
-    def __init__(self, orders: Orders, plan: Sequence[Call]) -> None:
-        self.orders, self.plan = orders, plan
+    def __init__(self, orders: Orders, learned: Learned) -> None:
+        self.orders, self.plan = orders, learned.calls
         self.seen: list[Call] = []
         self.ended = False
-        self._upto = 0  # gathers of the plan that have begun
-        self._begun: dict[int, tuple[Callable[[], Tensor], int]] = {}  # by number: how to finish, and the version of what is gathered
+        self._due = dict(learned.due)
+        self._begun: dict[int, tuple[Chain, int]] = {}  # by number, with the version of what is gathered
 
     def take(self, x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *,
              leaf: Tensor, unit: Any) -> Tensor:
@@ -96,17 +130,15 @@ class Going:
         call, at = self.orders.call(leaf, src, dst, shape, name, unit), len(self.seen)
         self.seen.append(call)
         if self.plan and (at >= len(self.plan) or self.plan[at] != call):
-            self._leave()
-        if self.plan and (at == 0 or self.plan[at - 1].unit != self.plan[at].unit):
-            self._begin(reach(self.plan, at, self.orders.ahead_bytes))
-        finish, version = self._begun.pop(at, (None, -1))
-        whole = finish() if finish is not None else None
+            self.leave()
+        self._go_on(at)
+        chain, version = self._begun.pop(at, (None, -1))
+        whole = chain.finish() if chain is not None else None
         return whole if whole is not None and version == leaf._version else relayout(x, src, dst, shape, mesh, name)
 
     def begin(self) -> None:
         """The pass comes next: its first gathers begin."""
-        if self.plan:
-            self._begin(reach(self.plan, 0, self.orders.ahead_bytes))
+        self._go_on(0)
 
     def take_back(self, *args: Any, **kwargs: Any) -> Tensor:
         """`take` in a backward, at whose end the pass ends."""
@@ -116,26 +148,55 @@ class Going:
 
     def end(self) -> None:
         """The pass is over."""
-        self._leave()
+        self.leave()
         self.ended = True
+        self.orders.over(self)
 
-    def _leave(self) -> None:
-        """Follow the plan no longer; what has begun is waited for, since all ranks take part in it."""
-        for finish, _ in self._begun.values():
-            finish()
-        self._begun, self.plan = {}, ()
+    def leave(self) -> None:
+        """Follow the plan no longer."""
+        self.drop()
+        self.plan, self._due = (), {}
+
+    def drop(self) -> None:
+        """What has begun is not wanted; what of it runs is waited for, since all ranks take part in it."""
+        for chain, _ in self._begun.values():
+            chain.wait()
+        self._begun = {}
 
     @torch.no_grad()
-    def _begin(self, upto: int) -> None:
-        for number in range(self._upto, upto):
-            call = self.plan[number]
-            if call.held is not None:
-                if call.held.ready is not None:
-                    call.held.ready()
-                leaf = call.held.leaf
-                finish = relayout_later(leaf.detach(), call.src, call.dst, call.shape, self.orders.mesh, call.name)
-                self._begun[number] = finish, leaf._version
-        self._upto = max(self._upto, upto)
+    def _go_on(self, at: int) -> None:
+        """Number `at` is next; where it begins its unit, gathers begin and go on."""
+        for number in self._due.pop(at, ()):
+            held = self.plan[number].held
+            if held is not None:
+                if number not in self._begun:
+                    self._begun[number] = self._chain(self.plan[number], held)
+                self._begun[number][0].go_on()
+
+    def _chain(self, call: Call, held: Held) -> tuple[Chain, int]:
+        if held.ready is not None:
+            held.ready()
+        return Chain(held.leaf.detach(), call.src, call.dst, call.shape, self.orders.mesh, call.name), held.leaf._version
+
+
+def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
+    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order.
+
+    Those that `reach` names have begun their last one then, those that it will name one unit later their last but one, and so on.
+    """
+    starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
+    ends, deepest = [reach(plan, at, ahead_bytes) for at in starts], max((part.legs for part in plan), default=0)
+    begun, due = [0] * len(plan), {}
+    for unit, at in enumerate(starts):
+        wanted, first = {}, at
+        for early, end in enumerate(ends[unit:unit + deepest]):
+            wanted.update({number: plan[number].legs - early for number in range(first, end)})
+            first = end
+        rounds = [[number for number, legs in wanted.items() if begun[number] <= leg < legs] for leg in range(deepest)]
+        due[at] = tuple(number for here in rounds for number in here)
+        for number in due[at]:
+            begun[number] += 1
+    return due
 
 
 def reach(plan: Sequence[Part], at: int, ahead_bytes: float) -> int:

@@ -6,6 +6,7 @@ All are exact for every dtype: booleans, which the backends reduce each in its o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from autopar.runtime.mesh import Mesh
 
+Later = Callable[[], Tensor]
+Result = TypeVar("Result")
 # torch 2.13 renamed the two and warns at every call of the old names; 2.11 has the old ones only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,20 +27,30 @@ def all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Tensor:
 
     A sum of booleans is their "or".
     """
+    return start_all_reduce(x, axis, mesh, entry)()
+
+
+def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Later:
+    """`all_reduce` in the background; the result comes from calling what this returns."""
     if mesh.sizes[axis] == 1:
-        return x
+        return lambda: x
     if x.dtype == torch.bool:
-        return all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry).to(torch.bool)
+        done = start_all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry)
+        return lambda: done().to(torch.bool)
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, OPS[entry], group=mesh.group(axis))
-    return out
+    return _then(dist.all_reduce(out, OPS[entry], group=mesh.group(axis), async_op=True), lambda: out)
 
 
 def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
     """What coordinate `source` of `axis` has, on all its ranks; `x` says shape and dtype elsewhere and may be overwritten there."""
+    return start_broadcast(x, source, axis, mesh)()
+
+
+def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Later:
+    """`broadcast` in the background; the result comes from calling what this returns."""
     out = x.contiguous()
-    dist.broadcast(out.view(torch.uint8) if out.dtype == torch.bool else out, group=mesh.group(axis), group_src=source)
-    return out
+    sent = out.view(torch.uint8) if out.dtype == torch.bool else out
+    return _then(dist.broadcast(sent, group=mesh.group(axis), group_src=source, async_op=True), lambda: out)
 
 
 def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -45,46 +58,48 @@ def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return start_all_gather(x, axis, mesh)()
 
 
-def start_all_gather(x: Tensor, axis: int, mesh: Mesh) -> Callable[[], Tensor]:
+def start_all_gather(x: Tensor, axis: int, mesh: Mesh) -> Later:
     """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
-    work = _all_gather(out, x, group=mesh.group(axis), async_op=True)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return out.view(mesh.sizes[axis], *x.shape)
-
-    return finish
+    return _then(_all_gather(out, x, group=mesh.group(axis), async_op=True), lambda: out.view(mesh.sizes[axis], *x.shape))
 
 
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """The sum over ranks of part [i] of `[n, m, ...]`, on rank i of the axis: `[m, ...]`."""
-    if x.dtype == torch.bool:
-        return reduce_scatter(x.to(torch.int32), axis, mesh) > 0
     return start_reduce_scatter(x, axis, mesh)()
 
 
-def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None) -> Callable[[], Tensor]:
+def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None) -> Later:
     """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this returns. `x` must not
     change until then."""
+    if x.dtype == torch.bool:
+        done = start_reduce_scatter(x.to(torch.int32), axis, mesh)
+        return lambda: done() > 0
     x = x.contiguous()
-    out = x.new_empty(x.shape[1:]) if out is None else out
-    work = _reduce_scatter(out, x.flatten(0, 1), group=mesh.group(axis), async_op=True)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return out
-
-    return finish
+    into = x.new_empty(x.shape[1:]) if out is None else out
+    return _then(_reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis), async_op=True), lambda: into)
 
 
 def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> list[Tensor]:
     """Send `parts[i]` to rank i of the axis; get the tensors of `shapes`, one from each."""
+    return start_all_to_all(parts, shapes, axis, mesh)()
+
+
+def start_all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> Callable[[], list[Tensor]]:
+    """`all_to_all` in the background; the result comes from calling what this returns."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     out = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis))
-    return [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)]
+    work = dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis), async_op=True)
+    return _then(work, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
+
+
+def _then(work: Any, result: Callable[[], Result]) -> Callable[[], Result]:
+    """Wait for `work`, then `result`."""
+    def finish() -> Result:
+        if work is not None:
+            work.wait()
+        return result()
+
+    return finish

@@ -2,7 +2,8 @@
 
 Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
 scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
-there, while the backward goes on, and all are finished when the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
+there, while the backward goes on; where it takes several collectives, the next one begins when buckets behind it have begun. All are finished when
+the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
 scattered in the background (`runtime.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
 as on one device.
@@ -21,23 +22,46 @@ from autopar._torch import at_end_of_backward, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
-from autopar.runtime.count import counting, record
 from autopar.runtime.late import Queue
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import relayout_later, step_bytes
+from autopar.runtime.moves import Chain
 from autopar.runtime.params import Held
-from autopar.runtime.together import KINDS, Finish, start
+from autopar.runtime.together import KINDS, Together
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients take the same collectives (kind, axis), one after the other: the first one in the background."""
+    """Parameters whose gradients take the same collectives (kind, axis), one after the other in the background."""
 
     moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
     ready: list[Held] = field(default_factory=list)
-    begun: bool = False
-    finish: Finish | None = None
+    sums: Together | None = None
+
+
+@dataclass(eq=False)
+class Scatter:
+    """The gradient of one parameter on its way to where `done` takes it."""
+
+    chain: Chain
+    done: Callable[[Tensor], None]
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of what is on its way."""
+        return self.chain.nbytes
+
+    def go_on(self) -> bool:
+        """Begin the next collective, or hand over what has come."""
+        if self.chain.more:
+            self.chain.go_on()
+            return True
+        self.done(self.chain.finish())
+        return False
+
+    def wait(self) -> None:
+        """Wait for what runs."""
+        self.chain.wait()
 
 
 class GradSync:
@@ -53,6 +77,7 @@ class GradSync:
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
         self.late = Queue(2 * bucket_bytes)
+        self.sums = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
         self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
         self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends
         self.moved: dict[str, None] = {}
@@ -91,13 +116,18 @@ class GradSync:
         for held in self.held_of.values():
             held.leaf.grad = None
         self.waiting = {}
+        self.late.drop()
+        for bucket in self.started:
+            if bucket.sums is not None:
+                bucket.sums.wait()
         self._clear()
 
     def _clear(self) -> None:
         self.reached, self.started, self.scattered, self.pending, self.moved = {}, [], {}, {}, {}
         self.late.waiting.clear()
+        self.sums.waiting.clear()
         for bucket in self.buckets:
-            bucket.ready, bucket.begun, bucket.finish = [], False, None
+            bucket.ready, bucket.sums = [], None
 
     def of(self, leaf: Tensor) -> Held | None:
         """Whose leaf a tensor is."""
@@ -122,8 +152,11 @@ class GradSync:
         self._queue()
         self.pending[held.name] = held
         grad = grad.to(held.local.dtype)  # before it is summed
-        finish = relayout_later(grad, src, dst, held.info.shape, self.mesh, name)
-        self.late.add(lambda: done(held, finish()), grad.numel() * grad.element_size(), unit)
+        scatter = Scatter(Chain(grad, src, dst, held.info.shape, self.mesh, name), lambda grad: done(held, grad))
+        if scatter.chain.more:
+            scatter.chain.go_on()
+        del grad  # the chain lets go of it when its first collective is over
+        self.late.add(scatter, unit)
 
     @torch.no_grad()
     def _partly(self, held: Held, grad: Tensor) -> None:
@@ -188,19 +221,15 @@ class GradSync:
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         grads = [_grad(held) for held in bucket.ready]
-        bucket.begun = True
-        bucket.finish = self._run(bucket, 0, grads)  # copies even a single one: its memory may be part of a gradient still on its way elsewhere
+        ways, shapes = [sync_steps(held, self.mesh) for held in bucket.ready], [held.info.shape for held in bucket.ready]
+        # copies even a single one: its memory may be part of a gradient still on its way elsewhere
+        bucket.sums = Together(ways, grads, shapes, self.mesh, [held.name for held in bucket.ready])
+        del grads
         for held in bucket.ready:
             held.leaf.grad = None
         self.started.append(bucket)
-        if counting():
-            for held, grad in zip(bucket.ready, grads, strict=True):
-                for step in sync_steps(held, self.mesh):
-                    record(step.kind, step.axis, step_bytes(step, held.info.shape, grad.element_size(), self.mesh), held.name)
-
-    def _run(self, bucket: Bucket, index: int, tensors: Sequence[Tensor]) -> Finish:
-        """Begin the collective number `index` of a bucket."""
-        return start([sync_steps(held, self.mesh)[index] for held in bucket.ready], tensors, [held.info.shape for held in bucket.ready], self.mesh)
+        if bucket.sums.more:
+            self.sums.add(bucket.sums, bucket)
 
     @torch.no_grad()
     def _finish(self, *, more: bool | None = None) -> None:
@@ -210,12 +239,13 @@ class GradSync:
             if held.name not in self.moved:
                 self._move(held)
         for bucket in self.buckets:
-            if bucket.ready and not bucket.begun:  # some of its parameters were not reached: the same ones on all ranks
+            if bucket.ready and bucket.sums is None:  # some of its parameters were not reached: the same ones on all ranks
                 self._start(bucket)
         for held in self.reached.values():
             if held.name in self.bucket_of and held.leaf.grad is not None:  # a part that came when the bucket had left
                 grad, held.leaf.grad = held.leaf.grad, None
                 self._scatter(held, grad, held.info.partial_grad, held.name, held)
+        self.sums.drain()
         for bucket in self.started:
             self._complete(bucket)
         self.late.drain()
@@ -237,11 +267,8 @@ class GradSync:
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
 
     def _complete(self, bucket: Bucket) -> None:
-        assert bucket.finish is not None, "only started buckets are completed"
-        grads = bucket.finish()
-        for index in range(1, len(bucket.moves)):
-            grads = self._run(bucket, index, grads)()
-        for held, grad in zip(bucket.ready, grads, strict=True):
+        assert bucket.sums is not None, "only started buckets are completed"
+        for held, grad in zip(bucket.ready, bucket.sums.finish(), strict=True):
             self._rests(held, grad)
 
 

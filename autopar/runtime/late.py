@@ -1,37 +1,50 @@
-"""Work on its way in the background: whole gradients that are being scattered, so many at a time."""
+"""Work on its way in the background: whole gradients that are being scattered and sums of them, so many bytes at a time."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """What `finish` waits for, of `nbytes` until then; it belongs to `unit`."""
+class Late(Protocol):
+    """Work in parts, the first of which runs."""
 
-    finish: Callable[[], None]
-    nbytes: float
-    unit: Any
+    @property
+    def nbytes(self) -> float:
+        """Bytes that are there until the part that runs is over."""
+
+    def go_on(self) -> bool:
+        """Wait for that part and begin the next one, or end; whether there is more to do later."""
+
+    def wait(self) -> None:
+        """Wait for that part, and do no more."""
 
 
 class Queue:
-    """Late work, oldest first. What one unit adds stays until a later one has added `limit_bytes` behind it: a block's scatters hide under all of
-    its backward, and whole gradients of hardly more than one block are there."""
+    """Late work, oldest first. What one unit adds goes on when a later one has added `limit_bytes` behind it: a block's scatters hide under all of
+    its backward, and whole gradients of hardly more than one block are there. What has another part then waits as if the later unit had added it."""
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
-        self.waiting: deque[Late] = deque()
+        self.waiting: deque[tuple[Late, Any]] = deque()
 
-    def add(self, finish: Callable[[], None], nbytes: float, unit: Any) -> None:
-        """One more; what must not wait any longer is finished."""
-        self.waiting.append(Late(finish, nbytes, unit))
-        while self.waiting[0].unit != unit and sum(late.nbytes for late in self.waiting) - self.waiting[0].nbytes > self.limit_bytes:
-            self.waiting.popleft().finish()
+    def add(self, late: Late, unit: Any) -> None:
+        """One more, which belongs to `unit`; what must not wait any longer goes on."""
+        self.waiting.append((late, unit))
+        while self.waiting[0][1] != unit and sum(other.nbytes for other, _ in self.waiting) - self.waiting[0][0].nbytes > self.limit_bytes:
+            self._go_on(unit)
 
     def drain(self) -> None:
-        """Finish everything."""
+        """Finish everything, part by part."""
         while self.waiting:
-            self.waiting.popleft().finish()
+            self._go_on(None)
+
+    def drop(self) -> None:
+        """Nothing of it is wanted; what runs is waited for, since all ranks take part in it."""
+        while self.waiting:
+            self.waiting.popleft()[0].wait()
+
+    def _go_on(self, unit: Any) -> None:
+        late, _ = self.waiting.popleft()
+        if late.go_on():
+            self.waiting.append((late, unit))

@@ -2,7 +2,8 @@
 
 A parameter that rests cut and is whole for its readers, or that is computed with in another dtype, has a leaf of its own: it is cast, then gathered. At the begin of every step, and of every forward without a
 backward, all such leaves are gathered, in flat buckets in the order of use: those that the model itself reads before it runs, those of a block
-when it is called, while the gathers behind it go on. Nothing is remembered from one step to the next, so a leaf is never stale, whatever has
+when it is called, while the gathers behind it go on. Leaves that are cut over several axes take a collective for each, one after the other: the
+last one of a bucket begins LEAVES_AHEAD buckets before it is needed, each of the others one bucket earlier (`due`). Nothing is remembered from one step to the next, so a leaf is never stale, whatever has
 changed the parameter in between: an optimizer, a checkpoint, an edit in place that no version counter shows.
 """
 
@@ -16,12 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, steps
-from autopar.runtime.count import counting, record
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, crosses, steps
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import relayout, step_bytes
+from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held
-from autopar.runtime.together import Finish, start
+from autopar.runtime.together import Together
 
 
 class Reader(Protocol):
@@ -33,11 +33,17 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class _Bucket:
-    """Leaves that one collective fills, by `step` for each; without steps each is moved by itself when it is needed."""
+    """Leaves that the same collectives fill, by the way of each; without ways each is moved by itself when it is needed."""
 
     members: tuple[Held, ...]
-    steps: tuple[Step, ...]
-    finish: Finish | None = None
+    ways: tuple[tuple[Step, ...], ...]
+    begun: int = 0
+    moved: Together | None = None
+
+    @property
+    def legs(self) -> int:
+        """Collectives, one after the other."""
+        return len(self.ways[0]) if self.ways else 0
 
 
 class Leaves:
@@ -51,7 +57,7 @@ class Leaves:
         first = {h.name: min(owners.get(id(table), -1) for table, _ in h.readers) for h in gathered}  # -1: the model itself
         gathered.sort(key=lambda h: first[h.name])
         self.buckets = list(_buckets(gathered, first, mesh, bucket_bytes))
-        self.done = self.begun = len(self.buckets)
+        self.done = len(self.buckets)
         last = {number: index for index, bucket in enumerate(self.buckets) for h in bucket.members for number in _readers(h, owners)}
         self.before = last.get(-1, -1)
         for index, bucket in enumerate(self.buckets):
@@ -64,7 +70,7 @@ class Leaves:
     def refresh(self) -> None:
         """Begin to fill all leaves; returns when the model itself can run."""
         self.reset()
-        self.done = self.begun = 0
+        self.done = 0
         self._begin()
         self.finish(self.before)
 
@@ -77,29 +83,28 @@ class Leaves:
             self._begin()
 
     def reset(self) -> None:
-        """Forget the gathers of a step that ended in an error."""
+        """Forget the gathers of a step that ended in an error; what runs is waited for, since all ranks take part in it."""
         for bucket in self.buckets:
-            bucket.finish = None
-        self.done = self.begun = len(self.buckets)
+            if bucket.moved is not None:
+                bucket.moved.wait()
+            bucket.begun, bucket.moved = 0, None
+        self.done = len(self.buckets)
 
+    @torch.no_grad()
     def _begin(self) -> None:
-        while self.begun < min(len(self.buckets), self.done + LEAVES_AHEAD):
-            bucket = self.buckets[self.begun]
-            self.begun += 1
-            if bucket.steps:
-                with torch.no_grad():
-                    bucket.finish = start(bucket.steps, [h.on_device(h.leaf.dtype) for h in bucket.members], [h.info.shape for h in bucket.members], self.mesh)
-                self._count(bucket)
-
-    def _count(self, bucket: _Bucket) -> None:
-        if counting():
-            for held, step in zip(bucket.members, bucket.steps, strict=True):
-                record(step.kind, step.axis, step_bytes(step, held.info.shape, held.leaf.element_size(), self.mesh), held.name)
+        for number in due([bucket.legs for bucket in self.buckets], [bucket.begun for bucket in self.buckets], self.done):
+            bucket = self.buckets[number]
+            bucket.begun += 1
+            if bucket.moved is not None:
+                bucket.moved.go_on()
+                continue
+            shards = [h.on_device(h.leaf.dtype) for h in bucket.members]
+            bucket.moved = Together(bucket.ways, shards, [h.info.shape for h in bucket.members], self.mesh, [h.name for h in bucket.members])
 
     def _fill(self, bucket: _Bucket) -> None:
-        if bucket.finish is not None:
-            wholes: Sequence[Tensor] = bucket.finish()
-            bucket.finish = None
+        if bucket.moved is not None:
+            wholes: Sequence[Tensor] = bucket.moved.finish()
+            bucket.moved = None
         else:
             with torch.no_grad():
                 wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
@@ -122,8 +127,8 @@ def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_b
     filling: list[Held] = []
     key: Any = None
     for h in held:
-        step = gather_step(h, mesh)
-        here = (step.axis, h.leaf.dtype) if step is not None else None
+        way = gathered_by(h, mesh)
+        here = (*(step.axis for step in way), h.leaf.dtype) if way else None
         size = sum(m.leaf.numel() * m.leaf.element_size() for m in filling)
         new_reader = bool(filling) and first[filling[-1].name] != first[h.name]
         if filling and (here != key or size >= limit_bytes or (new_reader and (2 * size >= limit_bytes or first[filling[-1].name] < 0))):
@@ -136,11 +141,18 @@ def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_b
 
 
 def _bucket(members: Sequence[Held], mesh: Mesh) -> _Bucket:
-    found = [gather_step(h, mesh) for h in members]
-    return _Bucket(tuple(members), tuple(step for step in found if step is not None))
+    return _Bucket(tuple(members), tuple(way for h in members if (way := gathered_by(h, mesh))))
 
 
-def gather_step(held: Held, mesh: Mesh) -> Step | None:
-    """The one collective that fills the leaf of `held`, None where it takes none or several."""
+def gathered_by(held: Held, mesh: Mesh) -> tuple[Step, ...]:
+    """The collectives that fill the leaf of `held`, none where something else than gathers is on the way."""
     way = steps(held.info.entries, held.info.leaf_entries, mesh.sizes)
-    return way[0] if len(way) == 1 and way[0].kind == "all_gather" and mesh.sizes[way[0].axis] > 1 else None
+    return way if all(step.kind == "all_gather" and crosses(step, mesh.sizes) for step in way) else ()
+
+
+def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
+    """Which of the buckets go on, each by one collective, in this order, when `done` of them are filled: they take so many `legs`, of which so many have `begun`."""
+    deepest = max(legs, default=0)
+    wanted = {number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
+              for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))}
+    return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

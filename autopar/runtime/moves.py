@@ -5,19 +5,19 @@ The steps come from `layout.steps`, the same function that the cost model prices
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from autopar._torch import profiling
-from autopar.layout import Layout, Step, dim_of, is_placed, local_shape, placed_on, steps
+from autopar.layout import Layout, Step, crosses, dim_of, is_placed, legs, local_shape, placed_on, steps
 from autopar.runtime.collectives import (
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
+    Later,
     start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
     start_reduce_scatter,
 )
 from autopar.runtime.count import counting, record
@@ -34,40 +34,60 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
     May return `x` itself or a view of it. Raises RunError where `x` has another shape than `src` says, LayoutError
     where no steps lead from `src` to `dst`.
     """
-    check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
-    for step in steps(src, dst, mesh.sizes):
-        x = _do(x, step, shape, mesh, name)
-    return x
+    return Chain(x, src, dst, shape, mesh, name).finish()
 
 
-def relayout_later(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "") -> Callable[[], Tensor]:
-    """`relayout` whose last step, where that is an all-gather or a reduce-scatter, runs in the background; call the result to get the
-    tensor. `x` must not change until then."""
-    check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
-    todo = steps(src, dst, mesh.sizes)
-    late = bool(todo) and todo[-1].kind in _START and mesh.sizes[todo[-1].axis] > 1
-    for step in todo[:-1] if late else todo:
-        x = _do(x, step, shape, mesh, name)
-    if not late:
-        return lambda: x
-    _note(x, todo[-1], shape, mesh, name)
-    marked = _marked(x, todo[-1], shape, mesh)
-    with mark(*marked):
-        done = _START[todo[-1].kind](x, todo[-1], shape, mesh)
+class Chain:
+    """`relayout` whose collectives run in the background one after the other, leg by leg (`layout.legs`): `go_on` waits for the one that runs
+    and begins the next one, `finish` does all that is left. `x` must not change until its first one is over."""
 
-    def finish() -> Tensor:
+    def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "") -> None:
+        check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
+        self.shape, self.mesh, self.name = shape, mesh, name
+        self.nbytes = x.numel() * x.element_size()
+        """Bytes of what the collective that runs takes, or of what is there."""
+        *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
+        self._legs.reverse()
+        self._come: Later = lambda: x  # what is there, or is to come
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return bool(self._legs)
+
+    def go_on(self) -> None:
+        """Wait for the collective that runs; begin the next one. One is yet to begin (`more`)."""
+        *local, last = self._legs.pop()
+        x = self._do(self._come(), local)
+        self.nbytes = x.numel() * x.element_size()
+        _note(x, last, self.shape, self.mesh, self.name)
+        marked = _marked(x, last, self.shape, self.mesh)
         with mark(*marked):
-            return done()
+            done = _START[last.kind](x, last, self.shape, self.mesh)
 
-    return finish
+        def come() -> Tensor:
+            with mark(*marked):
+                return done()
 
+        self._come = come  # which has not x: a collective holds what it takes until it is over, and no longer
 
-def _do(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> Tensor:
-    _note(x, step, shape, mesh, name)
-    if mesh.sizes[step.axis] == 1:
+    def wait(self) -> None:
+        """Wait for the collective that runs; nothing else is wanted."""
+        self._come()
+
+    def finish(self) -> Tensor:
+        """The result; the steps that are left are done now."""
+        while self._legs:
+            self.go_on()
+        return self._do(self._come(), self._rest)
+
+    def _do(self, x: Tensor, local: Sequence[Step]) -> Tensor:
+        for step in local:
+            _note(x, step, self.shape, self.mesh, self.name)
+            if self.mesh.sizes[step.axis] > 1:
+                with mark(*_marked(x, step, self.shape, self.mesh)):
+                    x = _LOCAL[step.kind](x, step, self.shape, self.mesh)
         return x
-    with mark(*_marked(x, step, shape, mesh)):
-        return _RUN[step.kind](x, step, shape, mesh)
 
 
 def _marked(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[object, ...]:
@@ -87,11 +107,7 @@ def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
     return torch.Size(local_shape(shape, layout, mesh.sizes, mesh.coord)).numel() * itemsize
 
 
-def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
-    return _start_gather(x, step, shape, mesh)()
-
-
-def _start_gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Callable[[], Tensor]:
+def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
     dim = dim_of(step.before[step.axis])
     how = cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
     plain = how.even and dim == 0
@@ -99,16 +115,11 @@ def _start_gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Callable[[
     return (lambda: finish().flatten(0, 1)) if plain else (lambda: join(finish().unbind(0), dim, how))
 
 
-def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
-    return all_reduce(x, step.axis, mesh, step.before[step.axis])
+def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
+    return start_all_reduce(x, step.axis, mesh, step.before[step.axis])
 
 
-def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
-    parts, dim, length = scatter_parts(x, step, shape, mesh)
-    return reduce_scatter(parts, step.axis, mesh).narrow(dim, 0, length)
-
-
-def _start_scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Callable[[], Tensor]:
+def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
     parts, dim, length = scatter_parts(x, step, shape, mesh)
     finish = start_reduce_scatter(parts, step.axis, mesh)
     return lambda: finish().narrow(dim, 0, length)
@@ -125,7 +136,7 @@ def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tens
     return torch.stack([pad(take(x, dim, ranges), dim, longest) for ranges in how.ranges]), dim, own_length
 
 
-def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
     old, new = dim_of(step.before[step.axis]), dim_of(step.after[step.axis])
     send = cut(shape[new], step.before, step.after, new, step.axis, mesh.sizes, mesh.coord)
     receive = cut(shape[old], step.after, step.before, old, step.axis, mesh.sizes, mesh.coord)
@@ -135,13 +146,13 @@ def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
         got = list(x.shape)
         got[old], got[new] = length, mine
         shapes.append(tuple(got))
-    parts = all_to_all([take(x, new, ranges) for ranges in send.ranges], shapes, step.axis, mesh)
-    return join(parts, old, receive)
+    finish = start_all_to_all([take(x, new, ranges) for ranges in send.ranges], shapes, step.axis, mesh)
+    return lambda: join(finish(), old, receive)
 
 
-def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
+def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
     source = placed_on(step.before[step.axis])
-    return broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh)
+    return start_broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh)
 
 
 def _blank(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
@@ -166,13 +177,11 @@ def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
     return x if here else _blank(x, step, shape, mesh)
 
 
-_RUN: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {
+_LOCAL: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {"mask": _mask, "slice": _slice}
+_START: dict[str, Callable[[Tensor, Step, Shape, Mesh], Later]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
     "all_to_all": _exchange,
     "broadcast": _broadcast,
-    "mask": _mask,
     "reduce_scatter": _scatter,
-    "slice": _slice,
 }
-_START: dict[str, Callable[[Tensor, Step, Shape, Mesh], Callable[[], Tensor]]] = {"all_gather": _start_gather, "reduce_scatter": _start_scatter}

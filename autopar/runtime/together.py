@@ -1,6 +1,4 @@
-"""One collective for many tensors: the same step of each, packed into one buffer.
-
-    start(steps, tensors, shapes, mesh)   begins it in the background; call what it returns to get the results
+"""The same collectives for many tensors, one after the other in the background, each packed into one buffer.
 
 Exact for uneven shards: they travel padded, as they do alone (`moves`).
 """
@@ -15,28 +13,65 @@ from torch import Tensor
 
 from autopar.layout import Step, dim_of
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
+from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import cut, join, pad
 from autopar.runtime.marks import mark
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import Shape, scatter_parts
+from autopar.runtime.moves import Shape, scatter_parts, step_bytes
 
 Finish = Callable[[], list[Tensor]]
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 """The steps that can run for many tensors at once."""
 
 
-def start(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
-    """Begin `steps[i]` on `tensors[i]`, part of a tensor of global `shapes[i]`: all of one kind, on one axis of two ranks or more, in one
-    dtype. The tensors are copied, so they may change before the end."""
-    marked = ("sync", steps[0].kind, steps[0].axis)
-    with mark(*marked):
-        done = _START[steps[0].kind](steps, tensors, shapes, mesh)
+class Together:
+    """`tensors[i]`, part of a tensor of global `shapes[i]`, goes by the steps `ways[i]`: as many for all, of the same kinds, on the same axes of
+    two ranks or more, in one dtype. The first begins now; `go_on` waits for the one that runs and begins the next one. The tensors are copied,
+    so they may change. `names` are for the count."""
 
-    def finish() -> list[Tensor]:
+    def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
+        self.shapes, self.mesh, self.names = shapes, mesh, names
+        self._left = list(zip(*ways, strict=True))[::-1]
+        self._running = self._start(tensors)
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return bool(self._left)
+
+    def go_on(self) -> bool:
+        """Wait for the collective that runs and begin the next one; whether another one is to begin later."""
+        self._running = self._start(self._running())
+        return self.more
+
+    def wait(self) -> None:
+        """Wait for the collective that runs; nothing else is wanted."""
+        self._running()
+
+    def finish(self) -> list[Tensor]:
+        """The results; the collectives that are left are done now."""
+        while self._left:
+            self.go_on()
+        return self._running()
+
+    def _start(self, tensors: Sequence[Tensor]) -> Finish:
+        steps = self._left.pop()
+        self.nbytes = sum(x.numel() * x.element_size() for x in tensors)
+        self._count(steps, tensors)
+        marked = ("sync", steps[0].kind, steps[0].axis)
         with mark(*marked):
-            return done()
+            done = _START[steps[0].kind](steps, tensors, self.shapes, self.mesh)
 
-    return finish
+        def finish() -> list[Tensor]:
+            with mark(*marked):
+                return done()
+
+        return finish
+
+    def _count(self, steps: Sequence[Step], tensors: Sequence[Tensor]) -> None:
+        if counting():
+            for step, x, shape, name in zip(steps, tensors, self.shapes, self.names, strict=True):
+                record(step.kind, step.axis, step_bytes(step, shape, x.element_size(), self.mesh), name)
 
 
 def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:

@@ -4,6 +4,7 @@
     engine.py     tasks on streams that share links and compute units: pure
     pieces.py     what operators and reshards do on a rank, with their prices
     work.py       the forward of a stage in the order of the emitted code
+    chains.py     collectives in the background, one after the other
     rank.py       forward and backward of a stage as tasks, as the runtime starts them
     sync.py       what a step does once: sums in buckets, weights on several places
     stages.py     each distinct stage once

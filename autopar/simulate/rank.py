@@ -7,6 +7,7 @@
                         scattered in the background (runtime.late)
     leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
+    over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket (chains.py)
     on a CPU            all of it shares the cores, so nothing hides
     on a GPU            collectives on the same level of the cluster share its links, and each takes compute units (Prices.contention)
 
@@ -22,9 +23,9 @@ from functools import cached_property
 from autopar.cluster import Mesh
 from autopar.codegen.placements import Spot
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
-from autopar.runtime.ahead import reach
+from autopar.layout import BUCKET_BYTES
 from autopar.runtime.late import Queue
+from autopar.simulate.chains import Ahead, Bucket, Chain, Fetch, Filling, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
 from autopar.simulate.work import Turn
@@ -37,80 +38,6 @@ class Mark:
     during: str
     piece: Piece
     instance: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that are summed together: (parameter, instance) of each, and the sums in a row, the first of which runs in the background;
-    `each` says that they run after every microbatch."""
-
-    members: tuple[tuple[str, int], ...]
-    sums: tuple[Piece, ...]
-    each: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Filling:
-    """Leaves that are gathered together: the collectives in a row, which run in the background where they are `behind`, and the blocks
-    that wait for them (None: the model itself)."""
-
-    pieces: tuple[Piece, ...]
-    behind: bool
-    readers: tuple[Hashable, ...]
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """A gather that may begin ahead: its pieces, the bytes of its result, and what it belongs to (runtime.ahead)."""
-
-    pieces: tuple[Piece, ...]
-    nbytes: float
-    unit: Hashable
-
-    @cached_property
-    def late(self) -> int:
-        """The piece that runs in the background: the last collective."""
-        return max(i for i, piece in enumerate(self.pieces) if piece.axis >= 0)
-
-
-@dataclass(eq=False)
-class Ahead:
-    """The gathers of one direction in their order: which have begun (with their task), and how far the rank has come."""
-
-    plan: Sequence[Fetch]
-    begun: dict[int, int] = field(default_factory=dict)
-    upto: int = 0
-    at: int = 0
-
-    def due(self, limit_bytes: float) -> range:
-        """Those that begin now."""
-        begins = self.at == 0 or self.plan[self.at - 1].unit != self.plan[self.at].unit
-        first, self.upto = self.upto, max(self.upto, reach(self.plan, self.at, limit_bytes) if begins else 0)
-        return range(first, self.upto)
-
-    def take(self) -> int:
-        """The next one."""
-        self.at += 1
-        return self.at - 1
-
-
-@dataclass(eq=False)
-class Leaves:
-    """The gathers of leaves of one step: how many have begun (with their tasks), and how many are there."""
-
-    fillings: Sequence[Filling]
-    tasks: dict[int, int] = field(default_factory=dict)
-    begun: int = 0
-    done: int = 0
-
-    def due(self) -> range:
-        """Those that begin now."""
-        first, self.begun = self.begun, max(self.begun, min(len(self.fillings), self.done + LEAVES_AHEAD))
-        return range(first, self.begun)
-
-    def last(self, reader: Hashable) -> int:
-        """The last one that a reader waits for, -1 for none."""
-        return max((i for i, filling in enumerate(self.fillings) if reader in filling.readers), default=-1)
 
 
 @dataclass(eq=False)
@@ -128,30 +55,31 @@ class Rank:
         self._waiting: list[int] = []  # what computes next waits for these
         self._last: dict[Spot | None, int] = {}  # of each lane
         self._late = Queue(2 * BUCKET_BYTES)
-        self._started: dict[int, int] = {}
-        self._ahead = Ahead([])
-        self._leaves = Leaves([])
+        self._sums = Queue(BUCKET_BYTES)
+        self._started: dict[int, Chain] = {}
+        self._ahead = Ahead(self, [])
+        self._leaves = Leaves(self, [])
         self._left: dict[int, int] = {}  # gradients that buckets wait for
 
     # -- pieces
 
     def forward(self, turns: Sequence[Turn]) -> None:
         """The forward of a stage."""
-        self.during, self._ahead = "forward", Ahead([Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches])
+        self.during, self._ahead = "forward", Ahead(self, [Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches])
         for index, turn in enumerate(turns):
             self.instance = turn.instance
             if turn.instance >= 0 and index == _first(turns, index):
-                self.filled(self._leaves.last(_unit(turn)))
+                self._leaves.filled(self._leaves.last(_unit(turn)))
             self._moved(turn, turn.item.forward)
-        self.filled(len(self._leaves.fillings) - 1)
+        self._leaves.filled(len(self._leaves.fillings) - 1)
 
     def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *,
                  at_once: bool = False) -> None:
         """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`: it follows its forward,
         so that its first gathers begin with it."""
-        self.during, self._ahead = part, Ahead(_fetches_back(turns) if part != "weights" else [])
-        if at_once and self._ahead.plan:
-            self._begin()
+        self.during, self._ahead = part, Ahead(self, _fetches_back(turns) if part != "weights" else [])
+        if at_once:
+            self._ahead.go_on()
         missing = {member: bucket for bucket in buckets for member in bucket.members}
         self._left = {id(bucket): len(bucket.members) for bucket in buckets}
         arrivals = _arrivals(turns, missing)
@@ -181,101 +109,80 @@ class Rank:
     def _moved(self, turn: Turn, pieces: Sequence[Piece]) -> None:
         """What an item does in a forward, or in one that runs again."""
         if turn.item.fetches and pieces:
-            self._fetch()
+            self._ahead.take()
         else:
             self._do(pieces, turn.item.lane)
-
-    def _fetch(self) -> None:
-        """Take the next gather of the plan; those that are to have begun by now begin."""
-        self._begin()
-        number = self._ahead.take()
-        self._waiting.append(self._ahead.begun.pop(number))
-        fetch = self._ahead.plan[number]
-        self._do(fetch.pieces[fetch.late + 1:], None)
-
-    def _begin(self) -> None:
-        for number in self._ahead.due(BUCKET_BYTES):
-            fetch = self._ahead.plan[number]
-            self._do(fetch.pieces[:fetch.late], None)
-            self._ahead.begun[number] = self._collective(fetch.pieces[fetch.late])
 
     def _back(self, turn: Turn, part: str, buckets: Sequence[Bucket]) -> None:
         """The backward of an item, behind which gradients for some buckets are there."""
         item = turn.item
         if part != "weights":
             for _ in item.again:
-                self._fetch()
+                self._ahead.take()
             self._do(item.turned, item.lane)
         share = {"backward": 1.0, "inputs": 1.0 - item.weights, "weights": item.weights}[part]
         if share <= 0.0:
             self._arrived(buckets)
             return
         found = [replace(p, seconds=p.seconds * share) for p in item.backward] if share < 1.0 else item.backward
-        self._do(found[:-1] if item.later else found, item.lane)
         if not item.later:
+            self._do(found, item.lane)
             self._arrived(buckets)
             return
-        late = self._collective(found[-1])
-
-        def scattered() -> None:
-            self._waiting.append(late)
-            self._arrived(buckets)
-
-        self._late.add(scattered, item.held_bytes, _unit(turn))
+        scatter = Scatter(Chain(self, found), item.held_bytes, lambda: self._arrived(buckets))
+        scatter.chain.go_on()
+        self._late.add(scatter, _unit(turn))
 
     def gather(self, fillings: Sequence[Filling]) -> None:
         """Begin to gather leaves; those that the model itself reads are there when it runs, those of a block when that does."""
-        self._leaves = Leaves(fillings)
-        self._fill()
+        self._leaves = Leaves(self, fillings)
+        self._leaves.go_on()
         self.filled(self._leaves.last(None))
 
-    def _fill(self) -> None:
-        for number in self._leaves.due():
-            filling = self._leaves.fillings[number]
-            if filling.behind:
-                self._leaves.tasks[number] = self._during("sync", filling.pieces[0])
-
     def filled(self, upto: int) -> None:
-        """Wait for the gathers up to a number."""
-        leaves = self._leaves
-        while leaves.done <= upto:
-            filling = leaves.fillings[leaves.done]
-            if filling.behind:
-                self._waiting.append(leaves.tasks[leaves.done])
-            before, self.during = self.during, "sync"
-            self._do(filling.pieces[1:] if filling.behind else filling.pieces, None)
-            self.during = before
-            leaves.done += 1
-            self._fill()
-
-    def _during(self, during: str, piece: Piece) -> int:
-        """Begin a collective that belongs to another pass."""
-        before, self.during = self.during, during
-        task = self._collective(piece)
-        self.during = before
-        return task
+        """Wait for the gathers of leaves up to a number."""
+        self._leaves.filled(upto)
 
     def start(self, bucket: Bucket) -> None:
         """Start the first sum of a bucket in the background."""
         if bucket.sums:
-            self._started[id(bucket)] = self._during("sync", bucket.sums[0])
+            sums = Sums(Chain(self, bucket.sums, "sync"), bucket.held)
+            self._started[id(bucket)] = sums.chain
+            if sums.go_on():
+                self._sums.add(sums, bucket)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
         """Wait for all sums of some buckets; those that were not started start now."""
         for bucket in buckets:
             if id(bucket) not in self._started:
                 self.start(bucket)
-        self.during = "sync"
+        self._sums.drain()
         for bucket in buckets:
             if id(bucket) in self._started:
-                self._waiting.append(self._started.pop(id(bucket)))
-            for piece in bucket.sums[1:]:
-                self._waiting.append(self._collective(piece))
+                self._started.pop(id(bucket)).finish()
+        self.during = "sync"
 
     def local(self, piece: Piece, during: str) -> None:
         """Something that the rank does on its own, as the optimizer's step."""
         self.during, self.instance = during, -1
         self._do((piece,), None)
+
+    def do(self, pieces: Sequence[Piece], during: str = "") -> None:
+        """Some pieces in a row, on all lanes; `during` another pass."""
+        before, self.during = self.during, during or self.during
+        self._do(pieces, None)
+        self.during = before
+
+    def collective(self, piece: Piece, during: str = "") -> int:
+        """Begin a collective in the background; `during` another pass."""
+        before, self.during = self.during, during or self.during
+        task = self._collective(piece)
+        self.during = before
+        return task
+
+    def wait(self, task: int) -> None:
+        """What computes next waits for a task."""
+        self._waiting.append(task)
 
     def _do(self, pieces: Sequence[Piece], lane: Spot | None) -> None:
         for piece in pieces:

@@ -13,8 +13,8 @@ from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
+from autopar.simulate.chains import Bucket, Filling
 from autopar.simulate.pieces import Piece
-from autopar.simulate.rank import Bucket, Filling
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
@@ -79,7 +79,13 @@ class Sync:
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
         """One bucket: each collective runs once, over the bytes of all members together."""
         sums = [self._together([e.member for e in entries], steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
-        return Bucket(tuple(e.member for e in entries), tuple(sums), entries[0].each)
+        held = [sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True)) for steps in zip(*(e.sums for e in entries), strict=True)]
+        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each)
+
+    def _held_bytes(self, member: Member, step: Step) -> float:
+        """Bytes of a gradient on the rank in front of a step."""
+        op = self.program.ops[member[0]]
+        return self.prices.local_bytes(self.prices.gradient_bytes(op, self.program.bytes_of((op.name, 0))), step.before)
 
     def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
         """The gathers of the leaves of a stage, as runtime.leaves fills them: in the order of the blocks, apart by axis and dtype."""
@@ -99,14 +105,15 @@ class Sync:
             found[-1].append(member)
         return [self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members]) for members in found]
 
-    def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[int, str] | None:
+    def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[tuple[int, ...], str] | None:
         """What leaves that are gathered together have in common; None where each is moved by itself."""
         steps = moved[member]
-        return (steps[0].axis, self.program.ops[member[0]].dtype) if len(steps) == 1 and steps[0].kind == "all_gather" else None
+        return (tuple(step.axis for step in steps), self.program.ops[member[0]].dtype) if all(step.kind == "all_gather" for step in steps) else None
 
     def _filling(self, members: Sequence[Member], moved: Mapping[Member, tuple[Step, ...]], readers: Sequence[tuple[str, int] | None]) -> Filling:
         if self._key(members[0], moved) is not None:
-            return Filling((self._together(members, [moved[m][0] for m in members], gradients=False),), True, (*dict.fromkeys(readers),))
+            together = [self._together(members, steps, gradients=False) for steps in zip(*(moved[m] for m in members), strict=True)]
+            return Filling(tuple(together), True, (*dict.fromkeys(readers),))
         pieces = [self._together([member], [step], gradients=False) for member in members for step in moved[member]]
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 

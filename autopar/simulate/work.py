@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.codegen.edges import Edges, Pair, Reshard, in_pair
 from autopar.codegen.placements import Spot, in_order, spot_of
+from autopar.layout import moving
 from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
@@ -29,8 +30,8 @@ class Item:
     forward runs again when its block does; `weights` is the share of its backward that is for
     weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
 
-    Of a reshard of a parameter, `fetches` says that it is a gather that may begin ahead, `later` that the last collective of its backward
-    runs in the background; `full_bytes` are those of the gathered weight on the rank, `held_bytes` those of its gradient.
+    Of a reshard of a parameter, `fetches` says that it is a gather that may begin ahead, `later` that its backward runs in the background;
+    `full_bytes` are those of the gathered weight on the rank, `held_bytes` those of its gradient in front of each collective.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Item:
     fetches: bool = False
     later: bool = False
     full_bytes: float = 0.0
-    held_bytes: float = 0.0
+    held_bytes: tuple[float, ...] = ()
     reads: tuple[str, ...] = ()  # parameters, by the names of their Ops
 
 
@@ -180,10 +181,11 @@ class Walk:
         ref = reshard.ref
         fetches = reshard.fetches(self.plan.mesh) and self._itself(reshard) and bool(forward)
         sunk = fetches and not self._apart
-        held = self.pieces.prices.local_bytes(self.gradient_bytes(ref), reshard.dst.value)
+        moved = moving(reshard.backward(self.plan.mesh), self.plan.mesh)
+        held = tuple(self.pieces.prices.local_bytes(self.gradient_bytes(ref), step.before) for step in moved)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
-                    later=sunk and bool(backward) and backward[-1].kind == "reduce_scatter", full_bytes=self._full_bytes(reshard), held_bytes=held,
+                    later=sunk and any(piece.axis >= 0 for piece in backward), full_bytes=self._full_bytes(reshard), held_bytes=held,
                     reads=(ref[0],) if self._itself(reshard) else ())
 
     def _itself(self, reshard: Reshard) -> bool:

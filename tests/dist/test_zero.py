@@ -40,7 +40,7 @@ ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "zero2 x tp_sp": ((2, 2), (roles.zero2, roles.tensor_sequence)),
     "zero1 x zero3": ((2, 2), (roles.zero1, roles.zero3)),
 }
-FAST = [("hf-gpt2", "zero1 on 4"), ("hf-llama", "zero1 x tp"), ("hf-t5", "zero2 on 4"), ("hf-resnet", "ddp x zero1"), ("gpt", "zero1 x zero3")]
+FAST = [("hf-gpt2", "zero1 on 4"), ("hf-llama", "zero1 x tp"), ("hf-t5", "zero2 on 4"), ("hf-resnet", "ddp x zero1"), ("gpt", "zero1 x zero3"), ("gpt", "zero1 x zero1")]
 HOSTED = [  # model, roles, schedule, stages per place, what is on the host
     ("hf-gpt2", (roles.zero1,), "1f1b", 1, "optimizer"),
     ("hf-gpt2", (roles.data,), "zbv_zero_bubble", 2, "parameters"),   # both copies of the tied weight on one place
@@ -270,6 +270,9 @@ def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
 LIVES: dict[str, Callable[[Subject], Plan]] = {
     "zero1": lambda who: by_recipe(who, (4,), "zero1"),
     "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
+    "zero1 x zero1": lambda who: by_roles(who, *ROLES["zero1 x zero1"], "zero1 x zero1"),
+    "zero3 x zero3": lambda who: by_roles(who, (2, 2), (roles.zero3, roles.zero3), "zero3 x zero3"),
+    "1f1b of zero3 x zero2": lambda who: by_stages(who, (2, 2), (roles.zero3, roles.zero2), 2, 2, "1f1b"),  # gathers and scatters over both axes, per microbatch
     "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
     "zero_offload": lambda who: offloaded(who, (4,)),
     "optimizer_offload": lambda who: offloaded(who, (4,), "optimizer_offload"),

@@ -18,11 +18,14 @@ from autopar.joint.best import staged
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
+from autopar.onestage import finish
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.search import SEARCHES
 from autopar.simulate import simulate
 from tests.helpers.planned import BATCH, graph
 from tests.helpers.tiny import TINY
@@ -96,6 +99,18 @@ def test_gathers_ahead_hide_as_priced(recipe: str, where: str, batch: int) -> No
     found = simulate(captured.gm, made)
     assert found.step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
     assert found.places[0].hidden_s > 0.02 * found.step_s
+
+
+@pytest.mark.parametrize(("used", "batch", "hidden"), [((roles.zero3, roles.zero3), 128, 0.85), ((roles.zero1, roles.zero1), 128, 0.7)])
+def test_both_collectives_over_two_axes_hide_as_priced(used: tuple[roles.Role, ...], batch: int, hidden: float) -> None:
+    captured, mesh = _llama(), (2, 8)
+    planner = Planner.of(captured.gm, {**captured.hints, "b": batch}, Request(Cluster.parse("h100:2x8"), Settings(precision="bf16"), mesh=mesh))
+    best = planner.candidate(mesh, used, "two axes", lambda problem: SEARCHES["ilp"](problem, time_limit_s=10.0))
+    made = finish(planner, best, 0.0, [], {"model": "llama", "graph_hash": captured.graph_hash})
+    found = simulate(captured.gm, made)
+    assert found.step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
+    place = found.places[0]
+    assert place.hidden_s > hidden * (place.hidden_s + place.exposed_s)
 
 
 MESHES = {1: (4,), 2: (2, 2)}

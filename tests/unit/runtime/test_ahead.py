@@ -1,0 +1,106 @@
+"""When gathers over several axes go on, and what is there on the way: the runtime's timetable against the prediction of memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, crosses, legs, moving, steps
+from autopar.memory.ahead import Unit, begin_ahead
+from autopar.memory.book import Book
+from autopar.runtime.ahead import reach, timetable
+from autopar.runtime.leaves import due
+
+
+@dataclass(frozen=True)
+class Part:
+    """A gather of a plan, with the bytes that each of its collectives brings."""
+
+    unit: int
+    brings: tuple[float, ...]
+
+    @property
+    def nbytes(self) -> float:
+        """Those of the result."""
+        return self.brings[-1]
+
+    @property
+    def legs(self) -> int:
+        """Its collectives."""
+        return len(self.brings)
+
+
+def _plan(seed: int, units: int) -> list[Part]:
+    """Units of one to four gathers over one to three axes of 2 to 8 ranks; small ones too."""
+    draw = random.Random(seed)
+    return [Part(unit, tuple(whole / n ** k for k in reversed(range(draw.randint(1, 3)))))
+            for unit in range(units) for whole in [draw.choice([1e3, 6e6, 2e7, 9e7]) for _ in range(draw.randint(1, 4))] for n in [draw.choice([2, 4, 8])]]
+
+
+def test_each_collective_has_a_unit_of_its_own() -> None:
+    plan = [Part(unit, (1e6, 8e7)) for unit in range(5) for _ in range(2)]
+    assert timetable(plan, BUCKET_BYTES) == {
+        0: (0, 1, 2, 3, 4, 5, 0, 1, 2, 3),  # all of the first unit and of the next one, and the first collectives of the third
+        2: (6, 7, 4, 5), 4: (8, 9, 6, 7), 6: (8, 9), 8: ()}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_collective_begins_once_and_in_time(seed: int) -> None:
+    plan = _plan(seed, 9)
+    begins = timetable(plan, BUCKET_BYTES)
+    begun, starts = [0] * len(plan), sorted(begins)
+    for unit, at in enumerate(starts):
+        for number in begins[at]:
+            begun[number] += 1
+        for early, start in enumerate(starts[unit:unit + 3]):  # one collective is left for each unit that is still to come
+            assert all(begun[n] >= plan[n].legs - early for n in range(at, reach(plan, start, BUCKET_BYTES)))
+        ends = [reach(plan, start, BUCKET_BYTES) for start in starts[unit:unit + 3]]
+        for n in range(at, len(plan)):
+            assert begun[n] == max(0, plan[n].legs - next((early for early, end in enumerate(ends) if n < end), plan[n].legs))
+    assert begun == [part.legs for part in plan]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_on_the_way_are_those_that_are_predicted(seed: int) -> None:
+    """All units walked: what the runtime holds when a unit has begun, before it takes its first weight, is what is there in the prediction."""
+    plan = _plan(seed, 9)
+    book, units = Book(), []
+    for unit in range(9):
+        book.step(str(unit))
+        units.append(Unit())
+        for part in (part for part in plan if part.unit == unit):
+            storage = book.new("gathered weights", "", "", part.nbytes)
+            storage.halfway = part.brings[:-1]
+            units[-1].add(storage)
+    begin_ahead(book, units)
+    totals = book.totals()
+    begun, begins = [0] * len(plan), timetable(plan, BUCKET_BYTES)
+    for unit, at in enumerate(sorted(begins)):
+        for number in begins[at]:
+            begun[number] += 1
+        held = sum(sum(part.brings[max(0, begun[n] - 2):begun[n]]) for n, part in enumerate(plan) if n >= at)
+        assert totals[unit + 1] == pytest.approx(held), unit
+
+
+def test_one_rule_says_which_steps_are_in_the_background() -> None:
+    sizes = (2, 1, 4)
+    way = steps(("S0", "S0", "S1"), ("R", "R", "R"), sizes)
+    *each, rest = legs(way, lambda step: crosses(step, sizes))
+    assert [leg[-1].kind for leg in each] == ["all_gather"] * 2 and all(step.kind == "slice" for step in rest)
+    assert tuple(leg[-1] for leg in each) == moving(way, sizes)
+    assert [step for leg in (*each, rest) for step in leg] == list(way)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_buckets_of_leaves_go_on_in_time(seed: int) -> None:
+    draw = random.Random(seed)
+    takes = [draw.randint(0, 3) for _ in range(12)]
+    begun = [0] * len(takes)
+    for done in range(len(takes) + 1):
+        for number in due(takes, begun, done):
+            begun[number] += 1
+        for number in range(done, len(takes)):  # one collective less for each bucket behind those that are ahead
+            assert begun[number] == max(0, takes[number] - max(0, number - done - LEAVES_AHEAD + 1))
+    assert begun == takes and due(takes, begun, len(takes)) == []

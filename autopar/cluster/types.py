@@ -115,7 +115,7 @@ class Device:
     achievable_bandwidth  share of `memory_bandwidth_bytes_s` that large copies reach
     launch_s              floor of one operator
     dispatch_s            seconds of the host for one operator of an eager forward (0: hidden); the device waits where it has less to do
-    sustained             share of `achievable` that is left over a whole training step, under the power limit
+    sustained             share of `achievable`, and of `attention`, that is left over a whole training step, whose clocks the power limit sets
     spread                standard deviation of the speed of alike devices in different nodes, which wait for the slowest of them
     attention             share of the peak that fused attention reaches on long sequences, forward and backward
     achievable_of         `achievable` of dtypes that have another one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,7 @@ from torch import fx
 from autopar.predict.setup import Setup
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
-from autopar.problem.kernels import ATTENTION
+from autopar.problem.kernels import ATTENTION, multiplies
 from autopar.problem.remat import levels
 from autopar.problem.rerun import keepable, rerun
 from autopar.problem.traffic import NORMS, POINTWISE
@@ -125,8 +125,27 @@ def in_mlp(op: Op) -> bool:
     return ".mlp" in f".{op.node.meta.get('module', '')}"
 
 
-PARTS: dict[str, Callable[[Op], bool]] = {"attention": in_attention, "mlp": in_mlp}
+def kept_operators(program: Program) -> frozenset[str]:
+    """What does not run again where blocks run again by operators: attention, and the first, third, ... matmul with a weight of each block."""
+    matmuls: dict[str, int] = {}
+    kept = {op.name for op in program.ops.values() if op.role == "op" and in_attention(op)}
+    for op in program.ops.values():
+        if op.role == "op" and multiplies(op) and any(op.weight):
+            matmuls[op.scope] = matmuls.get(op.scope, 0) + 1
+            kept |= {op.name} if matmuls[op.scope] % 2 else set()
+    return frozenset(kept)
+
+
+PARTS: dict[str, Callable[[Program], Callable[[Op], bool]]] = {
+    "attention": lambda program: in_attention,
+    "mlp": lambda program: in_mlp,
+    "operators": lambda program: partial(_runs_again, kept_operators(program)),
+}
 """The parts of a block that can be run again by themselves (setup.PARTS)."""
+
+
+def _runs_again(kept: frozenset[str], op: Op) -> bool:
+    return op.name not in kept
 
 
 def rerun_levels(program: Program, setup: Setup) -> dict[str, tuple[str, ...]]:
@@ -136,7 +155,7 @@ def rerun_levels(program: Program, setup: Setup) -> dict[str, tuple[str, ...]]:
         return {}
     if setup.recompute == "full":
         return levels(program, "full")
-    again = [PARTS[part] for part in setup.parts]
+    again = [PARTS[part](program) for part in setup.parts]
     kept = [op.name for op in program.ops.values() if op.scope and keepable(op) and not any(part(op) for part in again)]
     return {scope: tuple(name for name in about.order if name in about.kept)
             for scope in program.runs for about in [rerun(program, scope, kept)]}

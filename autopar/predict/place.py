@@ -17,7 +17,7 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
-from autopar.predict.axes import axes, in_attention
+from autopar.predict.axes import axes, in_attention, kept_operators
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
@@ -37,7 +37,7 @@ NO_LIMIT_BYTES = float(1 << 60)
 @dataclass
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `attention_s` is the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
+    activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s` the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
     `operators` counts what the host calls in the forward, views too."""
 
     forward_s: float = 0.0
@@ -45,6 +45,7 @@ class UnitTime:
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
     attention_s: float = 0.0
+    kept_s: float = 0.0
     last_s: float = 0.0
     operators: float = 0.0
     collectives: float = 0.0
@@ -92,7 +93,8 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
     sizes = tuple(axis.ways for axis in used)
     hints = {"b": setup.micro_batch * setup.ep, "s": setup.seq}
     software = setup.software
-    settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, attention=software.attention, dealt=True)
+    settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
+                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention, dealt=True)
     planner = Planner.of(gm, hints, Request(cluster, settings))
     mesh = _mesh(cluster, sizes)
     prices = Prices(mesh, cluster.device, settings)
@@ -120,6 +122,7 @@ class _Reader:
         self.count = {run.scope: run.count for run in self.program.runs.values()}
         self.times = {unit.name: UnitTime() for unit in self.order}
         self.reruns: dict[str, Rerun] = {}
+        self.kept = kept_operators(self.program)
 
     def place(self) -> Place:
         """The prices of all units."""
@@ -143,6 +146,8 @@ class _Reader:
         here.operators += op.count
         if in_attention(op):
             here.attention_s += forward
+        if op.name in self.kept:
+            here.kept_s += forward
         if op.scope and not self._reruns(op.scope).reached(op.name):
             here.last_s += forward
 

@@ -10,7 +10,7 @@ from autopar.memory import Habits
 from autopar.memory.habits import EMITTED
 
 RECOMPUTE = ("none", "selective", "full")
-PARTS = ("attention", "mlp")
+PARTS = ("attention", "mlp", "operators")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class Software:
     overlap_gradients    sums of gradients over the data-parallel axis run under the backward, and gathers under the forward
     gradient_bytes       bytes of one element of a gradient where it is kept and summed
     matmul               dtype of matmuls with weights where it is not that of the model (float8, float4)
+    cast_bytes           bytes that an operand of such a matmul moves per element on the way to that dtype
+    turn_bytes           bytes that it moves per element to be laid out by columns too
+    casts_shards         what is gathered for such a matmul is cast before
+    matmul_share         rate of such matmuls as a share of the device's best in that dtype
     optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
     hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
     attention            rate of fused attention as a multiple of that of torch's own kernels on the device
@@ -36,6 +40,10 @@ class Software:
     overlap_gradients: bool = True
     gradient_bytes: int = 4
     matmul: str = ""
+    cast_bytes: float = 4.0
+    turn_bytes: float = 0.0
+    casts_shards: bool = False
+    matmul_share: float = 1.0
     optimizer_bytes: float = 30.0
     captured: bool = False
     hidden_tensor: float = 0.0
@@ -54,7 +62,7 @@ class Setup:
 
     `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
-    `selective` those of its PARTS that `parts` names. `blocks`: how many each stage has, first to last (none: dealt evenly); `again`: how many of them run again.
+    `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly); `again`: how many of them run again.
     """
 
     micro_batch: int

@@ -24,6 +24,9 @@ from autopar.problem.prices import CONTENTION, OVERLAP
 ROUNDING = 3.0
 """Exponent of the smooth maximum of host and device."""
 
+KEPT_COMM = 0.5
+"""Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums behind matmuls are kept."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -147,6 +150,9 @@ class _Step:
         if setup.recompute == "full":
             whole = forward - self.slowest * unit.last_s * software.stops_early
             again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))
+        elif setup.recompute == "selective" and "operators" in setup.parts:
+            again_s = self.slowest * max(0.0, unit.forward_s - unit.kept_s - unit.last_s * software.stops_early) * again
+            again_comm, again_host = KEPT_COMM * forward_comm * again, host * again
         elif setup.recompute == "selective" and "attention" in setup.parts:
             again_s = self.slowest * unit.attention_s * again
         late = _late_s(host, forward + forward_comm)

@@ -83,30 +83,39 @@ class _Shard:
             inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes))
         forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
         matmul, beside = self._matmul(share), self._beside_bytes()
-        ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0, local)
+        ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)
         if not (self.settings.training and op.graded):
             return ahead, 0.0
-        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1, local)
+        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1)
 
     def _beside_bytes(self) -> tuple[float, float]:
         """What tiles read and write beside one pass over all tensors, forward and backward."""
         found = [tiles.moved_bytes(site) for algorithm, site in self.used if algorithm.gathers]
         return sum(ahead for ahead, _ in found), sum(back for _, back in found)
 
-    def _kernels_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
+    def _kernels_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int) -> float:
         """As `_kernel_s`, of as many kernels as there are tiles."""
-        return self.tiled * self._kernel_s(flops / self.tiled, nbytes / self.tiled, matmul, direction, local / self.tiled)
+        return self.tiled * self._kernel_s(flops / self.tiled, nbytes / self.tiled, matmul, direction)
 
-    def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int, local: float) -> float:
+    def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int) -> float:
         """Seconds of the kernels of one direction (0 forward, 1 backward)."""
         op = self.op
         dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
         seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
-        if dtype != op.dtype:  # what comes in (a gradient in the backward) is read, and written once by rows and once by columns
-            seconds += copy_s(2.0 * local * math.prod((op.call.ins[0], op.call.outs[0])[direction].sizes), self.device)
+        if dtype != op.dtype:
+            seconds += copy_s(self._cast_bytes(direction) / 2 / self.tiled, self.device)
         follows = self.settings.fused and not op.leads
         return max(0.0, seconds - self.device.launch_s) if follows and seconds else seconds
+
+    def _cast_bytes(self, direction: int) -> float:
+        """Bytes read and written to quantise what comes in, a gradient in the backward. What is gathered in few bits is cast before that, by shards."""
+        op, settings = self.op, self.settings
+        tensor = (op.call.ins[0], op.call.outs[0])[direction]
+        layout = tuple((o.ins[0], o.outs[0])[direction].value for o in self.options)
+        elements, held = math.prod(tensor.sizes), fraction(layout, self.sizes)
+        cast = held / math.prod(n for n, entry in zip(self.sizes, layout, strict=True) if entry == "R") if settings.casts_shards and not direction else held
+        return elements * (settings.cast_bytes * cast + settings.turn_bytes * held)
 
     def _share_of_peak(self, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
         """The share of the peak of `dtype` that the matmuls of an Op reach; None where it has none."""
@@ -116,7 +125,7 @@ class _Shard:
         device = self.device
         if op.target is ATTENTION and device.attention is not None:
             keys = op.call.ins[1].sizes[-2]
-            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile)
+            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile) * device.sustained
         m, n, k = matmul
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
@@ -125,7 +134,8 @@ class _Shard:
         if not whole_rows and not any(op.weight):
             return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained
         aligned = 1.0 if whole_rows else UNALIGNED
-        return len(found) / sum(1 / share for share in found) * aligned * turned * device.best_share(dtype) / device.achievable * device.sustained
+        other = self.settings.matmul_share if dtype != op.dtype else 1.0
+        return len(found) / sum(1 / share for share in found) * aligned * turned * other * device.best_share(dtype) / device.achievable * device.sustained
 
     def _moved(self) -> float:
         """Local share of the bytes of all tensors."""

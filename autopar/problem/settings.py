@@ -18,7 +18,9 @@ class Settings:
     """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
 
     `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
-    (float8), their operands quantised on the way. `attention`: the rate of fused attention, as a multiple of the device's.
+    (float8), their operands quantised on the way: that moves `cast_bytes` per element (read once, written by rows and by columns), and `turn_bytes`
+    more where columns are made of rows; `casts_shards` says that it is done before what comes in is gathered. `matmul_share` is their rate as a share of
+    the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
@@ -28,6 +30,10 @@ class Settings:
     precision: str = "float32"
     fused: bool = False
     matmul: str = ""
+    cast_bytes: float = 4.0
+    turn_bytes: float = 0.0
+    casts_shards: bool = False
+    matmul_share: float = 1.0
     attention: float = 1.0
     dealt: bool = False
     offload: str = ""

@@ -122,7 +122,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
-                  hidden=hidden, ffn=_int(line, "ffn_hidden", 4 * hidden), rms=not gpt, gated=not gpt, squared_relu=squared,
+                  hidden=hidden, ffn=_int(line, "ffn_hidden", 4 * hidden), rms=not gpt, norm_in_parts=known.norm_in_parts, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, experts=_int(line, "n_experts", 0) if moe else 0, top_k=_int(line, "moe_topk", 0) if moe else 0,
                   expert_ffn=_int(line, "moe_ffn", 0) if moe else 0)
@@ -150,7 +150,9 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
     kind, detail = line["recompute"], line["recompute_detail"]
     if kind != "selective":
         return kind or "none", 1.0, ()
-    if "every 2nd" in detail or detail == "op":  # every second block, or of every block all but every second matmul
+    if "matmul" in detail or detail == "op":  # all but attention and every second matmul
+        return "selective", 1.0, ("operators",)
+    if "every 2nd" in detail:  # every second block
         return "full", 0.5, ()
     parts = tuple(part for part, word in (("attention", "att"), ("mlp", "mlp")) if word in detail) if detail else ("attention",)
     return ("selective" if parts else "none"), 1.0, parts

@@ -14,10 +14,11 @@ from autopar.predict import Software
 
 @dataclass(frozen=True)
 class Facts:
-    """`flash`: attention is one kernel. `dropout`: the rate while training. `why`: where it is known from."""
+    """`flash`: attention is one kernel. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `why`: where it is known from."""
 
     software: Software
     flash: bool = True
+    norm_in_parts: bool = False
     dropout: float = 0.0
     why: str = ""
 
@@ -44,6 +45,7 @@ MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default r
 MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1,
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels, no fused attention, gradients summed behind the backward")
 FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
+TITAN = replace(FSDP, norm_in_parts=True, why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345)")
 FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 COMPILED = Facts(Software(captured=True, habits=replace(PYTORCH, fused=True)), why="compiled per block")
@@ -63,7 +65,7 @@ SOURCES = (
     ("megatron-sc21", MEGATRON_2021),
     ("nemo-automodel", FSDP),
     ("nemo", BRIDGE),
-    ("torchtitan", FSDP),
+    ("torchtitan", TITAN),
 )
 """Beginning of a source's name -> what its software does."""
 
@@ -72,9 +74,20 @@ def in_8_bits(software: Software, notes: str, sequence_parallel: bool) -> Softwa
     """With matmuls in 8 bits what is gathered along the sequence, half of tensor-parallel traffic, goes in 8 bits (Transformer Engine's
     LayerNormLinear and torchao's Float8ColwiseParallel quantise first), and so do the weights of FSDP (torchao's
     enable_fsdp_float8_all_gather); not where every row has a scale of its own."""
+    by_torchao = software.shard_bytes > 0
     if "rowwise" in notes:
-        return software
-    return replace(software, tensor_share=0.75 if sequence_parallel else 1.0, gathered_bytes=1 if software.shard_bytes else 2)
+        return replace(software, **ROWWISE) if by_torchao else software
+    found = replace(software, tensor_share=0.75 if sequence_parallel else 1.0, gathered_bytes=1 if by_torchao else 2, casts_shards=sequence_parallel)
+    return replace(found, **TENSORWISE) if by_torchao else found
+
+
+TENSORWISE = {"cast_bytes": 5.0, "turn_bytes": 2.0}
+"""torchao's scale is of the whole tensor of now: it is read for its largest element, then read and written (torchao/float8/float8_scaling_utils.py), and once more
+to be laid out by columns, which the 8-bit matmuls of H100 want of one operand (torch._scaled_mm). Kernels of Transformer Engine write both at once."""
+
+ROWWISE = {"cast_bytes": 8.0, "matmul_share": 0.75}
+"""A scale for each row of each matmul: operands are cast from 16 bits for each of the two matmuls that they are in. The rate is what the difference between
+both recipes in torchao's README leaves when casts are taken off (torchao/float8/README.md, Llama-3-8B on 8 H100: 25 and 10 % over 16 bits)."""
 
 
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
@@ -82,7 +95,7 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
     found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 else MEGATRON)
     software = found.software
     if "torch.compile" in notes:
-        software = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True))
+        software, found = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)), replace(found, norm_in_parts=False)
     if re.search("async ?tp", notes.lower()):
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 class Config:
     """Sizes and kinds; the defaults are GPT-2 small.
 
-    `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
+    `norm_in_parts`: RMS norms are operators one by one. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
     else scores, softmax and their product one by one. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide.
     """
 
@@ -27,6 +27,7 @@ class Config:
     hidden: int = 768
     ffn: int = 3072
     rms: bool = False
+    norm_in_parts: bool = False
     gated: bool = False
     squared_relu: bool = False
     bias: bool = True
@@ -109,13 +110,31 @@ def experts(config):
     return MixtralSparseMoeBlock(sizes)
 
 
+class RMSNorm(nn.RMSNorm):
+    """One operator, or, `in_parts`, those of torch before it had a kernel for it (pytorch/pytorch#153666), which run in 32 bits: [..., d] -> the same."""
+
+    def __init__(self, width, in_parts):
+        super().__init__(width)
+        self.in_parts = in_parts
+
+    def forward(self, x):
+        if not self.in_parts:
+            return super().forward(x)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+def norm(config):
+    """The norm of a row."""
+    return RMSNorm(config.hidden, config.norm_in_parts) if config.rms else nn.LayerNorm(config.hidden)
+
+
 class Block(nn.Module):
     """One pre-norm layer: [b, s, d] -> [b, s, d]."""
 
     def __init__(self, config):
         super().__init__()
-        norm = nn.RMSNorm if config.rms else nn.LayerNorm
-        self.norm_1, self.norm_2 = norm(config.hidden), norm(config.hidden)
+        self.norm_1, self.norm_2 = norm(config), norm(config)
         self.attention = Attention(config)
         self.mlp = experts(config) if config.experts else FeedForward(config, config.ffn)
         self.dropout = nn.Dropout(config.dropout)
@@ -134,7 +153,7 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(config.vocab, config.hidden)
         self.positions = None if config.rotary else nn.Embedding(config.positions, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden) if config.rms else nn.LayerNorm(config.hidden)
+        self.norm = norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight

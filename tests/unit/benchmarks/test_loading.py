@@ -112,7 +112,8 @@ def test_peaks_are_told_apart_by_what_was_counted(tmp_path: Path, text: str, kin
     assert one.peaks == (Peak(50 * 2**30, kind),) and two.peaks == (Peak(50 * 2**30, kind, -1),)
 
 
-@pytest.mark.parametrize("detail, parts", [("core_attn", ("attention",)), ("mlp+core_attn", ("attention", "mlp")), ("mla_up_proj", ()), ("", ("attention",))])
+@pytest.mark.parametrize("detail, parts", [("core_attn", ("attention",)), ("mlp+core_attn", ("attention", "mlp")), ("mla_up_proj", ()), ("", ("attention",)),
+                                           ("op", ("operators",))])
 def test_parts_that_run_again_are_read(tmp_path: Path, detail: str, parts: tuple[str, ...]) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"recompute": "selective", "recompute_detail": detail}])).rows
     assert row.setup.parts == parts and row.setup.recompute == ("selective" if parts else "none")
@@ -153,3 +154,14 @@ def test_the_halves_depend_on_sizes_alone(tmp_path: Path) -> None:
     lines = [GOOD | {"micro batch": micro, "iteration time (ms)": time} for micro in ("1", "2", "4") for time in ("1", "2")]
     rows = vtrain.load(write(tmp_path / "ground_truth_single.csv", lines)).rows
     assert len({in_half(row) for row in rows}) == 1
+
+
+def test_what_torch_runs_one_by_one_and_how_it_quantises(tmp_path: Path) -> None:
+    """RMS norms of several operators unless they are compiled; scales of whole tensors or of rows (torchao) move more than fused casts do."""
+    titan = RUN | {"source_id": "torchtitan", "model_type": "dense-llama", "zero_fsdp": "FSDP2", "dtype": "fp8"}
+    lines = [titan | {"notes": notes} for notes in ("eager", "torch.compile", "torch.compile; float8 rowwise")] + [RUN | {"dtype": "fp8"}]
+    eager, compiled, rowwise, other = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert eager.model.norm_in_parts and not compiled.model.norm_in_parts
+    moved = [row.setup.software.cast_bytes + row.setup.software.turn_bytes for row in (other, compiled, rowwise)]
+    assert moved == sorted(moved) and moved[0] < moved[1] < moved[2]
+    assert rowwise.setup.software.matmul_share < compiled.setup.software.matmul_share == 1.0

@@ -1,11 +1,15 @@
-"""Prices of kernels: what alignment does to products."""
+"""Prices of kernels: what alignment does to products, what 8 bits take beside matmuls, clocks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.problem.kernels import Kernels
+from autopar.cluster import Cluster, Device
+from autopar.problem.graph import Op, Program
+from autopar.problem.kernels import ATTENTION, Kernels
 from autopar.problem.options import sections_of, table_of
 from autopar.problem.reading import read
 from autopar.problem.settings import Settings
@@ -26,3 +30,48 @@ def products_s(head_dim: int, device: str) -> float:
 @pytest.mark.parametrize("device", ["a100-80:1x1", "h100:1x1"])
 def test_products_of_activations_with_odd_rows_run_without_tensor_cores(device: str) -> None:
     assert products_s(108, device) > 4 * products_s(112, device)
+
+
+H100 = Cluster.parse("h100:1x1").device
+
+
+@cache
+def llama() -> Program:
+    """Two blocks of a Llama 1024 wide, 4 samples of 2048."""
+    sizes = Config(vocab=1024, positions=2048, layers=2, heads=8, kv_heads=8, head_dim=128, hidden=1024, ffn=4096, rms=True, gated=True, rotary=True)
+    return read(captured(sizes, "bfloat16"), {"b": 4, "s": 2048}, training=True, device="cuda")
+
+
+def both_s(op: Op, device: Device, ways: int = 1, factor: str = "", **change: object) -> tuple[float, float]:
+    """Forward and backward of an Op, cut `ways` ways on a `factor`."""
+    option = next(option for option in table_of(llama(), ways, sections_of(llama(), None), None)[op.name] if option.factor == factor)
+    return Kernels(device, Settings(precision="bf16", **change)).seconds(op, (option,), (ways,))  # type: ignore[arg-type]
+
+
+def test_attention_has_the_clocks_of_the_step() -> None:
+    attention = next(op for op in llama().ops.values() if op.target is ATTENTION)
+    fast, slow = (both_s(attention, replace(H100, sustained=share, launch_s=0.0)) for share in (0.8, 0.4))
+    assert slow == pytest.approx([2 * seconds for seconds in fast])
+
+
+def test_operands_of_8_bits_are_read_and_written_as_the_software_does() -> None:
+    up = _up()
+    rows, bandwidth = 4 * 2048, H100.memory_bandwidth_bytes_s * H100.achievable_bandwidth
+    plain, more = (both_s(up, H100, matmul="float8", cast_bytes=n) for n in (4.0, 9.0))
+    assert more[0] - plain[0] == pytest.approx(5.0 * rows * 1024 / bandwidth)
+    assert more[1] - plain[1] == pytest.approx(5.0 * rows * 4096 / bandwidth)
+    half = both_s(up, H100, matmul="float8", matmul_share=0.5)
+    assert half[0] > 1.5 * plain[0] - 2 * H100.launch_s
+
+
+def test_what_is_gathered_in_8_bits_is_cast_by_shards() -> None:
+    """The input of a column-parallel matmul; its gradient is cut as its result is, so nothing changes in the backward."""
+    bandwidth = H100.memory_bandwidth_bytes_s * H100.achievable_bandwidth
+    whole, shards = (both_s(_up(), H100, 2, "o", matmul="float8", cast_bytes=5.0, turn_bytes=2.0, casts_shards=on) for on in (False, True))
+    assert whole[0] - shards[0] == pytest.approx(5.0 * 4 * 2048 * 1024 / 2 / bandwidth)
+    assert whole[1] == shards[1]
+
+
+def _up() -> Op:
+    """The first matmul that widens rows to the feed-forward part's."""
+    return next(op for op in llama().ops.values() if op.role == "op" and any(op.weight) and op.call.outs[0].sizes[-1] == 4096)

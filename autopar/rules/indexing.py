@@ -70,7 +70,7 @@ def index(call: Call) -> str:
     block = max(len(t.shape) for t in call.ins[1:])
     left = words(rank, {i: f"y{i}!" for i in places})
     out = _placed(left, places, block, "")
-    if _may_be_mask(call, places) or len(call.outs[0].shape) != len(out):
+    if _has_mask(call) or len(call.outs[0].shape) != len(out):
         return replicated(call)
     return rule([" ".join(left), *(_block(t, block, "") for t in call.ins[1:])], [" ".join(out)])
 
@@ -83,17 +83,16 @@ def index_put(call: Call) -> str:
     rank, block = rank_of(call), max(len(t.shape) for t in positions)
     left = words(rank, {i: f"y{i}!" for i in places})
     out = _placed(left, places, block, "!")
-    if _may_be_mask(call, places) or len(values.shape) > len(out):
+    if _has_mask(call) or len(values.shape) > len(out):
         return replicated(call)
     last = out[len(out) - len(values.shape):]
     written = " ".join("1" if n == 1 else w for w, n in zip(last, values.shape, strict=True))
     return rule([" ".join(left), *(_block(t, block, "!") for t in positions), written], [" ".join(left)])
 
 
-def _may_be_mask(call: Call, places: list[int]) -> bool:
-    """Whether an index has the shape of the dims that it indexes, as a mask has. A mask takes several dims at once."""
-    shape = call.ins[0].shape
-    return any(t.shape and t.shape == shape[place:place + len(t.shape)] for place, t in zip(places, call.ins[1:], strict=False))
+def _has_mask(call: Call) -> bool:
+    """Whether an index is a mask, of truth values or bytes: it takes as many dims as it has, and gives as many rows as it lets through."""
+    return any(item.itemsize == 1 for item in given(call)["indices"] if isinstance(item, Tensor))
 
 
 def _block(tensor: Tensor, rank: int, mark: str) -> str:

@@ -38,10 +38,10 @@ def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     grad = any(t.requires_grad for t in _tensors((args, kwargs)))
 
     def seen(item: Any) -> Any:
-        return Tensor(tuple(item.shape), item.requires_grad, (), _floats(item)) if isinstance(item, torch.Tensor) else item
+        return Tensor(tuple(item.shape), item.requires_grad, (), _floats(item), item.dtype.itemsize) if isinstance(item, torch.Tensor) else item
 
     given = pytree.tree_map(seen, (tuple(args), dict(kwargs)))
-    results = tuple(Tensor(tuple(t.shape), grad and _floats(t), (), _floats(t)) for t in outs)
+    results = tuple(Tensor(tuple(t.shape), grad and _floats(t), (), _floats(t), t.dtype.itemsize) for t in outs)
     return Call(target, given[0], given[1], results)
 
 

@@ -87,4 +87,4 @@ def test_options_come_from_user_then_table_then_derivation():
 def test_call_of_sees_what_the_graph_sees():
     x = torch.randn(5, 4, requires_grad=True)
     seen = call_of(aten.topk.default, (x, 2), {})
-    assert seen.ins == (Tensor((5, 4)),) and seen.outs == (Tensor((5, 2)), Tensor((5, 2), False, (), False))
+    assert seen.ins == (Tensor((5, 4)),) and seen.outs == (Tensor((5, 2)), Tensor((5, 2), False, (), False, 8))

@@ -19,6 +19,7 @@ from autopar.runtime import regather
 from autopar.runtime.count import record
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import Spread
+from autopar.runtime.parts import add_gradients, disjoint
 from autopar.runtime.places import PIPELINE_AXIS
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class _Stage(pipelining.PipelineStage):
 
     Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
     place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
-    its gradient on as it is): adding would fail, or change the others. So the first one is copied.
+    its gradient on as it is): adding would fail, or change the others. So the first one is copied. Weights that
+    are used more than once have their own way (runtime.parts).
     """
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -92,6 +94,7 @@ class _Stage(pipelining.PipelineStage):
         cast = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in self.submod.parameters() if leaf.grad_dtype not in (None, leaf.dtype)]
         for leaf, _, _ in cast:
             leaf.grad, leaf.grad_dtype = None, None
+        self._weights_of_several_uses(bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         for leaf, before, dtype in cast:
             _add(leaf, before, dtype)
@@ -100,6 +103,17 @@ class _Stage(pipelining.PipelineStage):
                 leaf.grad = leaf.grad.clone()
         runner: Any = self.submod
         runner.scatter()
+
+    def _weights_of_several_uses(self, chunk: int) -> None:
+        """Their gradients of one microbatch; those of the other weights are left to torch."""
+        inputs, groups, *outputs = self.backward_state.get(chunk, (None, None))
+        if groups is None:  # of the first stage, which has nothing but weights
+            return
+        each = disjoint(groups)
+        for group in each:
+            if len(group["intermediates"]) > 1:
+                add_gradients(group)
+        self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
 
 
 def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:

@@ -101,12 +101,19 @@ STEPS: dict[str, Callable[[Tensor, Block], Tensor]] = {
 }
 """What a block may do to `h [b, s, D]` with its parameters; the result has the same shape."""
 
+TOGETHER = ("batch mean", "index", "index add", "mean", "no grad", "norm", "spread")
+"""The steps in which samples meet, so that microbatches are refused."""
+
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mse": lambda h, x, y: F.mse_loss(h, x.flip(0)),
     "cross entropy": lambda h, x, y: F.cross_entropy(h.flatten(0, 1), y.flatten(), ignore_index=0),
     "square": lambda h, x, y: h.square().sum() / 100,
     "contrast": lambda h, x, y: F.cross_entropy(h.mean(1) @ x.mean(1).T, torch.arange(len(x))),
 }
+
+
+LOSSES_ALONE = ("cross entropy", "square")
+"""Those that are sums over samples, or such sums over a count."""
 
 
 class Block(nn.Module):
@@ -130,19 +137,21 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """A stem, one to three alike blocks, a head and a loss, as `seed` draws them; float64. In some the stem, the blocks or both are frozen."""
+    """A stem, one to three alike blocks, a head and a loss, as `seed` draws them; float64. In some the stem, the blocks or both are frozen.
+    `alone`: no sample meets another one but in the loss."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, alone: bool = False) -> None:
         super().__init__()
         draw = random.Random(seed)
+        known = sorted(step for step in STEPS if not alone or step not in TOGETHER)
         torch.manual_seed(seed)
 
         def steps(least: int, most: int) -> list[str]:
-            return [draw.choice(sorted(STEPS)) for _ in range(draw.randint(least, most))]
+            return [draw.choice(known) for _ in range(draw.randint(least, most))]
 
         self.stem, body, residual = Block(["linear", *steps(0, 3)], False), steps(1, 4), draw.random() < 0.6
         self.blocks = nn.ModuleList([Block(body, residual) for _ in range(draw.randint(1, 3))])
-        self.head, self.loss = Block([*steps(0, 3), "linear"], False), draw.choice(sorted(LOSSES))
+        self.head, self.loss = Block([*steps(0, 3), "linear"], False), draw.choice(LOSSES_ALONE if alone else sorted(LOSSES))
         frozen: list[tuple[nn.Module, ...]] = [(self.stem,), (self.blocks,), (self.stem, self.blocks)]
         for part in draw.choice(frozen) if draw.random() < 0.3 else ():
             part.requires_grad_(False)
@@ -155,7 +164,7 @@ class Drawn(nn.Module):
         return LOSSES[self.loss](self.head(h), x, y)
 
     def extra_repr(self) -> str:
-        return f"{self.stem.steps} {len(self.blocks)} x {self.blocks[0].steps} {self.head.steps} {self.loss}"  # type: ignore[union-attr]
+        return f"\n{self.stem.steps} {len(self.blocks)} x {self.blocks[0].steps} {self.head.steps} {self.loss}"  # type: ignore[union-attr]
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import cache
 
 import sympy
 
@@ -19,6 +20,7 @@ from passes import facts
 BATCH = facts.symbol("b")
 
 
+@cache
 def text(size: Size) -> str:
     """A global size as Python source, in the names of the symbolic dims."""
     if isinstance(size, int):
@@ -46,16 +48,22 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Coll
         assert parts == 1, f"{parts} microbatches cannot share a dim of size {size}"
         assert len(sections_of(layout[axes[0]])) == 1, f"sections of a dim of size {size} cut {ways} ways must be even"
         return f"MESH.local({size}, {axes})"
-    quotient = sympy.cancel(size / ways)
-    if quotient.is_number:
-        return text(int(quotient))
-    if quotient.is_polynomial() and all(c.is_Integer for c in sympy.Poly(quotient).coeffs()):
-        return text(quotient)
+    if quotient := _quotient(size, ways):
+        return quotient
     body = text(size)
     body = body if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body})"
     if axes and not (sympy.cancel(size / BATCH).is_polynomial() and all(a in exact for a in axes)):
         return f"MESH.local({body if parts == 1 else f'{body} // {parts}'}, {axes})"
     return f"{body} // {ways}"
+
+
+@cache
+def _quotient(size: sympy.Expr, ways: int) -> str:
+    """A size that divides by `ways` whatever the symbolic dims are, divided; empty for others."""
+    found = sympy.cancel(size / ways)
+    if found.is_number:
+        return text(int(found))
+    return text(found) if found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()) else ""
 
 
 def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],

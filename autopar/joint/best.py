@@ -27,7 +27,7 @@ def best(inner: Inner, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(inner, SEARCH, float("inf"), began + request.time_limit_s / 2)
-    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s)) if several else None
+    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched) if several else None
     try:
         flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, **about)
     except InfeasibleError as error:
@@ -60,6 +60,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
         walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, wider, reach)
         if first is not None and not walks:
             walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
+            walk.polished, walk.expanded, walk.hurried = first.polished, first.expanded, first.hurried
             walk.pricing.proven.update(first.pricing.proven)
             walk.pricing.roomy.update(first.pricing.roomy)
         walks.append(walk)

@@ -3,7 +3,8 @@
     visit(shape)   glance at what a place does, cut the model, time it under every timetable of the space
     walk           visit the starts and the same with fewer microbatches (all shapes, where they are few), then always the neighbours of
                    the best shape whose neighbours were not visited
-    polish         solve the best shape to the end, and walk its memory; the next best where that makes another one the best
+    polish         solve the best shape to the end, and walk its memory; then those that are near it and may be faster, and the next best where that
+                   makes another one the best
 
 Nothing is visited whose floor (no work sent, no time waited but what the timetable makes everyone wait) is above what is known, and
 nothing looked at closer whose bound is.
@@ -103,9 +104,24 @@ class Explorer:
         while True:
             self._walk(shapes)
             best = self.best
-            if best is None or best.shape in self.polished or self.pricing.proven[best.shape] >= self.known_s * (1 - CLOSE):
+            rough = None if best is None or self.pricing.proven[best.shape] >= self.known_s * (1 - CLOSE) else self._rough(best)
+            if rough is None:
                 return best
-            self._polish(best)
+            self._polish(rough)
+
+    def searched(self, known_s: float) -> float:
+        """Seconds of what `run` finds, given the step that others have by now."""
+        self.known_s = min(self.known_s, known_s)
+        found = self.run()
+        return found.step_s if found is not None else math.inf
+
+    def _rough(self, best: Found) -> Found | None:
+        """What is to be solved to the end next: the best of all, then what is near it and may be faster; None where that is nothing."""
+        if best.shape not in self.polished:
+            return best
+        near = [f for shape, f in self.fit.items() if shape not in self.polished and f.step_s <= best.step_s * NEARER
+                and self.pricing.proven[shape] < best.step_s * (1 - CLOSE)]
+        return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
         begin = shapes if len(shapes) <= FEW and not self.wider else self._starts(shapes)
@@ -117,7 +133,7 @@ class Explorer:
                 self.visit(shape, NEARER)
 
     def _polish(self, found: Found) -> None:
-        """Solve the best shape to the end, and lay it out as it runs. Where less than the glance promised comes of it, what was beaten by
+        """Solve a shape to the end, and lay it out as it runs. Where less than the glance promised comes of it, what was beaten by
         that promise is open again."""
         shape = found.shape
         self.polished[shape] = None

@@ -33,7 +33,8 @@ from autopar.recipes import offload as offloads
 @dataclass(frozen=True, eq=False)
 class Found:
     """One priced answer: its plan without a prediction, at which level blocks are run again where they are, seconds of a step, bytes of
-    the fullest rank of each place, the largest share that one of them is of what is there, seconds of the busiest place's own work."""
+    the fullest rank of each place, the largest share that one of them is of what is there, seconds of the busiest place's own work; and what was laid,
+    on which places."""
 
     plan: Plan
     shape: Shape
@@ -43,6 +44,8 @@ class Found:
     places_bytes: tuple[float, ...]
     filled: float
     busy_s: float
+    chosen: Chosen
+    ground: Ground
 
     @property
     def memory_bytes(self) -> float:
@@ -122,7 +125,7 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
-    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy)), times
+    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground), times
 
 
 def _check_trained(program: Program, plan: Plan) -> None:

@@ -75,10 +75,18 @@ class Pricing:
             self.roomy[shape] = seconds
 
     def exact(self, found: Found) -> Found | None:
-        """The same shape solved to the end and laid out as it runs; where it does not fit then, the faster of that with more run again and
-        that under another timetable; None where nothing fits."""
+        """The same shape solved to the end and laid out as it runs, or the answer that there is where that is faster; where neither fits then, the faster
+        of that with more run again and that under another timetable; None where nothing fits."""
+        solved: Found | None = None
         with suppress(InfeasibleError):
-            return self.price(found.shape, [found.table], found.level, exact=True)
+            solved = self.price(found.shape, [found.table], found.level, exact=True)
+        if solved is not None and solved.step_s <= found.step_s:
+            return solved
+        with suppress(InfeasibleError):
+            as_it_is = lay(self.inner, self.space.name, found.shape, found.table, found.ground, found.chosen, whole=True)
+            return as_it_is if solved is None or as_it_is.step_s < solved.step_s else solved
+        if solved is not None:
+            return solved
         deeper = self.levels[self.levels.index(found.level) + 1:]
         others = [table for table in self.tables(found.shape) if table != found.table]
         ways = [self._first(found.shape, [found.table], deeper), self._first(found.shape, others, dict.fromkeys((found.level, *self.levels)))]

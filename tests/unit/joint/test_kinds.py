@@ -167,8 +167,8 @@ def test_more_of_the_same_is_one_kind() -> None:
 
 @pytest.mark.parametrize(("times", "better"), [(100.0, True), (1.2, False)])
 def test_a_part_that_is_in_the_way_is_named(times: float, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a percent in the way is enough here."""
-    monkeypatch.setattr(alone_of_parts, "CLOSE", 0.003)
+    """A tenth of a percent in the way is enough here."""
+    monkeypatch.setattr(alone_of_parts, "CLOSE", 0.001)
     made = _planned(two_kinds("cpu:1x2", times), None)
     notes = [note for note in made.notes if "alone is faster" in note]
     assert len(notes) == better and all(note.startswith("cpu:1x2 alone is faster") for note in notes)

@@ -52,7 +52,8 @@ class Model:
 
     def called(self, name: str, limit_bytes: float) -> Model:
         """The same with another name and other room in memory."""
-        return replace(self, problem=self.problem.with_limit(limit_bytes, name))
+        plain = None if self.plain is None else self.plain.with_limit(limit_bytes, name)
+        return replace(self, problem=self.problem.with_limit(limit_bytes, name), plain=plain)
 
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""

@@ -34,6 +34,16 @@ def _model(planner: Planner, level: str, recipe: str = "zero3") -> Model:
     return planner.model((4,), RECIPES[recipe].roles, recipe)
 
 
+@pytest.mark.parametrize("level", ["selective", "full"])
+def test_with_nothing_run_again_there_is_as_much_room(level: str) -> None:
+    """What is kept of blocks is chosen in that Problem, of the same limit however often a Problem is asked for."""
+    planner = _planner(memory_bytes=2**20)
+    for limit_bytes in (2**20, 2**19):
+        made = _model(planner.anew(replace(planner.request, memory_bytes=limit_bytes)), level)
+        assert made.plain is not None
+        assert made.problem.memory_limit_bytes == made.plain.memory_limit_bytes == limit_bytes
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron", "tp_sp"])
 def test_running_again_costs_time_and_saves_memory_for_every_choice(recipe: str) -> None:
     planner = _planner()

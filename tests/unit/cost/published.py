@@ -2,7 +2,7 @@
 
 Sources: NVIDIA/dgxc-benchmarking 841f5466 nccl/README.md (H100); stas00/ml-engineering 744d01e1 network/benchmarks (H200,
 B200, A100, MI300X); microsoft/SuperScaler fa80ad0 profiler/profiled-time-eurosys (V100); PKU-DAIR/Hetu-Galvatron cea12ffb
-galvatron/profile_hardware/hardware_configs (GPU not named there, NVLink3 class).
+galvatron/profile_hardware/hardware_configs (GPU not named there, NVLink3 class); VIA-Research/vTrain f8dda84 trace/a100 (2 and 4 of 8 A100).
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ A100_ALL_REDUCE = from_us([
     (4 * MIB, 101.5), (8 * MIB, 133.5), (16 * MIB, 276.6), (32 * MIB, 424), (64 * MIB, 684.6), (128 * MIB, 1327.6),
     (256 * MIB, 2420.6), (512 * MIB, 4218), (GIB, 8204), (4 * GIB, 32136), (16 * GIB, 127997),
 ])
+A100_SIZES = [MIB * 2**i for i in range(11)]
+A100_2_ALL_REDUCE = from_us(list(zip(A100_SIZES, (44.2, 53.4, 61.2, 86.9, 131.9, 230.0, 404.7, 763.6, 1455.8, 2838.4, 5442.8), strict=True)))
+A100_4_ALL_REDUCE = from_us(list(zip(A100_SIZES, (51.4, 55.7, 77.3, 116.8, 179.6, 284.2, 543.8, 998.6, 1929.0, 3720.0, 7259.4), strict=True)))
+GALVATRON_2_ALL_REDUCE = from_us([(GIB, 5159)])
+GALVATRON_4_ALL_REDUCE = from_us([(GIB, 7187)])
 V100_SIZES_MB = (20, 40, 80, 160, 320, 480)
 V100_ALL_REDUCE = [(mb * 1e6, ms * 1e-3) for mb, ms in zip(V100_SIZES_MB, (.354, .635, 1.229, 2.339, 4.650, 6.874), strict=True)]
 # the sizes are those of one rank's tensor, so the whole exchanged tensor is 8 times that
@@ -61,12 +66,16 @@ COMPARED = [
     ("h100:8", "all_reduce", 8, H100_ALL_REDUCE, 0.18, True),
     ("b200:8", "all_reduce", 8, B200_ALL_REDUCE, 0.15, True),
     ("a100-80:8", "all_reduce", 8, A100_ALL_REDUCE, 0.26, True),
+    ("a100-80:8", "all_reduce", 2, A100_2_ALL_REDUCE, 0.05, True),
+    ("a100-80:8", "all_reduce", 4, A100_4_ALL_REDUCE, 0.07, True),
     ("v100:8", "all_reduce", 8, V100_ALL_REDUCE, 0.03, True),
     ("v100:8", "all_to_all", 8, V100_ALL_TO_ALL, 0.05, True),
     ("a100-80:8", "all_to_all", 8, GALVATRON_ALL_TO_ALL, 0.13, True),
     ("mi300x:8", "all_reduce", 8, MI300X_8_ALL_REDUCE, 0.02, True),
     ("h200:8", "all_reduce", 8, H200_ALL_REDUCE, 0.22, False),
     ("a100-80:8", "all_reduce", 8, GALVATRON_ALL_REDUCE, 0.30, False),
+    ("a100-80:8", "all_reduce", 2, GALVATRON_2_ALL_REDUCE, 0.09, False),
+    ("a100-80:8", "all_reduce", 4, GALVATRON_4_ALL_REDUCE, 0.04, False),
     ("mi300x:8", "all_reduce", 2, MI300X_2_ALL_REDUCE, 0.08, False),
     ("h100:8", "all_reduce", 4, H100_4_ALL_REDUCE, 0.13, False),
     ("b200:8", "all_reduce", 4, B200_4_ALL_REDUCE, 0.02, False),

@@ -54,6 +54,12 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
     return kept
 
 
+def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
+    """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in the dtype of the value."""
+    about = node._input_metadata[index]
+    return grad.sum_to_size(*about.shape).to(about.dtype)
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules do."""
     return tensor._is_view()

@@ -53,7 +53,7 @@ class Tally:
         if not self.plan.pipelined:
             return self.program.first_runs((name, 0))
         scope = self.program.ops[name].scope
-        return self.plan.microbatches * sum(view.blocks.get(scope, (1, 1))[0] == 0 for view in self.stages) if scope else 0
+        return self.plan.microbatches * sum(first == 0 < stop for first, stop in (view.blocks.get(scope, (0, 0)) for view in self.stages)) if scope else 0
 
     def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int, int]]:
         """Each reshard that runs here, as each stage has it, with its runs per step, and how many of them are of values that the first

@@ -9,17 +9,20 @@ for a weight with several intermediates:
       another one first: its gradient is found twice
     * before torch 2.13 what comes along between two intermediates is counted a second time
 
-So groups that meet are made one, and those with several intermediates go first, on a graph that stays; torch does the others.
+So groups that meet are made one, and those with several intermediates go first and node by node: each intermediate is asked for its gradients alone, and only those
+of the weights' side are followed. What lies between two intermediates is not run a second time, nor are collectives in it. torch does the other groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from autopar._torch import as_received
 
 Group = dict[str, Any]
 """Nodes of leaves ("params"), their "intermediates", and for each of these the gradients that came by ("grads")."""
@@ -39,18 +42,57 @@ def disjoint(groups: Sequence[Group]) -> list[Group]:
     return [{"params": set(weights), "intermediates": list(came), "grads": list(came.values())} for came, weights in found]
 
 
-def add_gradients(group: Group) -> None:
-    """Add to the `grad` of the leaves of one group what comes from its intermediates, each of which passes on just what came by it. The graph
-    stays as it is."""
-    came = [(node, grads) for node, grads in zip(group["intermediates"], group["grads"], strict=True)]
-    edges = [(GradientEdge(node, i), grad) for node, grads in came for i, grad in enumerate(grads) if grad is not None]
+@torch.no_grad()
+def add_gradients(group: Group, inputs: Sequence[Tensor]) -> None:
+    """Add to the `grad` of the leaves of one group what comes from its intermediates, of a stage with those `inputs`. The graph stays as it is."""
+    inside = _leading_to(inputs)
+    sums: dict[tuple[Any, int], Tensor] = {}
+    for node, came in zip(group["intermediates"], group["grads"], strict=True):
+        for edge, grad in zip(node.next_functions, _asked(node, came), strict=False):
+            if grad is not None and edge[0] is not None and not inside(edge[0]):
+                grad = as_received(grad, *edge)
+                sums[edge] = grad if edge not in sums else sums[edge] + grad
+    for (node, _), grad in [item for item in sums.items() if item[0][0] in group["params"]]:
+        _add(node.variable, grad)
+    below = {edge: grad for edge, grad in sums.items() if edge[0] not in group["params"]}
     leaves = list(group["params"])
-    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in came]
-    try:
-        found = torch.autograd.grad([edge for edge, _ in edges], [GradientEdge(leaf, 0) for leaf in leaves], [grad for _, grad in edges], retain_graph=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for leaf, grad in zip(leaves, found, strict=True):
-        weight: Tensor = leaf.variable
+    if below:
+        found = torch.autograd.grad([GradientEdge(*edge) for edge in below], [GradientEdge(leaf, 0) for leaf in leaves], list(below.values()),
+                                    retain_graph=True, allow_unused=True)
+        for leaf, grad in zip(leaves, found, strict=True):
+            _add(leaf.variable, grad)
+
+
+def _add(weight: Tensor, grad: Tensor | None) -> None:
+    if grad is not None:
         weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+def _asked(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """What one node makes of the gradients of its outputs."""
+    made = (node.apply if isinstance(node, torch.autograd.function.BackwardCFunction) else node)(*grads)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _leading_to(inputs: Sequence[Tensor]) -> Callable[[Any], bool]:
+    """Whether a node of a graph has one of the leaves `inputs` below it."""
+    ends = {id(x) for x in inputs}
+    known: dict[Any, bool] = {}
+
+    def leads(start: Any) -> bool:
+        todo = [start]
+        while todo:
+            node = todo[-1]
+            if node in known:
+                todo.pop()
+                continue
+            below = [child for child, _ in node.next_functions if child is not None]
+            if any(known.get(child) for child in below) or id(getattr(node, "variable", None)) in ends:
+                known[node] = True
+            elif left := [child for child in below if child not in known]:
+                todo += left
+            else:
+                known[node] = False
+        return known[start]
+
+    return leads

@@ -64,7 +64,7 @@ class Runner(nn.Module):
             arrived = [_Arrive.apply(x) if x.requires_grad else x for x in received]
             sends, results = engine.run(stage, arrived, engine.micro[int(microbatch)], engine.sizes)
         if stage.index == engine.last:
-            return results[engine.loss]
+            return _sendable(results[engine.loss], True)
         if stage.index in engine.leaving:
             _count(sends)
         following = engine.following[stage.index]
@@ -112,7 +112,7 @@ class _Stage(pipelining.PipelineStage):
         each = disjoint(groups)
         for group in each:
             if len(group["intermediates"]) > 1:
-                add_gradients(group)
+                add_gradients(group, [x for x in inputs if isinstance(x, Tensor)])
         self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
 
 

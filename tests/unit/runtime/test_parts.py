@@ -71,7 +71,7 @@ def test_gradients_are_those_of_one_backward(name: str) -> None:
     nodes = [at for group in apart for at in group["intermediates"]]
     assert len(nodes) == len(set(nodes)) and sum(len(group["params"]) for group in apart) == len(groups)
     for group in apart:
-        add_gradients(group)
+        add_gradients(group, [x])
     for weight, right in zip(weights, wanted[1:], strict=True):
         assert (weight.grad is None) == (right is None) and (right is None or torch.allclose(weight.grad, right))
 

@@ -204,6 +204,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
                   [plan(captured.gm, captured.hints, request, **about)])
     chosen = made[0]
     chosen.check(captured.graph_hash, captured.nodes)
+    captured = captured.parted(chosen.parted)
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
     return Compiled(bundle, weights, captured, made)

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,9 @@ class Plan:
     """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are kept: none where the
     block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its operators save."""
     offload: str = ""  # what is in the memory of the host: one of problem.settings.OFFLOADED
+    parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Runs of blocks that are laid out in parts (passes.part_runs), by scope: what each part but the first is called, and the instance that it
+    begins with. All else in a plan names the parts."""
     totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
@@ -186,7 +189,7 @@ class Plan:
             raise PlanError(f"plan lacks {sorted(wanted - found)} and has unknown {sorted(found - wanted)}")
         try:
             return _plan(data)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise PlanError(f"plan is malformed: {error}") from error
 
     def check(self, graph_hash: str, nodes: Iterable[str], source: str = "the model") -> None:
@@ -223,7 +226,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
     predicted = Predicted(**{**data["predicted"], "places_bytes": tuple(data["predicted"].get("places_bytes", ()))})
-    rest = {"nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": predicted}
+    parted = {scope: {name: int(first) for name, first in parts.items()} for scope, parts in data["parted"].items()}
+    rest = {"parted": parted, "nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": predicted}
     return Plan(**{**data, **tuples, **rest})
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
+
+from autopar.errors import PlanError
+from passes.part_runs import Parts, part_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,7 @@ class Captured:
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
+    parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
     valueless    names of constants without a value: the model is on meta and does not say how they are made
     """
 
@@ -44,6 +48,18 @@ class Captured:
     valueless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    parts: Parts = field(default_factory=dict)
+
+    def parted(self, parts: Parts) -> Captured:
+        """The same for a plan that lays runs of blocks out in `parts`. Raises PlanError where the graph has no such runs."""
+        if parts == self.parts:
+            return self
+        if self.parts:
+            raise PlanError(f"the graph is parted for another plan: {dict(self.parts)}, wanted {dict(parts)}")
+        try:
+            return replace(self, gm=part_runs(self.gm, parts), parts=parts)
+        except ValueError as error:
+            raise PlanError(f"the plan does not fit the graph: {error}") from error
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     plan.check(captured.graph_hash, captured.nodes, source.model)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
-    return Rebuilt(plan, source, loaded, captured)
+    return Rebuilt(plan, source, loaded, captured.parted(plan.parted))
 
 
 def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:

@@ -180,18 +180,26 @@ def edges(program: Program, plan: Plan) -> Edges:
                 replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
                 found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared,
                                      replay))
+    found += _fed(program, plan)
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
-        for port, feed in zip(run.ports, run.feeds, strict=True):
-            src, dst = out_pair(plan, feed), in_pair(plan, port, 0)
-            if needed(src, dst):
-                found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer, False, False, (port,)))
         for port, ref in zip(run.ports, run.carried, strict=False):
             src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
             if needed(src, dst) and run.count > 1:
                 found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,),
                                      program.ops[ref[0]].late))
     return Edges(tuple(found), sync, reruns, as_made)
+
+
+def _fed(program: Program, plan: Plan) -> list[Reshard]:
+    """What is fed to runs of blocks; runs that want the same share it."""
+    asked: dict[tuple[Ref, Pair], list[str]] = {}
+    for run in program.runs.values():
+        for port, feed in zip(run.ports, run.feeds, strict=True):
+            asked.setdefault((feed, in_pair(plan, port, 0)), []).append(port)
+    outer = {port: program.ops[port].count // run.count for run in program.runs.values() for port in run.ports}
+    return [Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports))
+            for (feed, dst), ports in asked.items() if needed(src := out_pair(plan, feed), dst)]
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:

@@ -11,7 +11,7 @@ from autopar.codegen.edges import Reshard
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.views import RESULTS, View, total_ref, views
 from autopar.plan import Plan
-from autopar.problem.graph import Program
+from autopar.problem.graph import Program, Run
 
 
 @dataclass(frozen=True)
@@ -140,18 +140,23 @@ class Tally:
         if reshard.role == "sync":
             scope = ops[reshard.ref[0]].scope
             return self._instances(view, scope) if scope else int(reshard.ref[0] in view.held)
-        if reshard.role in ("feed", "carry"):
-            port = reshard.readers[0]
-            run = self.program.runs[ops[port].scope]
-            if run.scope not in view.blocks:
-                return 0
-            begins = view.blocks[run.scope][0] == 0
-            if reshard.role == "carry":
-                return micro * (self._instances(view, run.scope) - begins)
-            return micro * (begins or run.ports.index(port) >= len(run.carried))
+        if reshard.role == "carry":
+            run = self._fed(reshard.readers[0])
+            return micro * (self._instances(view, run.scope) - (view.blocks[run.scope][0] == 0)) if run.scope in view.blocks else 0
+        if reshard.role == "feed":
+            return micro * any(self._is_fed(view, port) for port in reshard.readers)
         if reshard.scope:
             return micro * self._instances(view, reshard.scope)
         results = {op.name for _, op in view.results}
         given = {name for name, index in view.given if all((name, i) in view.given for i in range(len(ops[name].call.outs)))}
         return micro * any((name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
                            for name in reshard.readers)
+
+    def _fed(self, port: str) -> Run:
+        """The run of blocks that a placeholder belongs to."""
+        return self.program.runs[self.program.ops[port].scope]
+
+    def _is_fed(self, view: View, port: str) -> bool:
+        """Whether a stage feeds a placeholder of a run: states of blocks where the run begins, all else wherever it has blocks of it."""
+        run = self._fed(port)
+        return run.scope in view.blocks and (view.blocks[run.scope][0] == 0 or run.ports.index(port) >= len(run.carried))

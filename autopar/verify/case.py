@@ -68,7 +68,7 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
         return {n: (t.to(dtype) if t.is_floating_point() else t).detach().cpu() for n, t in tensors.items()}
 
     names = Names.of(captured)
-    gm = lift(captured.gm, dtype)
+    gm = lift(captured.parted(plan.parted).gm, dtype)
     notes = keep_all(gm)
     return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
 

@@ -1,0 +1,93 @@
+"""Takes runs of alike blocks apart, so that each part of a run can be laid out in its own way.
+
+    (h,) = layers_0(h, mask)   x 32      ->      (g,) = layers_0(h, mask)    x 12
+                                                 (h,) = layers_12(g, mask)   x 20
+
+The blocks of each part stay folded; names inside them stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from passes import edit
+from passes.fold_repeats import body_of, is_folded
+
+Parts = Mapping[str, Mapping[str, int]]
+"""Run (by the name of its body) -> what its second part, third part, ... are called, and the instance that each begins with."""
+
+
+def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
+    """needs: a folded graph.
+    does: calls a copy of the body where each part but the first begins, with the weights of its own instances.
+    gives: a new graph, `gm` stays as it is; ValueError for a run that is not there or cannot be parted so.
+    """
+    parted = copy.deepcopy(gm)
+    parted.meta.update(gm.meta)
+    calls = {str(node.target): node for node in parted.graph.nodes if is_folded(node)}
+    for name, begins in parts.items():
+        if name not in calls:
+            raise ValueError(f"there is no run {name!r} to be parted; the graph has {', '.join(calls) or 'none'}")
+        _part(parted, calls[name], begins)
+    return edit.finish(parted)
+
+
+def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str, int]:
+    """Names for the parts of the run `name` that begin with these instances, as the fold would have named them."""
+    about = gm.get_submodule(name).meta
+    return {re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin for begin in begins}
+
+
+def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
+    whole, body = int(call.meta["repeat"]), body_of(call)
+    edges = [0, *begins.values(), whole]
+    if any(a >= b for a, b in itertools.pairwise(edges)):
+        raise ValueError(f"{call.target} has {whole} instances and cannot be parted in front of {list(begins.values())}: every part needs one")
+    taken = [name for name in begins if hasattr(gm, name)]
+    if taken:
+        raise ValueError(f"a part of {call.target} cannot be called {taken[0]!r}: the graph has that already")
+    given = [user for user in call.users if user.target is operator.getitem]
+    last = call
+    for name, (first, stop) in zip(begins, itertools.pairwise(edges[1:]), strict=True):
+        gm.add_submodule(name, _sliced(body, first, stop))
+        last = _behind(gm, last, name, stop - first)
+    for item in given:
+        item.replace_input_with(call, last)
+        last.append(item)
+    _slice(body, 0, edges[1])
+    call.meta["repeat"] = edges[1]
+
+
+def _sliced(body: fx.GraphModule, first: int, stop: int) -> fx.GraphModule:
+    """A copy of `body` with the weights of the instances `[first, stop)`."""
+    part = copy.deepcopy(body)
+    part.meta.update(body.meta)
+    part.meta["start"] += first * part.meta["period"]
+    _slice(part, first, stop)
+    return part
+
+
+def _slice(body: fx.GraphModule, first: int, stop: int) -> None:
+    for node in body.graph.nodes:
+        if "fqns" in node.meta:
+            node.meta["fqns"] = node.meta["fqns"][first:stop]
+
+
+def _behind(gm: fx.GraphModule, before: fx.Node, name: str, count: int) -> fx.Node:
+    """A call of the body `name` that goes on where the call `before` ends."""
+    states = before.meta["val"]
+    with edit.after(before):
+        call = gm.graph.call_module(name, before.args)
+        call.meta.update({**before.meta, "repeat": count})
+    with edit.before(call):
+        for place, value in enumerate(states):
+            item = gm.graph.call_function(operator.getitem, (before, place))
+            item.meta.update(val=value, module=before.meta["module"], source=before.meta["source"])
+            call.update_arg(place, item)
+    return call

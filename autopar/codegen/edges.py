@@ -163,17 +163,17 @@ def edges(program: Program, plan: Plan) -> Edges:
             dst = in_pair(plan, op.name, operand)
             asked.setdefault((op.scope, dst), []).append((op, operand))
         src = given(program, plan, ref)
-        if producer.role == "param" and rest.has_grad:
-            sync[ref] = _sync_axes(rest, [pair for _, pair in asked])
-            src = src.partial(sync[ref])
-            if src != rest:
+        if program.is_weight(ref) and rest.has_grad:
+            axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
+            src = src.partial(axes)
+            if producer.role == "param" and src != rest:
                 found.append(Reshard(ref, Pair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
                                      each=EACH in plan.nodes[ref[0]].runs))
         for (scope, dst), group in asked.items():
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
                 as_made[ref[0]] = None
-            follows = any(op.name in program.following for op, _ in group)
-            if needed(src, dst.partial(dst.gathered) if follows else dst):
+            follows = any(op.name in program.following for op, _ in group)  # the gradient of what it makes is as its readers leave it
+            if needed(src, replace(dst, grad=src.grad) if follows else dst):
                 saved = any(op.needs_again(operand) for op, operand in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
@@ -251,6 +251,12 @@ def options(node: NodePlan) -> tuple[Option, ...]:
 def needed(src: Pair, dst: Pair) -> bool:
     """Whether a reader that wants `dst` cannot take `src` as it is."""
     return src.value != dst.value or (src.has_grad and dst.has_grad and src.grad != dst.grad)
+
+
+def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[Pair]:
+    """How those want the weight `ref` who do more with it than to turn or cast it."""
+    return [pair for op, operand in program.readers.get(ref, ())
+            for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
 
 
 def _sync_axes(rest: Pair, asked: list[Pair]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, given, in_pair, needed, options, out_pair
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
+from autopar.codegen.turns import turn_text
 from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.language import Tensor
@@ -81,8 +82,19 @@ class ScopeWriter:
             self._run(node)
         elif op is None:
             self._output(node)
-        else:
+        elif not self._gathered_turned(op):
             self.operator(op)
+
+    def _gathered_turned(self, op: Op) -> bool:
+        """Whether `op` only turns or casts a weight for those who gather it: they do that themselves (`reshard_text`)."""
+        program, plan = self.context.program, self.context.plan
+        if op.name not in program.following or self.context.probes:
+            return False
+        for reader, index in program.readers[op.name, 0]:
+            reshard = self.context.edges.between((op.name, 0), in_pair(plan, reader.name, index), "edge", self.scope)
+            if not (self._gathered_turned(reader) or (reshard is not None and reshard.fetches(self.context.sizes))):
+                return False
+        return True
 
     def _op_of(self, node: fx.Node) -> Op | None:
         """What `node` is to the plan: None for sizes, items of tuples, runs of blocks and the output."""
@@ -147,7 +159,7 @@ class ScopeWriter:
         if key not in self.resharded:
             name = self.fresh(self._base(ref))
             self.resharded[key] = name
-            text = self._marked(_REPLAYED.get(reshard.replay, ""), self.reshard_text(reshard, self.names[ref]))
+            text = self._marked(_REPLAYED.get(reshard.replay, ""), self.reshard_text(reshard, self.names.get(ref, "")))
             self.say(f"{name} = {text}", self.context.reason(reshard))
         return self.resharded[key]
 
@@ -162,15 +174,17 @@ class ScopeWriter:
         op = self.context.program.ops[ref[0]]
         if op.role in ("param", "buffer", "constant"):
             return re.sub(r"\W|^(?=\d)", "_", self.context.short_name(op))
-        return self.names[ref]
+        return self.names.get(ref) or str(op.node.name)
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
-        """The call of the runtime helper; weights go through `gather`, which begins ahead and, if need be, gathers again in the backward."""
-        shape = self.context.whole_sizes(reshard.ref)
+        """The call of the runtime helper; weights go through `gather`, which turns them, begins ahead and, if need be, gathers again in the backward."""
+        shape, turn = self.context.whole_sizes(reshard.ref), ""
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
+        if fetches:
+            name, turn = self.names[self.context.program.source(reshard.ref), 0], turn_text(self.context.program.turn(reshard.ref))
         return (f'{"gather" if fetches else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
-                f"grad={grad}, shape={shape}, mesh=MESH{', again=False' if fetches and reshard.gradient and not gathers else ''})")
+                f"grad={grad}, shape={shape}, mesh=MESH{turn}{', again=False' if fetches and reshard.gradient and not gathers else ''})")
 
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""

@@ -172,7 +172,7 @@ class Backward:
         grad = self._own("reshards", source)
         node, value = self.forward.program.ops[source.ref[0]], partial(self.shares.value, source.ref)
         moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
-        if source.leaf is not None and reshard.fetches(sizes) and moved_by and self.scattering:
+        if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
             self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value))
             self._scatter_later(moved.slot, self.block or object(), halfway(moved_by, value))
         else:

@@ -18,7 +18,7 @@ from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import COPIED, DROPOUT, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
-from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.inner import sites
 from autopar.problem.looking import looks
 from autopar.problem.saved import HOLDERS
@@ -177,14 +177,19 @@ class Forward:
             if self.habits.regathers and not reshard.weight and source.storage is not None and any(step.kind == "all_gather" for step in forward):
                 storage.regathered, storage.sources = True, (source.storage,)
             left = forward
-            if op.role == "param" and reshard.fetches(self.sizes):
-                storage.halfway, left = halfway(moving(forward, self.sizes), partial(self.shares.value, ref)), forward[-1:]
+            if reshard.fetches(self.sizes):
+                storage.halfway, left = (*self._cast(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
                 self._fetched(storage)
             self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref)))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
         steps.append(Step((source,), (value,), reshard=reshard))
         return value
+
+    def _cast(self, ref: Ref) -> tuple[float, ...]:
+        """Bytes of what is made of a parameter before its gather begins: a cast of it on the rank."""
+        turned = self.program.turn(ref)
+        return (self.shares.value(ref, self.shares.lies(ref).value),) if any(op.target is CAST for op in turned) else ()
 
     def _fetched(self, storage: Storage) -> None:
         """A weight that is gathered for an operator of the block that is walked, or of the model itself."""

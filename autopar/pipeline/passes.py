@@ -261,7 +261,7 @@ class Passes:
         buckets: dict[str, list[float]] = {}
         for link in self.model.links:
             made, scope = link.rows[link.row[self.choice[link.producer]]], link.readers[0][0].scope
-            if link.weight and scope and self.program.ops[link.ref[0]].role == "param" and made.value != made.back:
+            if link.weight and scope and made.value != made.back:
                 here = buckets.setdefault(scope, [0.0])
                 here[-1] += link.size_bytes * fraction(made.value, self.prices.sizes)
                 if here[-1] >= BUCKET_BYTES:
@@ -274,7 +274,7 @@ class Passes:
         whether they are of blocks."""
         found: dict[tuple[Pair, Layout, bool], float] = {}
         for link in self.model.links:
-            if link.weight and self.program.ops[link.ref[0]].role == "param":
+            if link.weight:
                 made = link.rows[link.row[self.choice[link.producer]]]
                 leaf = self._leaf(link, made, self._asked[link.ref][0])
                 if leaf != made.back:

@@ -18,7 +18,8 @@ from torch import fx
 from autopar.layout import BUCKET_BYTES
 from autopar.rules.language import Call, Tensor
 
-TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.to.dtype)
+CAST = torch.ops.aten.to.dtype
+TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
 """Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
@@ -175,6 +176,15 @@ class Program:
     def is_weight(self, ref: Ref) -> bool:
         """Whether a value is a parameter, or one that was turned or cast."""
         return self.ops[ref[0]].role == "param" or ref[0] in self.following
+
+    def turn(self, ref: Ref) -> tuple[Op, ...]:
+        """The operators that make a weight of its parameter, in order: none, or turns and casts."""
+        op = self.ops[ref[0]]
+        return (*self.turn(op.operands[0]), op) if op.name in self.following else ()
+
+    def source(self, ref: Ref) -> str:
+        """The parameter that a weight is, or is made of."""
+        return self.following.get(ref[0], ref[0])
 
     def first_runs(self, ref: Ref) -> int:
         """How often per step a value is made in the first block of its run; 0 outside of runs."""

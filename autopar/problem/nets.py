@@ -56,9 +56,8 @@ class Link:
 
     @cached_property
     def ahead(self) -> bool:
-        """Whether a gather can begin ahead and a gradient be scattered behind: of a parameter itself, not of what was turned or cast first, which is made
-        where it is used (runtime.ahead)."""
-        return self.weight and self.program.ops[self.ref[0]].role == "param" and not self.opening
+        """Whether a gather can begin ahead and a gradient be scattered behind (runtime.ahead)."""
+        return self.weight and not self.opening
 
     @cached_property
     def opening(self) -> bool:

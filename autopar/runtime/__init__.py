@@ -46,7 +46,8 @@ Meaning of the parts:
 
     reshard(x, "src -> dst", grad="consumer -> producer" | None, shape=, mesh=)
         Forward runs layout.steps(src, dst); backward runs layout.steps(consumer's gradient, producer's gradient).
-    gather(...)        the same for weights: begun ahead, not kept for the backward but gathered again (ZeRO-3; kept with again=False).
+    gather(...)        the same for weights: begun ahead, not kept for the backward but gathered again (ZeRO-3; kept with again=False); with `dims` in
+                       another order, or after `casts`, where that is how they are read.
     remat(block, ...)  block(...), run again in the backward instead of keeping what its operators save.
     keep(lambda: ...)  in such a block: the result is kept, and not computed again. skip(lambda: ...): nobody needs it again. enough(): nor what follows.
     self.w, self.b     local shards of parameters and buffers, by the names in PARAMS and BUFFERS.

@@ -27,14 +27,16 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, relayout
 from autopar.runtime.params import Held
 from autopar.runtime.stack import pushed
+from autopar.runtime.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead), of `nbytes` on the fullest rank, in so
-    many collectives."""
+    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead) as `turn` makes it, of `nbytes` on the fullest
+    rank, in so many collectives."""
 
     held: Held | None
+    turn: Turn
     src: Layout
     dst: Layout
     shape: tuple[int, ...]
@@ -104,12 +106,12 @@ class Orders:
         """A pass has ended."""
         self._open.pop(going, None)
 
-    def call(self, x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any) -> Call:
+    def call(self, x: Tensor, turn: Turn, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any) -> Call:
         """What is known of one gather."""
         way = moving(steps(src, dst, self.mesh.sizes), self.mesh.sizes)
         gathers = any(step.kind == "all_gather" for step in way)
-        nbytes = most_elements(shape, dst, self.mesh.sizes) * x.element_size()
-        return Call(self.held_of(x) if gathers else None, src, dst, shape, nbytes, len(way), name, unit)
+        nbytes = most_elements(shape, dst, self.mesh.sizes) * (turn.casts[-1] if turn.casts else x.dtype).itemsize
+        return Call(self.held_of(x) if gathers else None, turn, src, dst, shape, nbytes, len(way), name, unit)
 
 
 class Going:
@@ -123,18 +125,18 @@ class Going:
         self._begun: dict[int, tuple[Chain, int]] = {}  # by number, with the version of what is gathered
 
     def take(self, x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *,
-             leaf: Tensor, unit: Any) -> Tensor:
-        """As `relayout`, of a gather that may have begun. `leaf` is `x` as autograd has it; the gather belongs to `unit`."""
+             leaf: Tensor, turn: Turn, unit: Any) -> Tensor:
+        """As `relayout` of `x` as `turn` makes it, of a gather that may have begun. `leaf` is `x` as autograd has it; the gather belongs to `unit`."""
         if self.ended:
-            return relayout(x, src, dst, shape, mesh, name)
-        call, at = self.orders.call(leaf, src, dst, shape, name, unit), len(self.seen)
+            return relayout(turn.of(x), src, dst, shape, mesh, name)
+        call, at = self.orders.call(leaf, turn, src, dst, shape, name, unit), len(self.seen)
         self.seen.append(call)
         if self.plan and (at >= len(self.plan) or self.plan[at] != call):
             self.leave()
         self._go_on(at)
         chain, version = self._begun.pop(at, (None, -1))
         whole = chain.finish() if chain is not None else None
-        return whole if whole is not None and version == leaf._version else relayout(x, src, dst, shape, mesh, name)
+        return whole if whole is not None and version == leaf._version else relayout(turn.of(x), src, dst, shape, mesh, name)
 
     def begin(self) -> None:
         """The pass comes next: its first gathers begin."""
@@ -176,7 +178,7 @@ class Going:
     def _chain(self, call: Call, held: Held) -> tuple[Chain, int]:
         if held.ready is not None:
             held.ready()
-        return Chain(held.leaf.detach(), call.src, call.dst, call.shape, self.orders.mesh, call.name), held.leaf._version
+        return Chain(call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name), held.leaf._version
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain
 from autopar.runtime.params import Held
 from autopar.runtime.together import KINDS, Together
+from autopar.runtime.turns import AS_IS, Gathered
 
 
 @dataclass(eq=False)
@@ -134,25 +135,26 @@ class GradSync:
         held = self.held_of.get(id(leaf))
         return held if held is not None and held.leaf is leaf else None
 
-    def sink(self, shard: Tensor, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
-        """Who scatters the gradient of a `shard` that is gathered in `unit`; None for what is no parameter."""
+    def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
+        """Who scatters the gradient of what is `gathered` of a `shard` in `unit`; None for what is no parameter."""
         held = self.of(shard)
         if held is None or not self.scattering:
             return None
         if held.info.partial_grad == held.info.entries:
-            return lambda grad, layout, name: self._scatter(held, grad, layout, name, unit)
+            return lambda grad, layout, name: self._send(held, grad, layout, gathered, name, unit, self._rests)
         self.coming[held.name] = self.coming.get(held.name, 0) + 1
-        return lambda grad, layout, name: self._send(held, grad, layout, held.info.partial_grad, name, unit, self._partly)
+        return lambda grad, layout, name: self._send(held, grad, layout, gathered, name, unit, self._partly)
 
     def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str, unit: Any) -> None:
-        self._send(held, grad, layout, held.info.entries, name, unit, self._rests)
+        self._send(held, grad, layout, Gathered(AS_IS, held.info.shape, held.info.entries), name, unit, self._rests)
 
-    def _send(self, held: Held, grad: Tensor, src: Layout, dst: Layout, name: str, unit: Any, done: Callable[[Held, Tensor], None]) -> None:
+    def _send(self, held: Held, grad: Tensor, src: Layout, to: Gathered, name: str, unit: Any, done: Callable[[Held, Tensor], None]) -> None:
         """Move a gradient in the background, then give it to `done`."""
         self._queue()
         self.pending[held.name] = held
-        grad = grad.to(held.local.dtype)  # before it is summed
-        scatter = Scatter(Chain(grad, src, dst, held.info.shape, self.mesh, name), lambda grad: done(held, grad))
+        dtype = held.local.dtype
+        grad = to.turn.summed(grad, dtype)
+        scatter = Scatter(Chain(grad, src, to.rest, to.shape, self.mesh, name), lambda grad: done(held, to.turn.back(grad, dtype)))
         if scatter.chain.more:
             scatter.chain.go_on()
         del grad  # the chain lets go of it when its first collective is over

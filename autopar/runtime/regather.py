@@ -27,6 +27,7 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
 from autopar.runtime.stack import pushed
+from autopar.runtime.turns import Gathered, Turn
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
 _open: list[Pass] = []  # of the regathering() and again() contexts that are open, innermost last
@@ -40,8 +41,8 @@ class Sinks(Protocol):
 
     orders: Orders
 
-    def sink(self, shard: Tensor, unit: Any) -> Sink | None:
-        """Who takes the gradient of a `shard` that is gathered in `unit`; None where autograd is to accumulate it."""
+    def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Sink | None:
+        """Who takes the gradient of what is `gathered` of a `shard` in `unit`; None where autograd is to accumulate it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,11 @@ class Pass:
 
 
 class Handle:
-    """How to gather one weight again. `saved` counts what autograd saved and has not used yet."""
+    """How to gather one weight again, in `dtype`. `saved` counts what autograd saved and has not used yet."""
 
-    def __init__(self, shard: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, take: Callable[..., Tensor]) -> None:
-        self.shard, self.version = shard.detach(), shard._version
+    def __init__(self, shard: Tensor, dtype: torch.dtype, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
+                 take: Callable[..., Tensor]) -> None:
+        self.shard, self.version, self.dtype = shard.detach(), shard._version, dtype
         self.src, self.dst, self.shape, self.mesh, self.name, self.take = src, dst, shape, mesh, name, take
         self.saved = 0
         self.whole: Tensor | None = None
@@ -88,36 +90,46 @@ class Saved:
     offset: int
 
 
-def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", again: bool = True) -> Tensor:
-    """As `reshard`; inside `regathering()` it begins ahead, and the result is not kept for the backward but gathered `again`."""
+def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", again: bool = True,
+           dims: tuple[int, ...] = (), casts: tuple[torch.dtype, ...] = ()) -> Tensor:
+    """As `reshard` of `x` with its `dims` in another order, then cast; inside `regathering()` it begins ahead, and the result is not kept for the
+    backward but gathered `again`."""
+    turn = Turn(dims, casts)
     if torch.compiler.is_compiling() or not _open:
-        return reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name)
+        return reshard(turn.of(x), change, grad=grad, shape=shape, mesh=mesh, name=name)
     now, unit = _open[-1], unit_here()
-    take = partial(now.take, leaf=x, unit=unit)
-    sink = now.sinks.sink(x, unit) if now.sinks is not None and x.requires_grad and grad is not None else None
-    if sink is None or grad is None:
-        out = reshard(x, change, grad=grad, shape=shape, mesh=mesh, name=name, move=take)
-    else:
-        out = _Gather.apply(x, *arrow(change), arrow(grad)[0], tuple(shape), mesh, name, sink, take)
+    take = partial(now.take, leaf=x, turn=turn, unit=unit)
+    if grad is None or not x.requires_grad or not torch.is_grad_enabled():
+        return once(lambda: take(x.detach(), *arrow(change), tuple(shape), mesh, name))
+    gathered, consumed = Gathered(turn, tuple(shape), arrow(grad)[1]), arrow(grad)[0]
+    sink = now.sinks.sink(x, gathered, unit) if now.sinks is not None else None
+    out: Tensor = _Gather.apply(x, gathered, *arrow(change), consumed, mesh, name, sink, take)
     address = out.untyped_storage().data_ptr()
-    if again and now.back is not None and out.requires_grad and out.numel() and address != x.untyped_storage().data_ptr():
-        _registry[address] = Handle(x, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, unit=unit))
+    if again and now.back is not None and out.numel() and address != x.untyped_storage().data_ptr():
+        _registry[address] = Handle(x, out.dtype, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, turn=turn, unit=unit))
         weakref.finalize(out, _registry.pop, address, None)
     return out
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, consumed: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
-                sink: Sink, take: Callable[..., Tensor]) -> Tensor:
-        ctx.consumed, ctx.name, ctx.sink = consumed, name, sink
-        out = once(lambda: take(x, src, dst, shape, mesh, name))
+    def forward(ctx: Any, x: Tensor, gathered: Gathered, src: Layout, dst: Layout, consumed: Layout, mesh: Mesh, name: str,
+                sink: Sink | None, take: Callable[..., Tensor]) -> Tensor:
+        ctx.gathered, ctx.consumed, ctx.mesh, ctx.name, ctx.sink = gathered, consumed, mesh, name, sink
+        ctx.dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype  # in which a parameter's gradients are summed and add up
+        out = once(lambda: take(x, src, dst, gathered.shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.sink(grads[0], ctx.consumed, ctx.name)
-        return (None,) * 9
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        moved = None
+        if ctx.sink is not None:
+            ctx.sink(grads[0], ctx.consumed, ctx.name)
+        else:
+            gathered: Gathered = ctx.gathered
+            grad = gathered.turn.summed(grads[0], ctx.dtype)
+            moved = gathered.turn.back(relayout(grad, ctx.consumed, gathered.rest, gathered.shape, ctx.mesh, ctx.name), ctx.dtype)
+        return moved, *(None,) * 8
 
 
 @contextmanager
@@ -140,8 +152,8 @@ def _nothing() -> None:
     """There is no backward that gathers."""
 
 
-def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *, leaf: Tensor, unit: object) -> Tensor:
-    return relayout(x, src, dst, shape, mesh, name)
+def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *, leaf: Tensor, turn: Turn, unit: object) -> Tensor:
+    return relayout(turn.of(x), src, dst, shape, mesh, name)
 
 
 def rerunning() -> Callable[[], AbstractContextManager[None]]:
@@ -152,7 +164,7 @@ def rerunning() -> Callable[[], AbstractContextManager[None]]:
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
-    if handle is None or tensor.dtype != handle.shard.dtype:
+    if handle is None or tensor.dtype != handle.dtype:
         return tensor, tensor._version
     handle.saved += 1
     return Saved(handle, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))

@@ -119,7 +119,6 @@ class Rank:
         if part != "weights":
             for _ in item.again:
                 self._ahead.take()
-            self._do(item.turned, item.lane)
         share = {"backward": 1.0, "inputs": 1.0 - item.weights, "weights": item.weights}[part]
         if share <= 0.0:
             self._arrived(buckets)

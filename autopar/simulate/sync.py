@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.cost.comm import collective_s, group_bytes, step_s
+from autopar.cost.comm import LOCAL, collective_s, group_bytes, step_s
 from autopar.layout import BUCKET_BYTES, Step, most_elements
 from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
 from autopar.simulate.chains import Bucket, Filling
-from autopar.simulate.pieces import Piece
+from autopar.simulate.pieces import COMPUTE, Piece
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
@@ -118,16 +118,19 @@ class Sync:
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
     def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> Piece:
-        """The same step of all members, or of their gradients, at once, with the copies around it."""
+        """The same step of all members, or of their gradients, at once, with the copies around it; one that sends nothing is a copy."""
         ops = [self.program.ops[name] for name, _ in members]
         first, last = ops[0].name, ops[-1].name
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
+        name = first if first == last else f"{first} ... {last}"
         nbytes = sum(group_bytes(step, size, self.mesh.sizes) for step, size in zip(steps, full, strict=True))
+        if steps[0].kind in LOCAL:
+            return Piece(name, "copy", COMPUTE, sum(step_s(step, size, self.mesh) for step, size in zip(steps, full, strict=True)), nbytes)
         copies = sum(step_s(step, size, self.mesh) - collective_s(step.kind, group_bytes(step, size, self.mesh.sizes), self.mesh.axes[step.axis])
                      for step, size in zip(steps, full, strict=True))
         seconds = collective_s(steps[0].kind, nbytes, self.mesh.axes[steps[0].axis]) + copies
-        return Piece(first if first == last else f"{first} ... {last}", steps[0].kind, steps[0].axis, seconds, nbytes)
+        return Piece(name, steps[0].kind, steps[0].axis, seconds, nbytes)
 
     def local_bytes(self, op: Op) -> float:
         """Bytes of one instance of a parameter's leaf on the rank that holds most of it."""

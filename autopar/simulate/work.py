@@ -25,12 +25,11 @@ from passes import facts
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `turned` the gathers of those that
-    were turned or cast before, which cannot begin ahead, `replay` is what of its
+    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `replay` is what of its
     forward runs again when its block does; `weights` is the share of its backward that is for
     weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
 
-    Of a reshard of a parameter, `fetches` says that it is a gather that may begin ahead, `later` that its backward runs in the background;
+    Of a reshard of a weight, `fetches` says that it is a gather that may begin ahead, `later` that its backward runs in the background;
     `full_bytes` are those of the gathered weight on the rank, `held_bytes` those of its gradient in front of each collective.
     """
 
@@ -38,7 +37,6 @@ class Item:
     forward: tuple[Piece, ...] = ()
     backward: tuple[Piece, ...] = ()
     again: tuple[tuple[tuple[Piece, ...], float], ...] = ()
-    turned: tuple[Piece, ...] = ()
     replay: tuple[Piece, ...] = ()
     weights: float = 0.0
     lane: Spot | None = None
@@ -46,7 +44,7 @@ class Item:
     later: bool = False
     full_bytes: float = 0.0
     held_bytes: tuple[float, ...] = ()
-    reads: tuple[str, ...] = ()  # parameters, by the names of their Ops
+    reads: tuple[str, ...] = ()  # parameters, themselves or turned, by the names of their Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +143,10 @@ class Walk:
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
-        gathered = [(reshard, pieces) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again"))]
-        again = tuple((pieces, self._full_bytes(reshard)) for reshard, pieces in gathered if self._itself(reshard))
-        turned = tuple(piece for reshard, pieces in gathered if not self._itself(reshard) for piece in pieces)
-        reads = tuple(name for name, _ in op.operands if self.program.ops[name].role == "param")
+        again = tuple((pieces, self._full_bytes(reshard)) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again")))
+        reads = tuple(self.program.source(ref) for ref in op.operands if self.program.is_weight(ref)) if op.name not in self.program.following else ()
         replay = forward if self._again and self.edges.runs_again(op) else ()
-        mine = Item(op.name, forward, backward, again, turned, replay, op.weights_share, spot_of(node), reads=reads)
+        mine = Item(op.name, forward, backward, again, replay, op.weights_share, spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
@@ -179,18 +175,14 @@ class Walk:
     def _reshard(self, reshard: Reshard) -> Item:
         forward, backward = self._way(reshard, "forward"), self._way(reshard, "backward")
         ref = reshard.ref
-        fetches = reshard.fetches(self.plan.mesh) and self._itself(reshard) and bool(forward)
+        fetches = reshard.fetches(self.plan.mesh) and bool(forward)
         sunk = fetches and not self._apart
         moved = moving(reshard.backward(self.plan.mesh), self.plan.mesh)
         held = tuple(self.pieces.prices.local_bytes(self.gradient_bytes(ref), step.before) for step in moved)
         return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
                     replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
                     later=sunk and any(piece.axis >= 0 for piece in backward), full_bytes=self._full_bytes(reshard), held_bytes=held,
-                    reads=(ref[0],) if self._itself(reshard) else ())
-
-    def _itself(self, reshard: Reshard) -> bool:
-        """Whether what is laid out anew is a parameter, not what was made of one."""
-        return self.program.ops[reshard.ref[0]].role == "param"
+                    reads=(self.program.source(ref),) if self.program.is_weight(ref) else ())
 
     def _full_bytes(self, reshard: Reshard) -> float:
         return self.pieces.prices.local_bytes(self.bytes_of(reshard.ref), reshard.dst.value)

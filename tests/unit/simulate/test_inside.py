@@ -1,4 +1,4 @@
-"""Collectives inside operators, and gathers that cannot begin ahead: price and simulation have them where the emitted module runs them."""
+"""Collectives inside operators, and gathers of stacks that are turned before: price and simulation have them where the emitted module runs them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _mixtral() -> Captured:
 
 def _planned(recipe: str) -> Plan:
     captured = _mixtral()
-    request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe=recipe, mesh=(8,) if recipe == "zero3" else (2, 4), time_limit_s=10.0)
+    request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe=recipe, mesh=(8,) if recipe in ("ddp", "zero3") else (2, 4), time_limit_s=10.0)
     return joint.plan(captured.gm, captured.hints, request, model="mixtral", graph_hash=captured.graph_hash)
 
 
@@ -82,8 +82,24 @@ def test_nothing_of_them_hides() -> None:
     assert all(min(b, d) - max(a, c) <= 1e-12 for a, b in sent for c, d in compute)
 
 
-@pytest.mark.parametrize("made", [lambda: _planned("ep"), lambda: _planned("zero3"), _both_on_one_axis], ids=["ep", "zero3", "ep and zero3"])
+def test_stacks_that_are_turned_are_gathered_ahead() -> None:
+    """They begin with the block before, forward and backward, and their gradients are scattered behind the block (`runtime.turns`)."""
+    made = _planned("zero3")
+    turned = [turn.item for turns in Stages.of(_mixtral().gm, made).turns for turn in turns if turn.instance == 1 and "transpose" in turn.item.name and turn.item.forward]
+    assert len(turned) == 2
+    assert all(item.fetches and item.later for item in turned)
+    ran = Stages.of(_mixtral().gm, made).whole()
+    for during, first in (("forward", 2), ("backward", 1)):
+        spans = [(begin, end, mark) for begin, end, mark in zip(ran.timeline.begin_s, ran.timeline.end_s, ran.marks, strict=True) if mark.during == during]
+        computes = min(begin for begin, _, mark in spans if mark.instance == first and mark.piece.kind == "compute")
+        for name in {item.name.partition(" -> ")[0] for item in turned}:
+            gathered = [begin for begin, _, mark in spans if mark.piece.kind == "all_gather" and mark.piece.name.removesuffix(" again") == name]
+            assert sum(begin < computes for begin in gathered) >= 3, (during, name)
+
+
+@pytest.mark.parametrize("made", [lambda: _planned("ep"), *(lambda recipe=recipe: _planned(recipe) for recipe in ("ddp", "zero3", "hsdp")), _both_on_one_axis],
+                         ids=["ep", "ddp", "zero3", "hsdp", "ep and zero3"])
 def test_the_price_is_what_the_simulation_takes(made: object) -> None:
-    """Stacks that are turned before they are gathered do not begin ahead (zero3); gathers of the axis stand in line with what goes to experts."""
+    """Gathers of the axis stand in line with what goes to experts; stacks that are turned have their gradients summed in buckets, as all others (ddp, hsdp)."""
     plan = made()  # type: ignore[operator]
     assert simulate(_mixtral().gm, plan).step_s == pytest.approx(plan.predicted.step_s, rel=CLOSE)

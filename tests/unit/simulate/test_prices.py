@@ -24,7 +24,7 @@ from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stage
 
 
 def _pieces(item: Item) -> tuple[Piece, ...]:
-    return *item.forward, *(piece for pieces, _ in item.again for piece in pieces), *item.turned, *item.backward
+    return *item.forward, *(piece for pieces, _ in item.again for piece in pieces), *item.backward
 
 
 def _alone_s(turns: Sequence[Turn]) -> float:

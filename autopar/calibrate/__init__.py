@@ -2,6 +2,7 @@
 
     calibrate("cpu", ranks=4) -> Calibration     a Cluster, how well it fits, what was left out
     clock.py       how long a run takes while all ranks do the same
+    cold.py        operands that other work has pushed out of the caches, as in a step
     machine.py     what one rank does: matmuls, memory, arithmetic, attention, starting operators, the optimizer
     network.py     what ranks do together: collectives by size and number of members
     samples.py     what was measured, and what of it makes no sense

@@ -10,9 +10,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,13 @@ class Clock:
         count = 2
         count = max(2, min(1000, int(self.window_s / max(self.runs_s(run, count), 1e-7))))
         return statistics.median(self.runs_s(run, count) for _ in range(self.repeats))
+
+    def between_s(self, run: Callable[[], Result], use: Callable[[Result], object]) -> float:
+        """Seconds of one `run` in which ranks wait for each other and behind which they compute with what came, as in a step: that of both, less that of
+        `use` alone with what is there already."""
+        found, count = run(), 2
+        count = max(2, min(1000, int(self.window_s / max(self.runs_s(lambda: use(run()), count), 1e-7))))
+        return statistics.median(self.runs_s(lambda: use(run()), count) - self.runs_s(lambda: use(found), count) for _ in range(self.repeats))
 
     def _window(self, run: Callable[[], object]) -> float:
         self._meet()

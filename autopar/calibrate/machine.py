@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from autopar.calibrate.clock import Clock
+from autopar.calibrate.cold import Cold
 from autopar.calibrate.samples import Sample
 
 SQUARES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
-OBLONG = {"cpu": ((512, 2048, 256), (512, 256, 2048), (64, 1024, 1024), (1024, 64, 256), (2048, 384, 128)),
+OBLONG = {"cpu": ((512, 2048, 256), (512, 256, 2048), (64, 1024, 1024), (1024, 64, 256), (2048, 384, 128), (16, 1024, 1024), (96, 1536, 512),
+                 (384, 768, 768), (128, 768, 3072)),
           "cuda": ((8192, 1024, 4096), (2048, 8192, 1024), (1024, 1024, 8192), (16384, 4096, 1024), (4096, 16384, 4096))}
 """Rows, columns and depth: as layers of transformers have them, cut into few and into many parts."""
 
@@ -28,8 +30,11 @@ STREAMS = {"cpu": tuple(1 << power for power in range(14, 26, 2)), "cuda": tuple
 ATTENTION = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """The dtype in which fused attention is measured."""
 
-CHAIN = 20
-"""Small operators in a row, forward and backward."""
+LAYERS, WIDTH, CHAIN = 4, 16, 20
+"""Of the models in which operators have next to nothing to do: layers, or single operators."""
+
+OPERATORS = 7
+"""Those of a layer as a program has them (`_layer`)."""
 
 # what -> FLOPs of one element as passes.annotate_flops counts them, and the operator
 ARITHMETIC: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -43,43 +48,76 @@ ARITHMETIC: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 def matmuls(clock: Clock, dtype: str) -> list[Sample]:
     """`linear` without a bias, at several sizes; nothing where the device cannot do it in `dtype`."""
     kind, found = clock.kind, []
+    cold = Cold(kind, getattr(torch, dtype))
     for m, n, k in (*((size, size, size) for size in SQUARES[kind]), *OBLONG[kind]):
-        rows, weight = (torch.randn(size, k, device=kind).to(getattr(torch, dtype)) for size in (m, n))
-        found.append(Sample(f"matmul {dtype}", (m, n, k), clock.apart_s(lambda a=rows, b=weight: functional.linear(a, b))))  # type: ignore[misc]
+        seconds = clock.apart_s(lambda m=m, n=n, k=k: cold.keep(functional.linear(cold.next(m, k), cold.next(n, k))))  # type: ignore[misc]
+        found.append(Sample(f"matmul {dtype}", (m, n, k), seconds))
     return found
 
 
 def streams(clock: Clock) -> list[Sample]:
-    """Operators bound by memory: a copy into memory that is there, and a sum into memory that is asked for."""
-    found = []
+    """Operators bound by memory: a copy into memory that is there, and a sum into memory that is asked for; of what was made just before, as in a step."""
+    cold, found = Cold(clock.kind), []
     for nbytes in STREAMS[clock.kind]:
-        x, y = (torch.randn(nbytes // 4, device=clock.kind) for _ in range(2))
-        found.append(Sample("copy", (2 * nbytes,), clock.apart_s(lambda a=x, b=y: a.copy_(b))))  # type: ignore[misc]
-        found.append(Sample("add", (3 * nbytes,), clock.apart_s(lambda a=x, b=y: a + b)))  # type: ignore[misc]
+        last = [cold.next(nbytes // 4)]
+
+        def copy(last: list[Tensor] = last, elements: int = nbytes // 4) -> None:
+            last[0] = cold.next(elements).copy_(last[0])
+
+        def add(last: list[Tensor] = last, elements: int = nbytes // 4) -> None:
+            last[0] = cold.keep(last[0] + cold.next(elements))
+
+        found += [Sample("copy", (2 * nbytes,), clock.apart_s(copy)), Sample("add", (3 * nbytes,), clock.apart_s(add))]
     return found
 
 
 def arithmetic(clock: Clock) -> list[Sample]:
     """Operators that are neither matmuls nor bound by memory where arithmetic is slow; the size is FLOPs."""
-    found = []
+    cold, found = Cold(clock.kind), []
     for what, (flops, run) in ARITHMETIC.items():
         for elements in (1 << 14, 1 << 16, 1 << 18):
-            x = torch.randn(elements, device=clock.kind)
-            found.append(Sample(what, (flops * elements,), clock.apart_s(lambda a=x, do=run: do(a))))  # type: ignore[misc]
+            seconds = clock.apart_s(lambda n=elements, do=run: cold.keep(do(cold.next(n))))  # type: ignore[misc]
+            found.append(Sample(what, (flops * elements,), seconds))
     return found
 
 
 def launches(clock: Clock) -> list[Sample]:
-    """One operator that has next to nothing to do, forward or backward, as autograd runs it; the size is its elements."""
-    x = torch.randn(8, device=clock.kind, requires_grad=True)
+    """One operator that has next to nothing to do, forward or backward, as autograd runs it; the size is its elements. On a CPU, whose rank is the host as well, the
+    mean over those of the layers of a model, whose weights get gradients; on a GPU, whose host is ahead, the simplest."""
+    step, operators = _layers() if clock.kind == "cpu" else _chain(clock.kind)
+    return [Sample("launch", (WIDTH,), clock.apart_s(step) / operators)]
 
-    def chain() -> None:
+
+def _chain(kind: str) -> tuple[Callable[[], object], int]:
+    x = torch.randn(WIDTH, device=kind, requires_grad=True)
+
+    def step() -> None:
         y = x
         for _ in range(CHAIN):
             y = y * 1.5
         y.sum().backward()
 
-    return [Sample("launch", (8,), clock.apart_s(chain) / (2 * CHAIN + 2))]
+    return step, 2 * CHAIN + 2
+
+
+def _layers() -> tuple[Callable[[], object], int]:
+    x = torch.randn(WIDTH)
+    layers = [[torch.randn(shape, requires_grad=True) for shape in ((WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH,))] for _ in range(LAYERS)]
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = _layer(y, *layer)
+        y.sum().backward()
+        for weight in (each for layer in layers for each in layer):
+            weight.grad = None
+
+    return step, 2 * OPERATORS * LAYERS + 2
+
+
+def _layer(x: Tensor, scale: Tensor, up: Tensor, more: Tensor, down: Tensor, rest: Tensor) -> Tensor:
+    inner = functional.gelu(functional.linear(functional.layer_norm(x, (WIDTH,), scale), up) + more)
+    return x + (functional.linear(inner, down) + rest)
 
 
 def updates(clock: Clock) -> list[Sample]:

@@ -21,6 +21,9 @@ SIZES = {"cpu": tuple(1 << power for power in (10, 14, 16, 18, 20, 21, 22, 23, 2
 LONG = 4
 """No larger size is measured once one run takes so many windows."""
 
+BETWEEN = 192
+"""Rows, columns and depth of a matmul between two collectives."""
+
 FEWEST = 4
 """So many sizes are measured however long they take."""
 
@@ -44,7 +47,8 @@ def collectives(clock: Clock, kind: str, group: Group) -> list[Sample]:
     mesh, found = group.mesh, list[Sample]()
     for nbytes in SIZES[clock.kind]:
         run, runs = _RUNS[kind](nbytes // 4, mesh, torch.device(clock.kind))
-        found.append(Sample(kind, (nbytes,), clock.together_s(run) / runs, group.members))
+        seconds = clock.together_s(run) if clock.kind == "cuda" else clock.between_s(run, _use())
+        found.append(Sample(kind, (nbytes,), seconds / runs, group.members))
         if found[-1].seconds * runs > LONG * clock.window_s and len(found) >= FEWEST:
             break
     return found
@@ -60,7 +64,14 @@ def _kind() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-Run = Callable[[], object]
+Run = Callable[[], Tensor]
+
+
+def _use() -> Callable[[Tensor], object]:
+    """What a rank does with a result: it reads it, and multiplies for some tenths of a millisecond. Ranks that outnumber cores take turns meanwhile, so that threads
+    have to be woken and caches filled again; a GPU goes on with its own stream."""
+    x = torch.randn(BETWEEN, BETWEEN)
+    return lambda result: (result.sum(), x @ x)
 
 
 def _reduce(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
@@ -83,7 +94,7 @@ def _exchange(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int
     members = mesh.sizes[1]
     each = max(1, elements // members**2)
     parts = [torch.randn(each, device=device) for _ in range(members)]
-    return lambda: all_to_all(parts, [(each,)] * members, 1, mesh), 1
+    return lambda: all_to_all(parts, [(each,)] * members, 1, mesh)[0], 1
 
 
 def _broadcast(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
@@ -96,11 +107,12 @@ def _send(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
     x, group, coord = torch.randn(elements, device=device), mesh.group(1), mesh.coord[1]
     peer = coord ^ 1
     if peer >= mesh.sizes[1]:  # the last one of an odd number has nobody
-        return lambda: None, 2
+        return lambda: x, 2
 
-    def run() -> None:
+    def run() -> Tensor:
         for turn in (0, 1):
             _pass(x, coord % 2 == turn, peer, group)
+        return x
 
     return run, 2
 

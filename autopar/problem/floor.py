@@ -91,5 +91,5 @@ def _best_rate(op: Op, direction: int, device: Device, settings: Settings) -> fl
     dtype = matmul_dtype(op, settings)
     if op.target is ATTENTION and device.attention is not None:
         return device.flops(dtype) * min(1.0, settings.attention * device.attention[direction])
-    turned = BACKWARD if direction and any(op.weight) else 1.0
+    turned = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
     return device.flops(dtype) * device.best_share(dtype) * device.sustained * turned

@@ -129,7 +129,7 @@ class _Shard:
         m, n, k = matmul
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
-        turned = BACKWARD if direction and any(op.weight) else 1.0
+        turned = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
         whole_rows = device.kind == "cpu" or all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k))
         if not whole_rows and not any(op.weight):
             return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained

@@ -29,7 +29,7 @@ def test_a_known_machine_is_found_again(seed: int) -> None:
     found = fit(samples(known, 0.02, seed)).cluster
     for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone", "action_s"):
         assert getattr(found.device, name) == pytest.approx(getattr(known.device, name), rel=0.1), name
-    for m, n, k in ((128, 128, 128), (512, 512, 512), (96, 700, 300)):
+    for m, n, k in ((128, 128, 128), (512, 512, 512), (96, 700, 300), (24, 2048, 1024)):
         for dtype in known.device.peak_flops:
             prices = [op_s(2.0 * m * n * k, 0.0, dtype, device, matmul=(m, n, k)) for device in (known.device, found.device)]
             assert prices[1] == pytest.approx(prices[0], rel=0.15), (m, n, k, dtype)

@@ -41,7 +41,7 @@ def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
 def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str, int]:
     """Names for the parts of the run `name` that begin with these instances, as the fold would have named them."""
     about = gm.get_submodule(name).meta
-    return {re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin for begin in begins}
+    return {re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin for begin in begins}  # type: ignore[index]
 
 
 def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.plan import Plan
+from tests.helpers.apart import in_parts
 from tests.helpers.command import autopar
 
 
@@ -91,3 +93,23 @@ def test_a_plan_made_in_python_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "bare.json").write_text(json.dumps(data))
     result = autopar("run", str(tmp_path / "bare.json"))
     assert result.returncode == 1 and "does not say which model it is for" in result.stderr
+
+
+def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path) -> None:
+    """What every command that captures the model again makes of it: the same as of the plan before."""
+    whole, path = tmp_path / "whole.json", tmp_path / "parts.json"
+    done("plan", "hf:models/hf/tiny/gpt2.json", "--cluster", "cpu:1x2", "--recipe", "1f1b", "--seq", "16", "-o", str(whole))
+    made = Plan.load(whole)
+    (scope,) = {scope for stage in made.stages for scope in stage.blocks}
+    in_parts(made, {scope: {"later": 1}}).save(path)
+    found = [json.loads(done("simulate", str(where), "--json", "-").stdout) for where in (whole, path)]
+    assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-3) and found[1]["peak_bytes"] == pytest.approx(found[0]["peak_bytes"])
+    assert "later/" in done("explain", str(path)).stdout
+    done("memory", str(path))
+    done("emit", str(path), "-o", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "sharded.py").read_text().count("(Block):") == 2
+    assert "equal" in done("verify", str(path)).stdout
+    broken = path.read_text().replace('"later": 1', '"later": 7')
+    path.write_text(broken)
+    refused = autopar("simulate", str(path))
+    assert refused.returncode == 1 and "has 2 instances and cannot be parted in front of [7]" in refused.stderr

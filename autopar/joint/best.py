@@ -11,6 +11,7 @@ from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
+from autopar.joint.apart import each_apart
 from autopar.joint.explore import CLOSE, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
@@ -65,6 +66,8 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
             walk.pricing.roomy.update(first.pricing.roomy)
         walks.append(walk)
         found = walk.run()
+        if found is not None and inner.request.recipe is None:
+            found = each_apart(inner, found)
         why += walk.why[:3]
         tried += _rows(walk)
         if found is not None and found.step_s < known_s * (1 - CLOSE):
@@ -127,7 +130,7 @@ def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
 def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
     predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s),
                           best.places_bytes if best.table.places > 1 else ())
-    notes = (*about.get("notes", ()), *tiling_notes(inner.whole.program, best.plan),
+    notes = (*about.get("notes", ()), *tiling_notes(best.program, best.plan),
              *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -4,6 +4,7 @@ what a step costs once, solved for the share of a timetable; least work, memory 
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +24,10 @@ from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, units
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.build import Frame, rested
+from autopar.problem.build import Decisions, Frame, rested
+from autopar.problem.clusters import Joint
 from autopar.problem.floor import Work
-from autopar.problem.graph import Op, Ref
+from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.prices import Prices
@@ -35,6 +37,7 @@ from autopar.recipes.roles import Role
 from autopar.request import Request
 from autopar.rules.language import Option
 from autopar.search import ilp
+from passes.part_runs import Parts, part_runs
 
 SOLVE_S = 2.0  # seconds for one Problem
 SOLVED = 0.005  # relative: so near the optimum is solved
@@ -61,12 +64,16 @@ class Inner:
         self.on_devices: Inner | None = None
         self.best_s = math.inf
         self._roomy: dict[float, dict[Shape, float]] = {}
+        self._parted: dict[str, Inner] = {}
+        self._origins: dict[str, str] = {}  # of runs that are parts of others: which
+        self._entire: Inner | None = None  # the same with all runs of blocks as they are
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
 
     def limited(self, limit_bytes: float) -> Inner:
         """The same with that much memory on each device; what was made so far is shared."""
         other = copy.copy(self)
         other.limit_bytes = other._asked_bytes = limit_bytes
+        other._parted = {}
         return other
 
     def hosted(self, held: str) -> Inner:
@@ -75,12 +82,38 @@ class Inner:
             other = self._hosted[held] = copy.copy(self)
             other.request = replace(self.request, settings=replace(self.request.settings, offload=held))
             other.whole = self.whole.anew(other.request)
-            other._models, other._held, other._hosted = {}, {}, {}
+            other._models, other._held, other._hosted, other._parted = {}, {}, {}, {}
             for once in ("rest_bytes", "update_s"):
                 other.__dict__.pop(once, None)
         made = self._hosted[held].limited(self.limit_bytes)
         made.on_devices = self
         return made
+
+    def parted(self, parts: Parts) -> Inner:
+        """The same with runs of blocks in parts (Plan.parted)."""
+        key = json.dumps(parts)
+        if key not in self._parted:
+            self._parted[key] = self._with_parts(parts) if parts else self
+        return self._parted[key]
+
+    def _with_parts(self, parts: Parts) -> Inner:
+        other = copy.copy(self)
+        other.gm = part_runs(self.gm, parts)
+        other.whole = Planner.of(other.gm, self.hints, self.request)
+        other._planners, other._models, other._shared, other._crossing, other._parted = {1: other.whole}, {}, {}, {}, {}
+        other.__dict__.pop("units", None)
+        other._origins = {name: scope for scope, begins in parts.items() for name in begins}
+        other._entire = self
+        return other
+
+    def program_of(self, plan: Plan) -> Program:
+        """The program that a plan is for, whose runs of blocks may be in parts."""
+        return self.parted(plan.parted).whole.program
+
+    def origin(self, name: str) -> str:
+        """What an operator of a part of a run is called in the run."""
+        scope, _, rest = name.rpartition("/")
+        return f"{self._origins[scope]}/{rest}" if scope in self._origins else name
 
     @property
     def roomy(self) -> dict[Shape, float]:
@@ -167,11 +200,23 @@ class Inner:
         here, ground = self.planner(shape.microbatches), self.grounds(shape)[0]
         joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
         frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
+        return self._of_kinds(here, frame, ground, shape)
+
+    def _weights(self, ground: Ground) -> Weights:
+        """What each kind of place weighs."""
+        kinds = list(dict.fromkeys(sorted(ground.kinds)))
+        return Weights.of([ground.kinds.count(kind) for kind in kinds], [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in kinds])
+
+    def laid(self, shape: Shape, ground: Ground, decisions: Decisions) -> Models:
+        """The Problems of a shape in which all is decided."""
+        here = self.planner(shape.microbatches)
+        joints = [[[Joint(tuple([decisions[op.name][axis] for op in cluster.members]))] for cluster in here.clusters] for axis in range(len(shape.mesh))]
+        return self._of_kinds(here, Frame.of(here.program, here.clusters, joints, shape.mesh), ground, shape)
+
+    def _of_kinds(self, here: Planner, frame: Frame, ground: Ground, shape: Shape) -> Models:
+        """The Problems of all kinds of places."""
         each = [self._priced(here, frame, ground.places, ground.kinds.index(kind), shape) for kind in dict.fromkeys(sorted(ground.kinds))]
-        if len(each) == 1:
-            return each[0]
-        counts = [ground.kinds.count(kind) for kind in range(len(each))]
-        return Mixed.of(each, Weights.of(counts, [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in range(len(each))]))
+        return each[0] if len(each) == 1 else Mixed.of(each, self._weights(ground))
 
     def _priced(self, here: Planner, frame: Frame, at: Places, place: int, shape: Shape) -> Models:
         """The Problems of one kind of place."""
@@ -247,6 +292,9 @@ class Inner:
         """
         if microbatches == 1:
             return None
+        if microbatches not in self._shared and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
+            entries = {name: entire.entries[self.origin(name)] for name in self.whole.program.ops}
+            self._shared[microbatches] = replace(entire, entries=entries)
         if microbatches not in self._shared:
             self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
                                                  microbatches, self.request.cluster, self.request.settings)

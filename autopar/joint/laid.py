@@ -11,15 +11,16 @@ from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s
 from autopar.decided import local_share
 from autopar.errors import InfeasibleError
+from autopar.joint import parting
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
-from autopar.joint.models import Chosen
+from autopar.joint.models import Apart, Chosen
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.memory import hosts, predict
 from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
-from autopar.pipeline.balance import Cost, Cuts, balance, memory_bytes
+from autopar.pipeline.balance import Cost, Cuts, Pieces, balance, memory_bytes
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.shared import shared_weights
 from autopar.pipeline.units import Unit
@@ -46,6 +47,8 @@ class Found:
     busy_s: float
     chosen: Chosen
     ground: Ground
+    cuts: Cuts
+    program: Program  # that the plan is for: of runs of blocks in parts where places are laid out each in its own way
 
     @property
     def memory_bytes(self) -> float:
@@ -66,6 +69,13 @@ class _Laying:
     flat: Plan
     whole: bool
 
+    def parted(self, cuts: Cuts) -> _Laying:
+        """The same for places that are each laid out in their own way: with runs of blocks in parts, as the cuts have it."""
+        if not isinstance(self.chosen, Apart):
+            return self
+        inner, chosen, flat = parting.parted(self.inner, self.shape, self.ground, self.chosen, _assembled(self, cuts))
+        return replace(self, inner=inner, chosen=chosen, flat=flat)
+
 
 def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
     """What a place has `chosen` under `table`, on the places of `ground`, with no more blocks run again than memory wants. `whole`: the order
@@ -84,6 +94,22 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground,
     return even
 
 
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A plan cut into stages, what each is made of and the bytes of each place; `on` is what it was laid from."""
+
+    on: _Laying
+    cuts: Cuts
+    plan: Plan
+    parts: list[list[Cost]]
+    held: list[float]
+
+
+def _by_stage(here: _Laying) -> list[Pieces]:
+    """All pieces as they cost on the place of each stage."""
+    return [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
+
+
 def _waits_for_links(times: Sequence[StageTime]) -> bool:
     """Whether some link is busy for longer than any stage, so that other cuts may be faster than the most even ones."""
     return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
@@ -92,40 +118,42 @@ def _waits_for_links(times: Sequence[StageTime]) -> bool:
 def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[StageTime]]:
     """It cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
     inner, shape, table, ground = here.inner, here.shape, here.table, here.ground
-    pieces = [here.chosen.pieces[ground.kinds[place]] for place in table.at]  # of each stage
+    pieces = _by_stage(here)
     largest = max(ground.limits)
 
-    def cut(limit_bytes: float) -> tuple[Plan, list[list[Cost]], list[float]]:
+    def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
         cuts = balance(pieces, table.flying, [limits[place] / table.kind.virtual for place in table.at], sends_s)
-        parts = cuts.parts(pieces)
+        on = here.parted(cuts)
+        parts = cuts.parts(pieces if on is here else _by_stage(on))
         held = _held(parts, table)
         for place, (nbytes, limit) in enumerate(zip(held, limits, strict=True)):
             if nbytes > limit:
                 raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit / 2**30:.2f} GiB are there",
                                       missing_bytes=nbytes - limit)
-        plan = _assembled(here, cuts)
-        _check_trained(inner.whole.program, plan)
-        return plan, parts, [place.peak_bytes for place in predict(inner.whole.program, plan).places] if here.whole else held
+        plan, program = _assembled(on, cuts), on.inner.whole.program
+        _check_trained(program, plan)
+        return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
 
-    def peak_bytes(made: tuple[Plan, list[list[Cost]], list[float]]) -> float:
+    def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""
-        return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made[2], ground.limits, strict=True))
+        return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made.held, ground.limits, strict=True))
 
-    plan, parts, held = within(largest, cut, peak_bytes)
+    made = within(largest, cut, peak_bytes)
+    plan, parts, held, program = made.plan, made.parts, made.held, made.on.inner.whole.program
     if plan.offload:
-        offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(inner.whole.program, plan), ground.places.cluster)
-    seen = views(inner.whole.program, plan) if table.stages > 1 else ()
-    times = _times(here, plan, parts, seen)
+        offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(program, plan), ground.places.cluster)
+    seen = views(program, plan) if table.stages > 1 else ()
+    times = _times(made.on, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=inner.request.cluster.device.alone)
     once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
     if table.places > 1 and inner.request.settings.training:
-        for shared in shared_weights(inner.whole.program, plan, seen, ground.places):
+        for shared in shared_weights(program, plan, seen, ground.places):
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
     step_s = max(end + late for end, late in zip(ends, once, strict=True))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
-    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground), times
+    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground, made.cuts, program), times
 
 
 def _check_trained(program: Program, plan: Plan) -> None:
@@ -142,7 +170,7 @@ def _assembled(here: _Laying, cuts: Cuts) -> Plan:
     """The plan cut into stages, without a prediction."""
     inner, shape, chosen = here.inner, here.shape, here.chosen
     rerun = chosen.all_again or any(cuts.again)
-    remat = inner.whole.levels(chosen.level) if rerun else {}
+    remat = chosen.levels(inner.whole) if rerun else {}
     run_again = replace(here.flat, remat={scope: tuple(names) for scope, names in remat.items()})
     made = pipelined(run_again, inner.whole.program, cuts.bounds, here.table.kind.schedule, shape.places, inner.shared(shape.microbatches),
                      shape.microbatches)

@@ -9,8 +9,9 @@ from functools import cached_property
 from autopar.joint.kinds import Weights
 from autopar.pipeline.balance import Cost, Pieces
 from autopar.pipeline.costs import costs
+from autopar.planner import Planner
 from autopar.problem.build import Model
-from autopar.problem.remat import levels, rematerialised
+from autopar.problem.remat import Levels, levels, rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Solution
 
@@ -81,10 +82,48 @@ class Chosen:
         """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
         return [self._pieces(models) for models in self.models.kinds]
 
+    def on(self, place: int, kind: int) -> Pieces:
+        """What it costs piece by piece on a place, which is of that kind."""
+        return self.pieces[kind]
+
+    def levels(self, planner: Planner) -> Levels:
+        """What blocks keep where they are run again."""
+        return planner.levels(self.level)
+
+    def _again(self, models: Models) -> Model:
+        """The Problem of a microbatch with all blocks run again."""
+        return models.at(self.level)
+
     def _pieces(self, models: Models) -> Pieces:
-        micro, rerun = models.micro, models.at(self.level)
+        micro, rerun = models.micro, self._again(models)
         again = self._costs(models, rerun)
         return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
 
     def _costs(self, models: Models, micro: Model) -> list[Cost]:
         return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
+
+
+@dataclass(eq=False)
+class Apart(Chosen):
+    """What places do that are each laid out in their own way: `each` is what a place does, but for what several of them read, which lies
+    on all of them as `solution` has it."""
+
+    each: tuple[Chosen, ...] = field(kw_only=True)
+
+    def on(self, place: int, kind: int) -> Pieces:
+        """As Chosen.on, each place in its own way."""
+        return self.each[place].pieces[kind]
+
+
+@dataclass(eq=False)
+class Parted(Chosen):
+    """The same with the runs of blocks in parts, which have nothing left to choose; `kept` is what each keeps where it is run again."""
+
+    kept: Levels = field(kw_only=True)
+
+    def levels(self, planner: Planner) -> Levels:
+        """As Chosen.levels, part by part."""
+        return self.kept
+
+    def _again(self, models: Models) -> Model:
+        return rematerialised(models.micro, models.forward, self.kept)

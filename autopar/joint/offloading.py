@@ -82,7 +82,8 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")
         try:
-            best = _settled(there.whole.program, _best(there, known_s, open_, about), why)
+            made = _best(there, known_s, open_, about)
+            best = _settled(there.program_of(made), made, why)
         except InfeasibleError as error:
             reason = str(error)
             tried.append(Alternative(f"{held} on the host", (inner.request.cluster.devices,), None, None, reason))

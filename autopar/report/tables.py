@@ -87,6 +87,8 @@ def _facts(plan: Plan) -> dict[str, str]:
         "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
         "memory": f"{gibibytes(predicted.memory_bytes)} of {there} per device",
         **({"run again": plan.run_again} if plan.remat else {}),
+        **({"in parts": "; ".join(f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}" for scope, parts in plan.parted.items())}
+           if plan.parted else {}),
         "gap": gap,
         "splits": ", ".join(f"{count} {kind}" for kind, count in kinds(plan.nodes).items()),
     }

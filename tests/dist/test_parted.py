@@ -8,11 +8,13 @@ from functools import cache
 
 import pytest
 
+from autopar.joint.apart import each_apart
 from autopar.pipeline import units
 from autopar.plan import Plan
 from autopar.recipes import roles
 from passes.fold_repeats import is_folded
 from passes.part_runs import part_names
+from tests.helpers.apart import ROWS, found, small_and_slow, stack
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_stages, planner_of, subject
 
@@ -59,6 +61,16 @@ def in_places(who: Subject, mesh: Sizes, ways: tuple[str, str], schedule: str, m
     late = set(flat[0].stages[1].nodes) - set(flat[0].stages[0].nodes)
     nodes = {name: (flat[1] if name.startswith(f"{begins}/") or name in late else flat[0]).nodes[name] for name in flat[0].nodes}
     return replace(flat[0], nodes=nodes)
+
+
+def test_the_answer_of_the_search() -> None:
+    """Two places with meshes of the same ranks and other layouts, as the search finds them."""
+    inner, alike = found(small_and_slow())
+    made = each_apart(inner, alike).plan
+    assert made.parted
+    who = stack()
+    report = who.verified(replace(made, model=who.name, graph_hash=who.captured.graph_hash), batch=ROWS, seq=0)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
 
 
 PIPED = [("hf-llama", ("zero3", "samples x tensor"), "1f1b", "full"), ("hf-gpt2", ("samples x tensor", "data"), "1f1b", "none"),

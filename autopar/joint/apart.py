@@ -1,0 +1,216 @@
+"""Places of a pipeline that are each laid out in their own way: as its memory, its devices and its links want it.
+
+The search chooses for all places alike: what is best for all of them together, with as many blocks run again on each as memory wants. That is not
+best for each. The first places of 1F1B keep more microbatches than the last ones; a part of the cluster may have less memory, or slower links inside
+its nodes. So the answer is looked at once more, place by place: with the cut that there is, the Problem of one place is that of the shape with each piece
+weighed by how much of it the place has, and with the memory of that place. On a mesh of two axes a place may well use both for one thing (data
+parallelism over all of its devices) where another one uses each for something else (tensor parallelism on the inner one): places of meshes of
+different shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.joint.inner import SOLVE_S, SOLVED, Inner
+from autopar.joint.laid import Found, lay
+from autopar.joint.models import Apart, Chosen, Models
+from autopar.joint.parting import only_place
+from autopar.onestage import CLOSE
+from autopar.pipeline.balance import memory_bytes
+from autopar.pipeline.views import View, views
+from autopar.problem.graph import Program
+from autopar.problem.nets import Link
+from autopar.problem.types import Net, Node, Problem
+from autopar.search import ilp
+
+BETTER = 1e-3  # relative: what a place gains at least for a layout of its own
+
+
+def each_apart(inner: Inner, found: Found) -> Found:
+    """`found`, or the same shape under the same timetable with each place in its own way, where that is faster and fits."""
+    if found.table.places == 1:
+        return found
+    inner.request.say(f"{found.shape}: each place in its own way")
+    each = tuple(_of_place(inner, found, place) for place in range(found.table.places))
+    alike = found.chosen
+    if all(chosen is alike for chosen in each):
+        return found
+    apart = Apart(alike.models, alike.model, alike.solution, alike.level, alike.apart, alike.all_again, alike.bound_s, each=each)
+    with suppress(InfeasibleError):
+        other = lay(inner, found.plan.strategy, found.shape, found.table, found.ground, apart, whole=True)
+        return other if other.step_s < found.step_s * (1 - CLOSE) else found
+    return found
+
+
+def _of_place(inner: Inner, found: Found, place: int) -> Chosen:
+    """The fastest for one place of what is best there with nothing run again, with all blocks run again at some level, and with so many run again that
+    memory costs what running blocks again does; what was chosen for all alike where nothing is faster."""
+    alike, here = found.chosen, _Place.of(found, place)
+    models, weights = alike.models.kinds[found.ground.kinds[place]], Weights.of(inner, found, place)
+
+    def solved(level: str, byte_s: float, again: str) -> Chosen:
+        problem = weights.problem(models, level, alike.solution.choice, byte_s)
+        return replace(alike, solution=ilp.search(problem, time_limit_s=SOLVE_S, seed=inner.request.seed, gap=SOLVED), level=again)
+
+    best, best_s = alike, here.time_s(alike) * (1 - BETTER)
+    for level, byte_s, again in _wanted(inner, alike, here):
+        with suppress(InfeasibleError):
+            other = solved(level, byte_s, again)
+            if (other_s := here.time_s(other)) < best_s:
+                best, best_s = other, other_s
+    return best
+
+
+def _wanted(inner: Inner, alike: Chosen, here: _Place) -> Iterator[tuple[str, float, str]]:
+    """What to solve for a place: a level, seconds per byte (0: the limit counts), and the level at which blocks are run again where memory wants it."""
+    first, *levels = inner.whole.open_levels
+    if alike.all_again or not levels:
+        yield first, 0.0, first
+        return
+    yield first, 0.0, alike.level if alike.level != first else levels[-1]
+    if not here.again(alike):
+        return
+    for level in levels:
+        if (byte_s := here.byte_s(replace(alike, level=level))) > 0:
+            yield first, byte_s, level
+        yield level, 0.0, level
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """One place of what was found: its number and kind, and of each stage its pieces `[first, stop)`, the microbatches that it keeps and its memory
+    by the sum of pieces, which is less than that of the device by as much as the walk over the emitted program has counted more."""
+
+    number: int
+    kind: int
+    stages: tuple[tuple[int, int, int], ...]
+    limit_bytes: float
+
+    @staticmethod
+    def of(found: Found, place: int) -> _Place:
+        """The place with that number."""
+        edges = [0, *found.cuts.bounds, len(found.chosen.on(place, found.ground.kinds[place]).costs)]
+        stages = [(first, stop, found.table.flying[index]) for index, (first, stop) in enumerate(itertools.pairwise(edges)) if found.table.at[index] == place]
+        whole = _Place(place, found.ground.kinds[place], tuple(stages), found.ground.limits[place] / len(stages))
+        counted = sum(memory_bytes([*pieces.again[first:first + n], *pieces.costs[first + n:stop]], flying)
+                      for pieces in [found.chosen.on(place, whole.kind)]
+                      for (first, stop, flying), n in zip(stages, [n for n, at in zip(found.cuts.again, found.table.at, strict=True) if at == place], strict=True))
+        return replace(whole, limit_bytes=whole.limit_bytes - max(0.0, found.places_bytes[place] - counted) / len(stages))
+
+    def again(self, chosen: Chosen) -> float:
+        """How many of its pieces are run again, as memory wants it; infinite where it does not fit."""
+        table = chosen.on(self.number, self.kind).table
+        counts = [table.again(*stage, self.limit_bytes) for stage in self.stages]
+        return math.inf if None in counts else sum(n for n in counts if n)
+
+    def time_s(self, chosen: Chosen) -> float:
+        """Seconds of a microbatch, and of what it does once; infinite where it does not fit."""
+        pieces, total_s = chosen.on(self.number, self.kind), 0.0
+        for first, stop, flying in self.stages:
+            again = pieces.table.again(first, stop, flying, self.limit_bytes)
+            if again is None:
+                return math.inf
+            total_s += pieces.table.time_s(first, stop, again)
+        return total_s
+
+    def byte_s(self, chosen: Chosen) -> float:
+        """Seconds of a microbatch for each byte that running all blocks again saves; 0 where it saves none."""
+        pieces = chosen.on(self.number, self.kind)
+        saved = sum(flying * (a.kept_bytes - b.kept_bytes) for first, stop, flying in self.stages
+                    for a, b in zip(pieces.costs[first:stop], pieces.again[first:stop], strict=True))
+        more_s = sum(b.micro_s - a.micro_s for first, stop, _ in self.stages for a, b in zip(pieces.costs[first:stop], pieces.again[first:stop], strict=True))
+        return max(0.0, more_s / saved) if saved > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """How much of each piece a place has: `share` of the instances of a run of blocks, or 1 of an operator of the model itself, and `kept`, the same
+    times the microbatches of it that are kept; what is absent it does not have. `free` are operators outside of blocks that it alone has. `length` is that
+    of a step in which all stages take as long as its own, for all of which it takes 1; `limit_bytes` its memory."""
+
+    share: Mapping[str, float]
+    kept: Mapping[str, float]
+    free: Mapping[str, int]
+    length: float
+    limit_bytes: float
+
+    @staticmethod
+    def of(inner: Inner, found: Found, place: int) -> Weights:
+        """Those of a place of `found`."""
+        program, table, plan = inner.whole.program, found.table, found.plan
+        share, kept = dict[str, float](), dict[str, float]()
+        for view, stage in zip(views(program, plan), plan.stages, strict=True):
+            if stage.place == place:
+                for name, part in _parts(view, program):
+                    share[name] = share.get(name, 0.0) + part if name in program.runs else 1.0
+                    kept[name] = kept.get(name, 0.0) + part * table.flying[view.index]
+        free = {name: only for name, only in only_place(found.chosen.model, program, plan).items() if only == place}
+        return Weights(share, kept, free, table.length * table.places, found.ground.limits[place])
+
+    def problem(self, models: Models, level: str, alike: tuple[int, ...], byte_s: float) -> Problem:
+        """What the place has to choose, with its blocks run again at `level`; what others have too stays as `alike` has it. With `byte_s` bytes have no
+        limit, but each costs so many seconds of a microbatch."""
+        micro, once = models.at(level), models.once
+        nodes = []
+        for index, (cluster, a, b) in enumerate(zip(micro.clusters, micro.problem.nodes, once.problem.nodes, strict=True)):
+            names = [cluster.scope] if cluster.scope else [op.name for op in cluster.members]
+            chosen = None if cluster.scope or any(name in self.free for name in names) else alike[index]
+            nodes.append(self._node(names, a, b, chosen))
+        nets = [self._net(_readers(link), a, self.length) for link, a in zip(micro.links, micro.problem.nets, strict=True)]
+        nets += [replace(self._net(_readers(link), b, 1.0), memory_bytes=np.zeros_like(b.memory_bytes))
+                 for link, b in zip(once.links, once.problem.nets, strict=True) if b.cost_s.any()]
+        found = replace(micro.problem, nodes=tuple(nodes), nets=tuple(nets), memory_limit_bytes=self.limit_bytes)
+        return _paid(found, self.length * byte_s) if byte_s else found
+
+    def _node(self, names: list[str], micro: Node, once: Node, chosen: int | None) -> Node:
+        share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
+        cost_s = _times(micro.cost_s, self.length * share) + _times(once.cost_s, share)
+        if chosen is not None:
+            cost_s = np.where(np.arange(len(cost_s)) == chosen, cost_s, np.inf)
+        nbytes = _kept(micro, kept, share) + share * once.memory_bytes
+        return replace(micro, cost_s=cost_s, memory_bytes=nbytes, hide_s=self.length * share * micro.hide_s, live_bytes=None)
+
+    def _net(self, names: list[str], net: Net, length: float) -> Net:
+        share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
+        nbytes = _kept(net, float(share > 0) if net.group >= 0 else kept, share)
+        return replace(net, cost_s=_times(net.cost_s, length * share), memory_bytes=nbytes, live_bytes=None)
+
+
+def _paid(problem: Problem, byte_s: float) -> Problem:
+    """`problem` in which bytes cost seconds and have no limit."""
+    nodes = tuple(replace(node, cost_s=node.cost_s + byte_s * node.memory_bytes) for node in problem.nodes)
+    nets = tuple(replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in problem.nets)
+    return replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf)
+
+
+def _parts(view: View, program: Program) -> Iterator[tuple[str, float]]:
+    """What a stage has of each piece, and of what rests or is free to repeat."""
+    for name in (*view.ops, *view.held, *view.inputs):
+        yield name, 1.0
+    for scope, (first, stop) in view.blocks.items():
+        yield scope, (stop - first) / program.runs[scope].count
+
+
+def _readers(link: Link) -> list[str]:
+    """The pieces that read a value: what changes its layout runs where they are."""
+    return [op.scope or op.name for op, _ in link.readers]
+
+
+def _times(cost_s: np.ndarray, times: float) -> np.ndarray:
+    """`times` as much; what cannot be as before."""
+    return np.where(np.isinf(cost_s), np.inf, times * np.where(np.isinf(cost_s), 0.0, cost_s))
+
+
+def _kept(part: Node | Net, kept: float, share: float) -> np.ndarray:
+    """Bytes of `kept` microbatches of it; what is there only while a block runs is there once."""
+    live = np.zeros_like(part.memory_bytes) if part.live_bytes is None else part.live_bytes
+    found: np.ndarray = kept * (part.memory_bytes - live) + live * (share > 0)
+    return found

@@ -46,7 +46,7 @@ def each_apart(inner: Inner, found: Found) -> Found:
     apart = Apart(alike.models, alike.model, alike.solution, alike.level, alike.apart, alike.all_again, alike.bound_s, each=each)
     with suppress(InfeasibleError):
         other = lay(inner, found.plan.strategy, found.shape, found.table, found.ground, apart, whole=True)
-        return other if other.step_s < found.step_s * (1 - CLOSE) else found
+        return replace(other, alike_s=found.step_s) if other.step_s < found.step_s * (1 - CLOSE) else found
     return found
 
 

@@ -132,5 +132,7 @@ def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alte
                           best.places_bytes if best.table.places > 1 else ())
     notes = (*about.get("notes", ()), *tiling_notes(best.program, best.plan),
              *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
+    if best.alike_s:
+        notes = (*notes, f"places are laid out each in their own way; with all alike a step takes {1e3 * best.alike_s:.4g} ms")
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -49,6 +49,7 @@ class Found:
     ground: Ground
     cuts: Cuts
     program: Program  # that the plan is for: of runs of blocks in parts where places are laid out each in its own way
+    alike_s: float = 0.0  # where they are: seconds of a step with all places laid out alike
 
     @property
     def memory_bytes(self) -> float:

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+import autopar
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.frontend import load
 from autopar.joint.apart import each_apart
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found, lay
@@ -24,6 +27,7 @@ from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.simulate import simulate
 from tests.helpers.apart import BLOCKS, ROWS, found, in_parts, small_and_slow, stack
+from tests.helpers.command import ROOT
 
 
 def linears(made: Plan) -> dict[str, tuple[str, ...]]:
@@ -119,3 +123,14 @@ def test_parts_alone_change_nothing(begins: tuple[int, ...]) -> None:
     assert other.step_s == pytest.approx(one.step_s, rel=1e-3)
     bytes_of = [[place.peak_bytes for place in predict(who.whole.program, plan).places] for who, plan in ((inner, made), (there, parted))]
     assert bytes_of[0] == pytest.approx(bytes_of[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_that_fills_its_devices() -> None:
+    """Llama-3-70B on 32 H100: the places of 1F1B that keep less have layouts of their own, from compile() to the emitted source."""
+    loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=128, seq=8192, dtype=torch.bfloat16)
+    compiled = autopar.compile(loaded.model, "h100:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=60.0)
+    assert compiled.plan.places == 4 and compiled.plan.parted
+    assert any("places are laid out each in their own way" in note for note in compiled.plan.notes)
+    assert compiled.source.count("(Block):") == 1 + sum(len(parts) for parts in compiled.plan.parted.values())
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.06)

@@ -183,6 +183,8 @@ class _Step:
         gather = collective_s("all_gather", self.software.gathered_bytes * unit.parameters, self.data)
         scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.parameters, self.data)
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
+        if not self.software.overlap_gradients:
+            return [gather, gather + scatter + copied_s]
         return [_shown_s(gather, forward_s), _shown_s(gather + scatter, backward_s) + copied_s]
 
     def _pipeline_s(self, stages: Sequence[_Times], places: Sequence[int]) -> float:

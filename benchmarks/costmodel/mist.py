@@ -9,13 +9,16 @@ from typing import Any
 
 import yaml
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Protocol
 from autopar.errors import AutoparError
 from autopar.memory import Habits
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import PYTORCH
 from benchmarks.costmodel.transformer import Config
+
+GROUPS = (1, 2, 4, 8)
+"""Sizes of groups whose bandwidth a plan has."""
 
 SUMMARY = "expected_summary.json"
 SOFTWARE = Software(fused=False, overlap_gradients=True, gradient_bytes=2, optimizer_bytes=28.0, habits=replace(PYTORCH, standing=True))
@@ -46,7 +49,8 @@ def _row(plan: dict[str, Any], measured: dict[str, str], name: str) -> Row:
     hidden, heads, layers = (int(model[key]) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     config = Config(vocab=int(model["vocab_size"]), positions=int(training["max_sequence_length"]), layers=layers, heads=heads, kv_heads=heads,
                     head_dim=hidden // heads, hidden=hidden, ffn=int(model["intermediate_size"]), bias=bool(model["mlp_fc1_bias"]),
-                    tied=bool(model["tie_word_embeddings"]), dropout=float(model["hidden_dropout"]), fused_attention=bool(model["use_flash_attn"]))
+                    tied=bool(model["tie_word_embeddings"]), dropout=float(model["hidden_dropout"]), fused_attention=bool(model["use_flash_attn"]),
+                    fused_softmax=True)  # fused_scale_mask_softmax: mist/modules/mha.py, forward_fused_softmax
     again = sum(strategy["gradient_checkpointing"]) / sum(strategy["layer_partitions"])
     offloaded = any(share > 0 for stage in stages for share in stage[6:])
     setup = Setup(micro, steps, config.positions, tp=tp, dp=dp, pp=pp, zero=1 if stages[0][5] else 0, recompute="full" if again else "none",
@@ -71,5 +75,16 @@ def _peaks(text: str, kind: str) -> list[Peak]:
 
 
 def _cluster(hardware: dict[str, Any]) -> Cluster:
-    """Nodes of L4; links are those of the preset."""
-    return Cluster.parse(f"l4:{hardware['num_nodes']}x{hardware['num_gpus_per_node']}")
+    """Nodes of L4, whose links inside a node are those that were measured where the plans ran: `gpu_gpu_comm_params` has bus bandwidths in GB/s and starts in
+    seconds of groups of 1, 2, 4 and 8 GPUs in each of 1, 2, 4 and 8 nodes; a pair sends at the rate of groups of 2 (mist/tools/optimize.py)."""
+    cluster = Cluster.parse(f"l4:{hardware['num_nodes']}x{hardware['num_gpus_per_node']}")
+    measured = [float(value) for value in hardware.get("gpu_gpu_comm_params", ())]
+    if len(measured) < 2 * len(GROUPS):
+        return cluster
+    rates = dict(zip(GROUPS, zip(measured[0:8:2], measured[1:8:2], strict=True), strict=True))
+    best = max(rates[n][0] for n in GROUPS[1:])
+    source = "gpu_gpu_comm_params of the plan"
+    rings = tuple(Protocol(f"ring_{n}", "ring", rates[n][1], 0.0, rates[n][0] / best, source, members=n) for n in GROUPS[1:])
+    pairs = Protocol("pairs", "direct", rates[2][1], 0.0, rates[2][0] / best, source)
+    level = replace(cluster.levels[-1], bandwidth_bytes_s=best * 1e9, protocols=(*rings, pairs), source=source)
+    return replace(cluster, levels=(*cluster.levels[:-1], level))

@@ -21,6 +21,9 @@ DEVICES = {
     "GB300": "gb300", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "L4": "l4", "MI300X": "mi300x",
     "V100-16GB-SXM2": "v100-16", "V100-32GB-SXM2": "v100", "V100-32GB-SXM3": "v100",
 }  # fmt: skip
+NODES = {("v100", 4): "v100-quad"}
+"""Presets of devices in nodes of so many, where their links are others then."""
+
 POSITIONS = 2048
 """Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
 
@@ -138,7 +141,7 @@ def _zero(text: str, dp: int) -> tuple[int, int]:
     """ZeRO's stage, and over how many groups of ranks the shards are copied."""
     over = re.search(r"over (\d+)", text)
     replicas = dp // int(over[1]) if over and int(over[1]) < dp and dp % int(over[1]) == 0 else 1
-    if "SHARD_GRAD_OP" in text or "ZeRO-2" in text:
+    if "SHARD_GRAD_OP" in text or "ZeRO-2" in text or "reduce-scatter allowed" in text:  # with which Alpa's data parallelism is what it calls zero_2
         return 2, replicas
     if "ZeRO-3" in text or "FSDP" in text:
         return 3, replicas
@@ -201,7 +204,8 @@ def _cluster(line: Line, gpus: int) -> Cluster:
     if gpu not in DEVICES:
         raise Refused(f"there is no preset for {gpu}")
     inside = RACK if "NVL72" in line["interconnect"] else _int(line, "gpus_per_node", 8)
-    cluster = Cluster.parse(f"{DEVICES[gpu]}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
+    preset = NODES.get((DEVICES[gpu], inside), DEVICES[gpu])
+    cluster = Cluster.parse(f"{preset}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
     outer, *inner = cluster.levels
     rate = network_bytes_s(line["interconnect"], inside)
     return replace(cluster, levels=(replace(outer, bandwidth_bytes_s=rate), *inner)) if rate else cluster

@@ -15,7 +15,7 @@ class Config:
     """Sizes and kinds; the defaults are GPT-2 small.
 
     `norm_in_parts`: RMS norms are operators one by one. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
-    else scores, softmax and their product one by one. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide.
+    else scores, softmax and their product one by one, `fused_softmax`: scale and mask in the kernel of the softmax. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide.
     """
 
     vocab: int = 50257
@@ -35,6 +35,7 @@ class Config:
     tied: bool = True
     dropout: float = 0.0
     fused_attention: bool = True
+    fused_softmax: bool = False
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
@@ -81,7 +82,10 @@ def rotated(x, cos, sin):
 
 
 def attention(q, k, v, mask, dropout):
-    """Scaled dot-product attention in single operators, the whole square of scores kept; `mask [s, s]` is true where nobody looks."""
+    """Scaled dot-product attention in single operators, the whole square of scores kept; `mask [s, s]` is true where nobody looks, None where the softmax is one
+    kernel that scales and masks what it reads (and the square that it reads and writes is what counts)."""
+    if mask is None:
+        return F.dropout(((q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)).softmax(-1), dropout) @ v
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     return F.dropout(scores.masked_fill(mask, float("-inf")).softmax(-1), dropout) @ v
 
@@ -164,7 +168,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(rows)
         cos, sin = rotation(rows, self.config.head_dim, x.dtype) if self.config.rotary else (None, None)
-        mask = None if self.config.fused_attention else rows[:, None] < rows
+        mask = None if self.config.fused_attention or self.config.fused_softmax else rows[:, None] < rows
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         logits = self.head(self.norm(x))

@@ -18,7 +18,7 @@ from autopar.cluster.check import RANGES
 from autopar.cluster.here import here, match
 from autopar.errors import ClusterError
 
-PRESETS = ("a100-40", "a100-80", "b200", "b300", "cpu", "gb200", "gb300", "h100", "h100-96", "h200", "l4", "mi300x", "v100", "v100-16")
+PRESETS = ("a100-40", "a100-80", "b200", "b300", "cpu", "gb200", "gb300", "h100", "h100-96", "h200", "l4", "mi300x", "v100", "v100-16", "v100-quad")
 
 
 def test_the_presets_are_there() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from autopar.cluster import MeshAxis
+from autopar.cluster.mesh import Span
+from autopar.cost.comm import collective_s
 from benchmarks.costmodel import mist, published, vtrain
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
@@ -132,6 +135,16 @@ def test_a_plan_of_mist(tmp_path: Path) -> None:
     assert row.setup.blocks == (2, 2) and row.setup.again == (1, 0) and row.setup.software.habits.hosted == (0.25, 0.0)
 
 
+def test_links_of_a_plan_of_mist_are_those_measured_there(tmp_path: Path) -> None:
+    described = plan()
+    described["hardware"] = {"num_nodes": 1, "num_gpus_per_node": 4, "gpu_gpu_comm_params": [4.5, 0.0, 3.0, 1e-4, 4.0, 4e-4, 5.0, 3e-4]}
+    (row,) = mist.load(mist_folder(tmp_path, described)).rows
+    level = row.cluster.levels[-1]
+    pair, quad = (MeshAxis("x", n, (Span(level, n),), row.cluster.device) for n in (2, 4))
+    assert collective_s("all_gather", 6e9, pair) == pytest.approx(1e-4 + 3e9 / 3e9) and collective_s("send", 3e9, quad) == pytest.approx(1e-4 + 1.0)
+    assert collective_s("all_reduce", 4e9, quad) == pytest.approx(4e-4 + 2 * 3e9 / 4e9)
+
+
 @pytest.mark.parametrize("described, why", [
     (plan(gradient_accumulation_steps=7), "are not 16"), ({"model": {}}, "KeyError 'training'"),
     (plan(stage_strategies=[[1, 2, 1, 0, 0, 1, 0.0], [2, 1, 1, 0, 0, 1, 0.0]]), "laid out differently"),
@@ -165,3 +178,15 @@ def test_what_torch_runs_one_by_one_and_how_it_quantises(tmp_path: Path) -> None
     moved = [row.setup.software.cast_bytes + row.setup.software.turn_bytes for row in (other, compiled, rowwise)]
     assert moved == sorted(moved) and moved[0] < moved[1] < moved[2]
     assert rowwise.setup.software.matmul_share < compiled.setup.software.matmul_share == 1.0
+
+
+def test_devices_in_nodes_of_four_have_the_links_of_such_nodes(tmp_path: Path) -> None:
+    lines = [RUN | {"gpu": "V100-32GB-SXM2", "dtype": "fp16", "gpus_per_node": nodes} for nodes in ("4", "8")]
+    rows = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert [row.cluster.levels[-1].topology for row in rows] == ["mesh", "switch"]
+
+
+@pytest.mark.parametrize("text, zero", [("auto (ILP, reduce-scatter allowed)", 2), ("none (DP)", 0), ("ZeRO-3", 3)])
+def test_the_stage_of_zero_is_read(tmp_path: Path, text: str, zero: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"zero_fsdp": text}])).rows
+    assert row.setup.zero == zero

@@ -110,3 +110,8 @@ def test_the_slowest_of_more_is_slower() -> None:
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         replace(SETUP, **change)  # type: ignore[arg-type]
+
+
+def test_shards_are_waited_for_where_nothing_overlaps() -> None:
+    apart, hidden = (step(zero=3, software=Software(overlap_gradients=overlap)) for overlap in (False, True))
+    assert apart.shards_s > hidden.shards_s and apart.compute_s == hidden.compute_s

@@ -1,60 +1,62 @@
-"""What no plan is faster than: every shape relaxed so far that a glance or three bound it, whatever is cut, scheduled and kept in memory there.
+"""What no plan is faster than: every shape bounded under every timetable, whatever is cut, laid and run again there.
 
-    relaxed   devices have all the memory there is (so nothing is run again, nothing is on a host, whose update is slower than a device's);
-              a place has its share of the work of all microbatches, and never waits but for its first stage
-    mean      a step takes what the place takes that has most to do, and so at least the mean over places. Place q begins with stage q at the
-              earliest, behind q stages of one piece at least: the first q pieces forward, once. All schedules give their first stages to the
-              places in order
-    whole     blocks are not cut. Where the place of the heaviest other piece (the head) has at most k of N blocks, some other one has
-              (N - k) / (places - 1) of them, rounded up; else that place has k + 1 and the piece. With the k for which the lesser is largest
+    floor     the least work there is, cut over all devices, nothing sent; and, with what goes to the host, the least update there
+    length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut (pipeline.least)
+    passes    the choices of layouts: what their passes take at least, at prices that cutting planes find (joint.relaxed, joint.cutting)
+    memory    no plan has more bytes than there are, by the count of the search: on one place its own, on several the mean over places. At a
+              price of bytes what blocks gain by keeping something is weighed against running them again. What is there for a moment only is not
+              counted on several places
 
-All of it holds for all cuts, even or not.
+Plans with something on the host have the passes of all others, less memory on the device and another update: of them is proven what holds with all the
+memory there is and no update at all, and the least update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.errors import InfeasibleError
+from autopar.joint import offloading
+from autopar.joint.bounded import Alone, Timed
+from autopar.joint.cutting import ROUNDS
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
-from autopar.problem.build import Model
-from autopar.problem.floor import Work, by_piece
-from autopar.problem.graph import Program
-from autopar.problem.shares import Share, combined
-from autopar.problem.types import Problem
-from autopar.recipes.free import space, spaces
-from autopar.search import ilp
+from autopar.problem.settings import OFFLOADED
+from autopar.recipes.free import spaces
 
-GLANCE_S = 10.0  # seconds for one shape at most; none of those that were tried took one
+FIRST_ROUNDS = 2  # of cutting planes, for a first look at all shapes
 
 
 def proven_s(inner: Inner, known_s: float) -> float:
     """Seconds that no plan beats, `known_s`, the step of one that there is, at most. On clusters of several parts that is only the least work."""
     prover = Prover(inner)
-    least_s = known_s
-    for shape in sorted(prover.shapes(), key=prover.floor_s):
-        if prover.floor_s(shape) < least_s:
+    rough: dict[Shape, float] = {}
+    for shape in prover.shapes():
+        if (floor_s := prover.floor_s(shape)) < known_s:
             inner.request.say(f"proving: {shape}")
-            least_s = min(least_s, max(prover.floor_s(shape), prover.bound_s(shape, least_s)))
+            rough[shape] = max(floor_s, prover.bound_s(shape, known_s, rounds=FIRST_ROUNDS))
+    least_s = known_s
+    for shape in sorted(rough, key=rough.__getitem__):
+        if rough[shape] < least_s:
+            inner.request.say(f"proving more of {shape}")
+            least_s = min(least_s, max(rough[shape], prover.bound_s(shape, least_s)))
     return least_s
 
 
+@dataclass(eq=False)
 class Prover:
     """Bounds of all shapes of one graph."""
 
-    def __init__(self, inner: Inner) -> None:
-        self.inner, self.pricing = inner, Pricing(inner, SEARCH)
-        cluster, program = inner.request.cluster, inner.whole.program
-        each = by_piece(program, cluster.device, replace(inner.request.settings, mode="inference"))
-        self._forward_s = [_of_one(program, each, unit.name) for unit in inner.units]  # of each piece, on one device, of the whole batch
-        self._stack = _stack(inner)
+    inner: Inner
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """What knows the Problems and timetables of shapes."""
+        return Pricing(self.inner, SEARCH)
 
     def shapes(self) -> list[Shape]:
         """One place and one microbatch on every mesh, and all that the search may choose beside that."""
@@ -66,92 +68,21 @@ class Prover:
         """Its share of the least work there is."""
         return self.inner.work(shape.places).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
 
-    def bound_s(self, shape: Shape, cutoff_s: float = math.inf) -> float:
-        """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where no operator has a choice."""
+    def bound_s(self, shape: Shape, cutoff_s: float = math.inf, rounds: int = ROUNDS) -> float:
+        """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where nothing is possible there."""
         if self.inner.request.cluster.parts:
             return 0.0
         try:
-            model = self._relaxed(shape)
+            here = Alone(self.inner, shape) if shape.microbatches == 1 else Timed(self.inner, self.pricing, shape)
         except InfeasibleError:
             return math.inf
-        wait_s = self._wait_s(shape)
-        mean_s = wait_s + _glance(model.problem, cutoff_s - wait_s)
-        if mean_s >= cutoff_s or shape.places == 1 or self._stack is None:
-            return mean_s
-        return max(mean_s, min(_glance(_weighed(model, weights), cutoff_s) for weights in self._stack.shares(shape.places)))
+        least_s = here.bound_s(cutoff_s, rounds)
+        late_s = min((there.late_s for there in self._hosted), default=math.inf)
+        if self.floor_s(shape) + late_s >= min(least_s, cutoff_s):
+            return least_s
+        return min(least_s, late_s + here.free_s(min(least_s, cutoff_s) - late_s, rounds))
 
-    def _relaxed(self, shape: Shape) -> Model:
-        if shape.microbatches == 1:
-            return self.inner.whole.model(shape.mesh, space(shape.mesh), str(shape)).with_limit(math.inf)
-        models = self.pricing.models(shape)
-        return combined(models.micro, models.once, Share(shape.microbatches / shape.places, 1 / shape.places, 0.0, 0.0), math.inf)
-
-    def _wait_s(self, shape: Shape) -> float:
-        """The mean over all places of the forward of one microbatch through the pieces that are in front of their first stage in any case."""
-        device = self.inner.request.cluster.device
-        before = [sum(self._forward_s[:place]) for place in range(shape.places)]
-        ranks = self.inner.request.cluster.devices / shape.places * shape.microbatches * max(1.0, device.alone)
-        return sum(before) / shape.places / ranks
-
-
-def _of_one(program: Program, each: Mapping[str, Work], name: str) -> float:
-    """Seconds of the rates of an operator, or of one block of a run."""
-    alike = program.runs[name].count if name in program.runs else 1
-    return each[name].rates_s / alike if name in each else 0.0
-
-
-@dataclass(frozen=True)
-class Stack:
-    """`count` alike blocks, the scope `scope`, of `block_s` each, and the heaviest operator outside, `head`, of `head_s`; seconds on one device."""
-
-    scope: str
-    count: int
-    block_s: float
-    head: str
-    head_s: float
-
-    def shares(self, places: int) -> list[dict[str, float]]:
-        """What some place has to do, one of these in any case: how many times an even share of all blocks, by scope, and of the operator, by name."""
-        def most(k: int) -> int:
-            return math.ceil((self.count - k) / (places - 1))
-
-        split = max(range(self.count), key=lambda k: min(most(k) * self.block_s, (k + 1) * self.block_s + self.head_s))
-        times = places / self.count
-        return [{self.scope: most(split) * times}, {self.scope: (split + 1) * times, self.head: float(places)}]
-
-
-def _stack(inner: Inner) -> Stack | None:
-    """The longest run of blocks; None where there is none, or its first block has less to do than the others."""
-    program = inner.whole.program
-    run = max(program.runs.values(), key=lambda run: run.count, default=None)
-    if run is None or run.count < 2 or any(op.scope == run.scope and (op.late or op.first_saves != op.saves) for op in program.ops.values()):
-        return None
-    each = by_piece(program, inner.request.cluster.device, inner.request.settings)
-    single = [unit.name for unit in inner.units if unit.instance < 0 and unit.name in each]
-    head = max(single, key=lambda name: each[name].rates_s, default="")
-    return Stack(run.scope, run.count, each[run.scope].rates_s / run.count, head, each[head].rates_s if head else 0.0)
-
-
-def _weighed(model: Model, weights: Mapping[str, float]) -> Problem:
-    """The Problem of `model` with only what `weights` name, nodes and reads of a scope or the node of one operator, so many times; all others
-    keep their choices and cost nothing."""
-    scope = next(iter(weights))
-    nodes = []
-    for cluster, node in zip(model.clusters, model.problem.nodes, strict=True):
-        own = {cluster.scope, *(op.name for op in cluster.members if not op.scope)} & weights.keys()
-        times = max((weights[name] for name in own), default=0.0)
-        nodes.append(replace(node, cost_s=_times(node.cost_s, times), hide_s=times * node.hide_s))
-    inside = [link.kind == "edge" and link.readers[0][0].scope == scope for link in model.links]
-    problem = model.problem
-    nets = [replace(net, cost_s=_times(net.cost_s, weights[scope] if index < len(inside) and inside[index] else 0.0))
-            for index, net in enumerate(problem.nets)]
-    return replace(problem, nodes=tuple(nodes), nets=tuple(nets))
-
-
-def _times(cost_s: np.ndarray, times: float) -> np.ndarray:
-    """`times` as much, what cannot be as before."""
-    return np.where(np.isinf(cost_s), np.inf, times * np.where(np.isinf(cost_s), 0.0, cost_s))
-
-
-def _glance(problem: Problem, cutoff_s: float) -> float:
-    return ilp.glance(problem, time_limit_s=GLANCE_S, cutoff_s=cutoff_s).bound_s
+    @cached_property
+    def _hosted(self) -> list[Inner]:
+        """What the search may put on the host."""
+        return [self.inner.hosted(held) for held in OFFLOADED[1:]] if offloading.may(self.inner.request) else []

@@ -75,7 +75,7 @@ class Timetable:
         """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps; `alone`: how many
         times as fast a place is when the others wait (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
-        flows = [_flow(self.kind, self.places, m) for m in counts]
+        flows = [flow_of(self.kind, self.places, m) for m in counts]
         runs = [crowded.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
         if len(runs) == 1:
             return runs[0]
@@ -97,7 +97,8 @@ class Timetable:
 
 
 @lru_cache(maxsize=64)
-def _flow(kind: Kind, places: int, microbatches: int) -> Flow:
+def flow_of(kind: Kind, places: int, microbatches: int) -> Flow:
+    """What waits for what under a kind of schedule."""
     table = Timetable(kind, places, microbatches)
     return Flow.of(orders(kind.schedule, places, table.stages, microbatches), table.at)
 

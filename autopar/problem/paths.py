@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -87,6 +87,10 @@ class Paths:
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """What one way takes, as `seconds`: each step's collective, and local copies around it."""
         return tuple(self._way_loads(self.number(source, target), size_bytes, bucket_bytes))
+
+    def table(self, ways: Ways, size_bytes: float, bucket_bytes: float, of: Callable[[list[Load]], Sequence[float]]) -> np.ndarray:
+        """[..., n]: the n numbers `of` the loads of each way."""
+        return np.array([of(self._way_loads(number, size_bytes, bucket_bytes)) for number in ways.numbers], float)[ways.at]
 
     def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
         return self._of_size.setdefault((size_bytes, bucket_bytes), _Sized())

@@ -49,6 +49,7 @@ class Answer:
     objective: float
     bound: float
     reduced: np.ndarray | None  # reduced costs of an LP at its optimum
+    dual: np.ndarray | None  # and the dual values of its rows
     build_s: float
     solve_s: float
 
@@ -120,17 +121,17 @@ def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolvePa
 def _answer(result: result_pb2.SolveResultProto, model: Linear, build_s: float, solve_s: float) -> Answer:
     reason = result.termination.reason
     bounds = result.termination.objective_bounds
-    values = reduced = None
+    values = reduced = dual = None
     objective = float("inf")
     for found in result.solutions:
         primal = found.primal_solution
         if values is None and primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
             values = _dense(primal.variable_values, model.columns)
             objective = primal.objective_value
-        dual = found.dual_solution
-        if dual.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
-            reduced = _dense(dual.reduced_costs, model.columns)
-    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, reduced, build_s, solve_s)
+        proven = found.dual_solution
+        if proven.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+            reduced, dual = _dense(proven.reduced_costs, model.columns), _dense(proven.dual_values, model.rows)
+    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, reduced, dual, build_s, solve_s)
 
 
 def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, size: int) -> np.ndarray:

@@ -1,0 +1,151 @@
+"""Bounds of one shape: first with all the memory there is, then, where what comes of that does not fit, with what there is and at all levels at which blocks
+may be run again.
+
+With all the memory there is running again gains nothing: every choice takes at least what it takes without, in every pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from autopar.errors import InfeasibleError
+from autopar.joint.counted import alone, timed
+from autopar.joint.cutting import ROUNDS, Cutting, Level
+from autopar.joint.inner import Inner
+from autopar.joint.models import Models
+from autopar.joint.pricing import Pricing
+from autopar.joint.relaxed import Relaxed
+from autopar.joint.shapes import Shape
+from autopar.joint.timetables import Timetable, flow_of
+from autopar.pipeline.least import Example, Least, least, mean
+from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
+from autopar.problem.remat import rematerialised
+from autopar.problem.rerun import keepable
+from autopar.problem.shares import ForwardPrices
+from autopar.problem.types import Problem, Solution
+from autopar.recipes.free import space
+from autopar.search import ilp
+
+GLANCE_S = 10.0  # seconds for one Problem at most; none of those that were tried took one
+Choices = list[tuple[int, ...]]
+
+
+def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices) -> float:
+    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards."""
+    try:
+        cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], _glance, met)
+        return cutting.bound_s(cutoff_s, rounds)
+    except InfeasibleError:
+        return math.inf
+
+
+def _glance(problem: Problem, cutoff_s: float) -> Solution:
+    return ilp.glance(problem, time_limit_s=GLANCE_S, cutoff_s=cutoff_s)
+
+
+class Alone:
+    """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
+
+    def __init__(self, inner: Inner, shape: Shape) -> None:
+        self.inner, self.whole = inner, inner.whole
+        self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
+        cluster = inner.request.cluster
+        self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
+        self.passing = Passing(self.plain, self.forward, late=False)
+
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """Seconds that no plan beats."""
+        met: Choices = []
+        roomy_s = cut_s([alone(self.passing, self.plain, math.inf)], cutoff_s, rounds, met)
+        short = any(self.plain.problem.price(choice).memory_bytes > self.inner.limit_bytes for choice in met)
+        if roomy_s >= cutoff_s or not short:
+            return roomy_s
+        return max(roomy_s, min(cut_s([each], cutoff_s, rounds, []) for each in self._limited()))
+
+    def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """The same with all the memory there is and no update at all."""
+        return cut_s([alone(self.passing, self.plain, math.inf, updated=False)], cutoff_s, rounds, [])
+
+    def _limited(self) -> Iterator[Relaxed]:
+        """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes of none and the passes of all."""
+        asked, free = self.inner.request.remat_level, len(self.whole.open_levels) > 1
+        if free or asked == "none":
+            yield alone(self.passing, self.plain, self.inner.limit_bytes)
+        if free or asked != "none":
+            program = self.whole.program
+            all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
+            most = rematerialised(self.plain, self.forward, all_kept if free else self.whole.levels(asked))
+            fewest = rematerialised(self.plain, self.forward, self.whole.levels("full" if free else asked))
+            yield alone(Passing(most, self.forward, late=False), fewest, self.inner.limit_bytes)
+
+
+class Timed:
+    """Several microbatches on one place or more, under any timetable. Raises InfeasibleError where some operator has no choice."""
+
+    def __init__(self, inner: Inner, pricing: Pricing, shape: Shape) -> None:
+        self.inner, self.shape = inner, shape
+        self.models: Models = pricing.models(shape)
+        self.tables = list(pricing.all_tables(shape))
+        self.passing = Passing(self.models.micro, self.models.forward, late=True)
+
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """Seconds that no plan beats."""
+        if not self.tables:
+            return math.inf
+        met: Choices = []
+        mean_s = cut_s([self.mean(updated=True)], cutoff_s, rounds, met)
+        if mean_s >= cutoff_s:
+            return mean_s
+        found = math.inf
+        for table, weights in self._lengths(self._example(met[-1], updated=True)):
+            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met)))
+        return max(mean_s, found)
+
+    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices) -> float:
+        roomy_s = cut_s([self._timed(table, weights, self.passing, math.inf)], cutoff_s, rounds, met)
+        limited = self._timed(table, weights, self.passing, self.inner.limit_bytes)
+        if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
+            return roomy_s
+        levels = [limited, *(self._timed(table, weights, each, self.inner.limit_bytes) for each in self._again)]
+        return max(roomy_s, cut_s(levels, cutoff_s, rounds, []))
+
+    def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """The same with all the memory there is and no update at all."""
+        if not self.tables:
+            return math.inf
+        met: Choices = []
+        mean_s = cut_s([self.mean(updated=False)], cutoff_s, rounds, met)
+        if mean_s >= cutoff_s:
+            return mean_s
+        ways = self._lengths(self._example(met[-1], updated=False))
+        return max(mean_s, min(cut_s([timed(self.passing, self.models, table, weights, math.inf, updated=False)], cutoff_s, rounds, list(met))
+                               for table, weights in ways))
+
+    def mean(self, *, updated: bool) -> Relaxed:
+        """With the mean of all places, whatever the timetable, and all the memory there is; `updated` as joint.counted has it."""
+        return timed(self.passing, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, updated=updated)
+
+    def _timed(self, table: Timetable, weights: Least, passing: Passing, limit_bytes: float) -> Relaxed:
+        return timed(passing, self.models, table, weights, limit_bytes)
+
+    @cached_property
+    def _again(self) -> list[Passing]:
+        """With all blocks run again at each level."""
+        return [Passing(self.models.at(level), self.models.forward, late=True) for level in self.inner.whole.open_levels if level != "none"]
+
+    def _example(self, choice: tuple[int, ...], *, updated: bool) -> Example:
+        """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""
+        plain = self.mean(updated=updated)
+        sums, scopes, hides = plain.sums(choice), self.passing.scopes, self.passing.model.prices.contention if plain.hides else 1.0
+        forward_s, backward_s = (sum(float(each[SHOWN]) + hides * self.passing.background_s(each) for each in [sums.passes[scope, way] for scope in scopes])
+                                 for way in PASSES)
+        return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
+
+    def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
+        """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""
+        alike = self.shape.places == 1 or self.inner.request.cluster.device.alone > 1
+        found = [(table, mean(table.places, table.microbatches) if alike else
+                  least(flow_of(table.kind, table.places, table.microbatches), table.stages, table.microbatches, example)) for table in self.tables]
+        return sorted(found, key=lambda way: way[1].step_s(example))

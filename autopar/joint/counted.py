@@ -1,0 +1,88 @@
+"""What joint.relaxed is given: the steps of one stage and one microbatch, and of a timetable, with the memory that they have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.joint.models import Models
+from autopar.joint.relaxed import Relaxed, Room
+from autopar.joint.timetables import Timetable
+from autopar.pipeline.least import Least
+from autopar.problem.build import Model
+from autopar.problem.nets import Link
+from autopar.problem.passing import BACKWARD, INPUTS, Passing
+from autopar.problem.types import Net, Node
+
+
+def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: bool = True) -> Relaxed:
+    """One stage and one microbatch (pipeline.alone), with the memory of `bytes_of`, a Model with the same choices; `updated`: with the optimizer's step."""
+    problem, held = passing.model.problem, bytes_of.problem
+    node_s = [_updates(passing.model, index) * updated - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
+    room = Room([node.memory_bytes for node in held.nodes], [net.memory_bytes for net in held.nets], limit_bytes)
+    return Relaxed(passing, (1.0, 1.0), node_s, [np.zeros(net.cost_s.shape) for net in problem.nets], _rooms([room]))
+
+
+def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, updated: bool = True) -> Relaxed:
+    """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`."""
+    micro, once = passing.model, models.once
+    node_s = [weights.once * updated * _updates(once, index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
+    net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
+             for link, net in zip(once.links, once.problem.nets, strict=True)]
+    return Relaxed(passing, (weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes)))
+
+
+def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float) -> Iterator[Room]:
+    """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
+    n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
+    kept = [max(1, min(n for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
+    live = float(table.places == 1)
+    for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
+        held = min(w * n for w, n in zip(weights, kept, strict=True))
+        nodes = [held * (node.memory_bytes - _live(node)) + min(weights) * rests.memory_bytes + live * _in_blocks(micro, cluster.scope) * _live(node)
+                 for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)]
+        nets = [held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)
+                for net, link in zip(micro.problem.nets, micro.links, strict=True)]
+        yield Room(nodes, nets, sum(weights) * limit_bytes)
+
+
+def _in_blocks(model: Model, scope: str) -> float:
+    """1 in the longest run of blocks, 0 elsewhere."""
+    runs = model.links[0].program.runs
+    return float(bool(runs) and scope == max(runs, key=lambda name: runs[name].count))
+
+
+def _reading(link: Link) -> str:
+    return link.readers[0][0].scope
+
+
+def _live(part: Node | Net) -> np.ndarray:
+    """Bytes that are there for a while only."""
+    if isinstance(part, Net) and part.group >= 0:
+        return part.memory_bytes
+    return np.zeros(part.memory_bytes.shape) if part.live_bytes is None else part.live_bytes
+
+
+def _updates(model: Model, index: int) -> np.ndarray:
+    """Seconds of a parameter's own node: the optimizer's step."""
+    node = model.problem.nodes[index]
+    return _finite(node.cost_s) if model.clusters[index].root.role == "param" else np.zeros(len(node.cost_s))
+
+
+def _abreast_s(model: Model, node: Node) -> np.ndarray:
+    """Seconds that a choice can save at most by working beside others in lanes: the largest of n lanes is no less than their mean."""
+    lanes = model.problem.lanes
+    if node.lane is None:
+        return np.zeros(len(node.cost_s))
+    beside = np.array([1.0 if lane < 0 else lanes.count(lanes[lane]) for lane in node.lane])
+    return _finite(node.cost_s) * (1.0 - 1.0 / beside)
+
+
+def _finite(cost_s: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(cost_s), cost_s, 0.0)
+
+
+def _rooms(rooms: Iterator[Room] | Sequence[Room]) -> tuple[Room, ...]:
+    return tuple(room for room in rooms if math.isfinite(room.limit))

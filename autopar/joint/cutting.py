@@ -1,0 +1,121 @@
+"""The largest bound that prices can prove, by cutting planes.
+
+    master    the prices (of the polytopes of joint.relaxed, and of bytes) at which the least of all solutions so far is largest: no bound is above that
+    glance    the Problem at these prices: a proven bound, and one more solution
+
+Where blocks may be run again to several levels, a plan is a mixture of them, and its time and bytes those of the mixture: what is proven of each level at the
+same price of bytes holds for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.joint.relaxed import Key, Polytope, Relaxed, Sums
+from autopar.problem.passing import SHOWN
+from autopar.problem.types import Problem, Solution
+from autopar.search.model import Linear
+from autopar.search.solver import GLOP, solve
+
+CLOSE = 1e-3  # relative: a bound this near to the most that is possible is the end
+ROUNDS = 24
+
+Prices = dict[Key, np.ndarray]
+Solve = Callable[[Problem, float], Solution]
+
+
+@dataclass(eq=False)
+class Level:
+    """One of the levels with the solutions that were met."""
+
+    relaxed: Relaxed
+    met: list[Sums] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Cutting:
+    """`levels` with as many Rooms each; `solve` gives a bound and a solution of a Problem, no better than to see that it takes so many seconds. The solutions
+    are added to `choices`."""
+
+    levels: Sequence[Level]
+    solve: Solve
+    choices: list[tuple[int, ...]] = field(default_factory=list)
+
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """Seconds that no mixture of solutions beats, as near to the most that can be proven as `rounds` allow; no more than `cutoff_s` is asked for."""
+        best_s = 0.0
+        for level in self.levels:
+            if not level.met:
+                level.met.append(self._first(level.relaxed))
+        for _ in range(rounds):
+            each, bytes_s, most_s = self._master()
+            proven_s = math.inf
+            for level, prices in zip(self.levels, each, strict=True):
+                problem, more_s = level.relaxed.priced(prices, bytes_s)
+                try:
+                    found = self.solve(problem, cutoff_s - more_s)
+                except InfeasibleError:
+                    continue  # nothing is possible at this level
+                proven_s = min(proven_s, found.bound_s + more_s)
+                level.met.append(level.relaxed.sums(found.choice))
+                self.choices.append(found.choice)
+            best_s = max(best_s, proven_s)
+            if best_s >= cutoff_s or best_s >= most_s * (1 - CLOSE):
+                break
+        return best_s
+
+    def most_s(self) -> float:
+        """What prices can prove at most of the solutions that were met."""
+        return self._master()[2]
+
+    def _first(self, relaxed: Relaxed) -> Sums:
+        """What one solution takes, so that prices are bounded."""
+        prices = {key: np.zeros(relaxed.passing.width) for key in relaxed.keys}
+        for (_, way), values in prices.items():
+            values[SHOWN] = relaxed.times[way]
+        problem, _more_s = relaxed.priced(prices, np.zeros(len(relaxed.rooms)))
+        return relaxed.sums(self.solve(problem, math.inf).choice)
+
+    def _master(self) -> tuple[list[Prices], np.ndarray, float]:
+        """Prices of each level, of bytes in each Room, and the least at these prices of all solutions that were met."""
+        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels)
+        model = Linear(1.0, 1.0)
+        model.starts = np.zeros(1, int)
+        least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)
+        rooms = self.levels[0].relaxed.rooms
+        price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)  # of filling a Room, in units of a step
+        found = []
+        for level in self.levels:
+            relaxed = level.relaxed
+            parts = {key: Polytope(model, relaxed) for key in relaxed.keys}
+            found.append(parts)
+            for sums in level.met:
+                row = model.add_rows(1, -math.inf, _shown_s(relaxed, sums) / unit_s)
+                model.add_entries(np.array([row]), least, 1.0)
+                over = np.array([float(each) / room.limit for each, room in zip(sums.over, rooms, strict=True)])
+                model.add_entries(np.full(len(over), row), price, -over)
+                for key, part in parts.items():
+                    values = -relaxed.times[key[1]] * (sums.passes[key] @ part.taken) / unit_s
+                    used = np.flatnonzero(values)
+                    model.add_entries(np.full(len(used), row), part.columns[used], values[used])
+        answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
+        assert answer.values is not None, "prices of nothing are always possible"
+        values = answer.values
+        each = [{key: level.relaxed.times[key[1]] * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
+                 for key, part in parts.items()} for level, parts in zip(self.levels, found, strict=True)]
+        bytes_s = np.array([max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)])
+        return each, bytes_s, -answer.objective * unit_s
+
+
+def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
+    """Seconds of a solution with all that is in the background for nothing."""
+    return sums.own_s + sum(relaxed.times[way] * float(sums.passes[scope, way][SHOWN]) for scope, way in relaxed.keys)
+
+
+def _unit(index: int, size: int) -> np.ndarray:
+    return np.eye(1, size, index)[0]

@@ -1,0 +1,126 @@
+"""Steps as prices of what passes take: no solution is said to take longer than it does, whatever is run again and kept."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.joint.bounded import Alone, Timed
+from autopar.joint.counted import alone
+from autopar.joint.cutting import Cutting, Level
+from autopar.joint.inner import Inner
+from autopar.joint.pricing import Pricing
+from autopar.joint.relaxed import Relaxed
+from autopar.joint.shapes import Shape
+from autopar.joint.spaces import SEARCH
+from autopar.pipeline.alone import step_cost
+from autopar.pipeline.costs import costs
+from autopar.pipeline.passes import Passes
+from autopar.problem.passing import PASSES, SHOWN
+from autopar.problem.remat import rematerialised
+from autopar.problem.rerun import keepable
+from autopar.problem.settings import Settings
+from autopar.problem.types import Problem
+from autopar.request import Request
+from autopar.search import ilp
+from tests.helpers.verify import subject
+
+ONE_MICROBATCH = [("gpt", "h100:1x4", (4,)), ("hf-gpt2", "h100:2x2", (2, 2)), ("hf-llama", "h100:2x4", (2, 4)), ("hf-llama", "cpu:1x4", (2, 2)),
+                  ("hf-mixtral", "l4:1x4", (4,)), ("hf-llama", "h100:2x4", (2, 2, 2))]
+SEVERAL = [("hf-gpt2", "h100:2x2", Shape(2, (2,), 4)), ("hf-llama", "h100:2x4", Shape(2, (2, 2), 4)), ("hf-llama", "l4:1x4", Shape(1, (4,), 2))]
+
+
+def inner_of(name: str, cluster: str, batch: int = 64) -> Inner:
+    """A tiny model with so many samples, that collectives matter."""
+    who = subject(name)
+    return Inner(who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse(cluster), Settings("train")))
+
+
+def solutions(problem: Problem, count: int = 2) -> list[tuple[int, ...]]:
+    """Possible choices: the best ones where everything costs something else."""
+    found = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, rng.random(len(node.cost_s)))) for node in problem.nodes)
+        nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random(net.cost_s.shape)), group=-1) for net in problem.nets)
+        found.append(ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice)
+    return [*found, ilp.glance(problem.with_limit(math.inf), time_limit_s=5.0).choice]
+
+
+def least_s(relaxed: Relaxed, choice: tuple[int, ...]) -> float:
+    """Seconds that are proven of one solution alone."""
+    return Cutting([Level(relaxed, [relaxed.sums(choice)])], lambda problem, cutoff_s: ilp.glance(problem, time_limit_s=5.0)).most_s()
+
+
+@pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)
+def test_a_step_of_one_stage_takes_as_long_at_least(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
+    inner = inner_of(name, cluster)
+    here = Alone(inner, Shape(1, mesh, 1))
+    relaxed, tight = alone(here.passing, here.plain, math.inf), 0.0
+    for choice in solutions(here.plain.problem):
+        took_s, proven_s = step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s, least_s(relaxed, choice)
+        assert proven_s <= took_s * (1 + 1e-6)
+        tight = max(tight, proven_s / took_s)
+    assert tight > 0.8
+
+
+@pytest.mark.parametrize(("name", "cluster", "shape"), SEVERAL)
+def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, shape: Shape) -> None:
+    inner = inner_of(name, cluster)
+    here = Timed(inner, Pricing(inner, SEARCH), shape)
+    micro, program = here.models.micro, inner.planner(shape.microbatches).program
+    passes = replace(here.mean(updated=False), times=(1.0, 1.0), node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
+                     net_s=[np.zeros(n.cost_s.shape) for n in micro.problem.nets])
+    for choice in solutions(micro.problem):
+        took = costs(program, micro, here.models.once, choice, here.models.forward, apart=shape.places > 1)
+        assert least_s(passes, choice) <= sum(each.micro_s for each in took) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)
+def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
+    inner = inner_of(name, cluster)
+    here = Alone(inner, Shape(1, mesh, 1))
+    relaxed = alone(here.passing, here.plain, math.inf)
+    for choice in solutions(here.plain.problem):
+        sums = relaxed.sums(choice).passes
+        did = Passes(inner.whole.program, here.plain, choice, here.forward, apart=False, late=False).did.values()
+        for way in PASSES:
+            whole = sum(each.passes[way].work_s + each.passes[way].background_s for each in did)
+            counted = sum(float(sums[scope, way][SHOWN]) + here.passing.background_s(sums[scope, way]) for scope in here.passing.scopes)
+            assert counted <= whole * (1 + 1e-6)
+            assert counted > 0.5 * whole
+
+
+def thrifty(problem: Problem) -> tuple[int, ...]:
+    """A choice of little memory."""
+    unit = max(float(node.memory_bytes.max()) for node in problem.nodes)
+    nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes / unit)) for node in problem.nodes)
+    nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, net.memory_bytes / unit), group=-1) for net in problem.nets)
+    return ilp.search(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0, gap=0.01).choice
+
+
+@pytest.mark.parametrize(("name", "cluster", "mesh"), [("hf-gpt2", "h100:1x4", (4,)), ("hf-llama", "h100:2x2", (2, 2))])
+def test_whatever_is_run_again_and_kept(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
+    """With less memory than anything takes without running blocks again: each solution that fits, with any results kept, takes as long at least."""
+    inner = inner_of(name, cluster)
+    here = Alone(inner, Shape(1, mesh, 1))
+    program, rng = inner.whole.program, random.Random(0)
+    named = [op.name for op in program.ops.values() if keepable(op)]
+    kept = [{scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs} for share in (0.0, 0.1, 0.5, 1.0)]
+    ways = [rematerialised(here.plain, here.forward, each) for each in kept]
+    least = [way.problem.price(thrifty(way.problem)).memory_bytes for way in (here.plain, ways[0])]
+    assert least[1] < 0.9 * least[0]
+    short = Alone(inner.limited(sum(least) / 2), Shape(1, mesh, 1))
+    bound_s, fit = short.bound_s(math.inf), 0
+    for way in ways:
+        for choice in [thrifty(way.problem), *solutions(way.problem)]:
+            if way.problem.price(choice).memory_bytes <= sum(least) / 2:
+                fit += 1
+                assert step_cost(way.with_limit(math.inf), choice, here.forward).time_s >= bound_s * (1 - 1e-9)
+    assert fit
+    assert bound_s > here.bound_s(math.inf)

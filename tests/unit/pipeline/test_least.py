@@ -1,0 +1,58 @@
+"""The least length of a schedule against the schedule itself, for stages of any lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.joint.timetables import SEARCHED, Kind, Timetable, flow_of
+from autopar.pipeline.least import Example, Least, least, mean
+from autopar.pipeline.orders import StageTime
+
+SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
+SHAPES = {Kind("1f1b"): (3, 4), Kind("interleaved_1f1b", 2): (2, 4), Kind("interleaved_1f1b", 4): (2, 2), Kind("interleaved_zero_bubble", 2): (3, 3),
+          Kind("zbv_zero_bubble", 2): (3, 5), Kind("dualpipev", 2): (2, 5)}
+EXAMPLES = Example(1.0, 2.0, 0.9, 0.06), Example(1.0, 2.0, 0.0, 3.0), Example(1.0, 1.0, 1.0, 0.0)
+
+
+def _weights(kind: Kind, example: Example) -> Least:
+    places, microbatches = SHAPES[kind]
+    return least(flow_of(kind, places, microbatches), places * kind.virtual, microbatches, example)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
+    places, microbatches = SHAPES[kind]
+    table = Timetable(kind, places, microbatches)
+    weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)))
+    draw = data.draw(st.lists(st.tuples(*[SECONDS] * 4), min_size=table.stages, max_size=table.stages))
+    once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
+    times = [StageTime(forward, inputs, late, 0.0, both) for forward, inputs, late, both in draw]
+    whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
+    compute = sum(min(time.inputs_s, time.of("B")) for time in times)
+    took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
+    assert weights.step_s(Example(sum(t.forward_s for t in times), whole, compute, sum(once))) <= took * (1 + 1e-9)
+
+
+def test_all_that_are_searched_are_tested() -> None:
+    assert set(SHAPES) == set(SEARCHED)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_bubble_is_seen(kind: Kind) -> None:
+    """More is proven than every place's share, and no more than the step of even stages."""
+    places, microbatches = SHAPES[kind]
+    weights = _weights(kind, EXAMPLES[0])
+    third = 1 / (places * kind.virtual)
+    split = Timetable(kind, places, microbatches).schedule.splits_backward
+    even = StageTime(third, third, third, 0.0, 2 * third) if split else StageTime(third, 2 * third)
+    length = max(Timetable(kind, places, microbatches).ends_s([even] * places * kind.virtual, whole=True)) + EXAMPLES[0].once_s / places
+    assert mean(places, microbatches).step_s(EXAMPLES[0]) < weights.step_s(EXAMPLES[0]) <= length * (1 + 1e-9)
+
+
+def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:
+    weights = _weights(Kind("1f1b"), Example(1.0, 2.0, 0.0, 0.0))
+    assert weights.step_s(Example(1.0, 2.0, 0.0, 0.0)) == pytest.approx(3 * (3 + 4 - 1) / 3, rel=1e-4)

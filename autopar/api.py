@@ -169,7 +169,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
     memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. `prove`
-    bounds every shape that a plan can have, so that `plan.predicted.gap` is a proof and not a floor (takes about as long as the search). The weights of
+    bounds every shape that a plan can have, so that `plan.predicted.gap` is a proof and not a floor (takes several times as long as the search). The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.

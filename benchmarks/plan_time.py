@@ -1,6 +1,6 @@
 """Time and memory from `compile()` to emitted source, for Llama-3 models of growing depth and for ResNet-50.
 
-    python -m benchmarks.plan_time [--models 8b 70b 405b resnet50] [--cluster h100:8x8] [--batch 16] [--seq 8192]
+    python -m benchmarks.plan_time [--models 8b 70b 405b resnet50] [--cluster h100:8x8] [--batch 16] [--seq 8192] [--prove]
 
 Each model is planned in a process of its own, on the meta device, in bfloat16 (CASES: for which cluster and batch; Llama for the
 smallest one of a power of two nodes on which it fits without rematerialisation, and for one with more meshes). Building the model (Hugging Face's own constructor)
@@ -34,7 +34,7 @@ CASES = {  # name: (config, cluster, batch, sequence)
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limit_s: float) -> dict[str, object]:
+def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limit_s: float, *, prove: bool = False) -> dict[str, object]:
     """Plan one case in this process, on another cluster or at other sizes where they are given."""
     import torch
 
@@ -45,7 +45,7 @@ def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limi
     cluster, batch, seq = cluster or usual, batch or sizes[0], seq or sizes[1]
     loaded = load(f"hf:{ROOT}/models/hf/{config}.json", batch=batch, seq=seq, dtype=torch.bfloat16)
     start, used = time.perf_counter(), time.process_time()
-    compiled = autopar.compile(loaded.model, cluster, (loaded.args, loaded.kwargs), time_limit_s=limit_s)
+    compiled = autopar.compile(loaded.model, cluster, (loaded.args, loaded.kwargs), time_limit_s=limit_s, prove=prove)
     lines = len(compiled.source.splitlines())
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - used
     plan = compiled.plan
@@ -64,16 +64,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
     parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("--prove", action="store_true", help="bound every shape, so that the gap is a proof against all plans; what that takes is counted too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one(options.one, options.cluster, options.batch, options.seq, options.time_limit)))
+        print(json.dumps(one(options.one, options.cluster, options.batch, options.seq, options.time_limit, prove=options.prove)))
         return
     rows = []
     for model in options.models:
         given = [("--cluster", options.cluster), ("--batch", options.batch), ("--seq", options.seq), ("--time-limit", options.time_limit)]
         command = [sys.executable, "-m", "benchmarks.plan_time", "--one", model]
         command += [text for name, value in given if value is not None for text in (name, str(value))]
+        command += ["--prove"] * options.prove
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             rows.append({"model": model, "strategy": done.stderr.strip().splitlines()[-1][:100]})

@@ -7,7 +7,9 @@
     explore      the walk through a space                       best         one stage or several, over all spaces
     offloading   parameters and optimizer state on the host     worth        what a step can gain there at most
     frontier     step time against memory                       alone        one part of the cluster against all of it
-    prove        what no plan of all these is faster than
+    prove        what no plan of all these is faster than  bounded      the same of one shape
+    relaxed      a step at prices of what hides            cutting      the prices that prove most
+    counted      what both are given: passes and memory
 """
 
 from __future__ import annotations
@@ -54,6 +56,6 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
 
 
 def _proven(inner: Inner, made: Plan) -> Plan:
-    """`made` with the largest bound that is known for all plans."""
-    bound_s = max(made.predicted.bound_s, proven_s(inner, made.predicted.step_s))
+    """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
+    bound_s = proven_s(inner, made.predicted.step_s)
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.joint.counted import alone, timed
+from autopar.joint.counted import alone, between_pieces, timed
 from autopar.joint.cutting import ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
 from autopar.joint.models import Models
@@ -82,13 +82,14 @@ class Alone:
 
 
 class Timed:
-    """Several microbatches on one place or more, under any timetable. Raises InfeasibleError where some operator has no choice."""
+    """Several microbatches on one place or more, each laid out in its own way, under any timetable. Raises InfeasibleError where some operator has no choice."""
 
     def __init__(self, inner: Inner, pricing: Pricing, shape: Shape) -> None:
         self.inner, self.shape = inner, shape
         self.models: Models = pricing.models(shape)
         self.tables = list(pricing.all_tables(shape))
-        self.passing = Passing(self.models.micro, self.models.forward, late=True)
+        self.between = between_pieces(self.models.micro) if shape.places > 1 else None
+        self.passing = self._passing("none")
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no plan beats."""
@@ -133,7 +134,7 @@ class Timed:
     @cached_property
     def _again(self) -> list[Passing]:
         """With all blocks run again at each level."""
-        return [Passing(self.models.at(level), self.models.forward, late=True) for level in self.inner.whole.open_levels if level != "none"]
+        return [self._passing(level) for level in self.inner.whole.open_levels if level != "none"]
 
     def _example(self, choice: tuple[int, ...], *, updated: bool) -> Example:
         """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""
@@ -142,6 +143,9 @@ class Timed:
         forward_s, backward_s = (sum(float(each[SHOWN]) + hides * self.passing.background_s(each) for each in [sums.passes[scope, way] for scope in scopes])
                                  for way in PASSES)
         return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
+
+    def _passing(self, level: str) -> Passing:
+        return Passing(self.models.at(level), self.models.forward, late=True, between=self.between)
 
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
         """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""

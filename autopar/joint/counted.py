@@ -11,6 +11,7 @@ from autopar.joint.models import Models
 from autopar.joint.relaxed import Relaxed, Room
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.least import Least
+from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.nets import Link
 from autopar.problem.passing import BACKWARD, INPUTS, Passing
@@ -29,12 +30,13 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`."""
     micro, once = passing.model, models.once
     node_s = [weights.once * updated * _updates(once, index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
+    between = passing.between or frozenset()
     net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
              for link, net in zip(once.links, once.problem.nets, strict=True)]
-    return Relaxed(passing, (weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes)))
+    return Relaxed(passing, (weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between)))
 
 
-def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float) -> Iterator[Room]:
+def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int]) -> Iterator[Room]:
     """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
     n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
     kept = [max(1, min(n for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
@@ -43,9 +45,16 @@ def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float) -> It
         held = min(w * n for w, n in zip(weights, kept, strict=True))
         nodes = [held * (node.memory_bytes - _live(node)) + min(weights) * rests.memory_bytes + live * _in_blocks(micro, cluster.scope) * _live(node)
                  for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)]
-        nets = [held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)
-                for net, link in zip(micro.problem.nets, micro.links, strict=True)]
+        nets = [(held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)) * (index not in between)
+                for index, (net, link) in enumerate(zip(micro.problem.nets, micro.links, strict=True))]
         yield Room(nodes, nets, sum(weights) * limit_bytes)
+
+
+def between_pieces(model: Model) -> frozenset[int]:
+    """The nets, by number, whose value may be made on another place than where it is read, or in another block."""
+    program = model.links[0].program
+    home = homes(program, units(program))
+    return frozenset(index for index, link in enumerate(model.links) if link.kind != "edge" or any(home[op.name] != home[link.ref[0]] for op, _ in link.readers))
 
 
 def _in_blocks(model: Model, scope: str) -> float:

@@ -3,6 +3,7 @@
     floor     the least work there is, cut over all devices, nothing sent; and, with what goes to the host, the least update there
     length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut (pipeline.least)
     passes    the choices of layouts: what their passes take at least, at prices that cutting planes find (joint.relaxed, joint.cutting)
+    places    may be laid out each in its own way: a block, and each operator outside, is bounded by itself, and what goes between takes nothing
     memory    no plan has more bytes than there are, by the count of the search: on one place its own, on several the mean over places. At a
               price of bytes what blocks gain by keeping something is weighed against running them again. What is there for a moment only is not
               counted on several places

@@ -100,6 +100,8 @@ class Relaxed:
             none = np.zeros(len(cost_s))
             nodes.append(Node(node.name, node.labels, np.where(np.isinf(node.cost_s), np.inf, cost_s), none, none))
         for t, (net, table) in enumerate(zip(whole.nets, self.passing.nets, strict=True)):
+            if t in (self.passing.between or ()):
+                continue
             cost_s = self.net_s[t] + _priced(table, prices) + sum(m * room.nets[t] for m, room in zip(bytes_s, self.rooms, strict=True))
             cost_s = np.where(np.isinf(net.cost_s), np.inf, np.maximum(cost_s, 0.0))
             if cost_s.any():

@@ -50,11 +50,14 @@ class Table:
 
 @dataclass(eq=False)
 class Passing:
-    """The tables of `model`; `forward` are prices on the same mesh. `late`: sums that go once per step, and leaves that are gathered then, are left out."""
+    """The tables of `model`; `forward` are prices on the same mesh. `late`: sums that go once per step, and leaves that are gathered then, are left out.
+    `between`: nets, by number, between pieces that may be laid out each in its own way, as on places of a pipeline; they take nothing, and neither does what is in
+    the background outside of blocks, because some of these may hide what others bring."""
 
     model: Model
     forward: ForwardPrices
     late: bool
+    between: frozenset[int] | None = None
 
     @property
     def axes(self) -> int:
@@ -95,7 +98,13 @@ class Passing:
     @cached_property
     def nets(self) -> list[Table]:
         """Of each net."""
-        return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
+        found = [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
+        for index, table in enumerate(found if self.between is not None else ()):
+            if self.between is not None and index in self.between:
+                table.each[:] = 0.0
+            elif not table.scope:
+                table.each[..., PLAIN:PLAIN + 2 * self.axes] = 0.0
+        return found
 
     def _scope(self, scope: str) -> str:
         return scope if scope in self.model.links[0].program.runs else ""

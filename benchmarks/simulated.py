@@ -2,7 +2,8 @@
 
     python -m benchmarks.simulated [--models gpt2 llama3-70b ...] [--clusters h100:8x8 ...] [--ways ddp zbv_zero_bubble ...] [--limit 10] [--json FILE]
 
-A *way* is a recipe, a schedule (with data parallel, with ZeRO-3 and with tensor parallel places), or "search". Both sides have the same prices of
+A *way* is a recipe, a schedule (with data parallel, with ZeRO-3 and with tensor parallel places, and with roles over two axes), roles over two axes on
+one stage, or "search". Both sides have the same prices of
 operators and collectives, so that what differs is what they think of when things run.
 """
 
@@ -28,12 +29,15 @@ from autopar.joint.best import staged
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
+from autopar.onestage import finish
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES, roles
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
+from autopar.search import SEARCHES
 from autopar.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,8 +90,11 @@ class Row:
         return self.simulated_s / self.priced_s - 1
 
 
+TWO_AXES = {"zero3 over two axes": (roles.zero3, roles.zero3), "zero1 over two axes": (roles.zero1, roles.zero1)}
+
+
 def _roles() -> dict[str, tuple[roles.Role, ...]]:
-    return {"ddp": (roles.data,), "zero3": (roles.zero3,), "tp": (roles.tensor_sequence,), "tp_zero3": (roles.zero3, roles.tensor_sequence)}
+    return {"ddp": (roles.data,), "zero3": (roles.zero3,), "tp": (roles.tensor_sequence,), "tp_zero3": (roles.zero3, roles.tensor_sequence), **TWO_AXES}
 
 
 def _by_schedule() -> dict[str, Space]:
@@ -95,14 +102,14 @@ def _by_schedule() -> dict[str, Space]:
     found = {}
     for about in SCHEDULES.values():
         for name, used in _roles().items():
-            known = {len(used): used, **({1: used[-1:]} if len(used) > 1 else {})}
+            known = {len(used): used, **({1: used[-1:]} if len(used) > 1 and name not in TWO_AXES else {})}
             kind = Kind(about.name, about.virtual or 2)
             found[f"{about.name} {name}"] = Space(about.name, lambda mesh, known=known: (roles.nothing,) if mesh == (1,) else known.get(len(mesh)),
                                                   (kind,), len(used))
     return found
 
 
-WAYS = ("search", *RECIPES, *PIPELINES, *_by_schedule())
+WAYS = ("search", *RECIPES, *TWO_AXES, *PIPELINES, *_by_schedule())
 
 
 def captured_of(case: Case) -> Captured:
@@ -122,11 +129,23 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
         try:
             if way in by_schedule:
                 yield way, staged(inner, [by_schedule[way]], None, time.monotonic(), {"model": case.model, "graph_hash": captured.graph_hash})
+            elif way in TWO_AXES:
+                yield way, _on_two_axes(captured, request, way, {"model": case.model, "graph_hash": captured.graph_hash})
             else:
                 asked = replace(request, recipe=None if way == "search" else way)
                 yield way, joint.plan(captured.gm, captured.hints, asked, model=case.model, graph_hash=captured.graph_hash)
         except AutoparError as error:
             yield way, error
+
+
+def _on_two_axes(captured: Captured, request: Request, way: str, about: dict[str, str]) -> Plan:
+    """One stage on a mesh of nodes and their devices, or of two and the rest of them."""
+    cluster = request.cluster
+    inside = cluster.levels[-1].size if len(cluster.levels) > 1 and cluster.devices > cluster.levels[-1].size else cluster.devices // 2
+    mesh = (cluster.devices // inside, inside)
+    planner = Planner.of(captured.gm, captured.hints, replace(request, mesh=mesh))
+    best = planner.candidate(mesh, TWO_AXES[way], way, lambda problem: SEARCHES["ilp"](problem, time_limit_s=request.time_limit_s))
+    return finish(planner, best, 0.0, [], about)
 
 
 def _shape(plan: Plan) -> str:

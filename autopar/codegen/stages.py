@@ -81,7 +81,7 @@ def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count
         f"{INDENT}INPUTS = {tuple(user_names[name] for name in view.inputs)!r}",
         f"{INDENT}TOTALS = {tuple(_key(ref) for ref in view.given)!r}",
         f"{INDENT}RESULTS = {tuple(number for number, _ in view.results)!r}",
-        *([] if view.separable and not _gathers(context, view) else [f"{INDENT}SEPARABLE = False"]),
+        *([] if view.separable else [f"{INDENT}SEPARABLE = False"]),
         *parameter_tables(context, [program.ops[name] for name in view.held]),
         run_table(context, view.blocks), "",
         f"{INDENT}@staticmethod",
@@ -90,12 +90,6 @@ def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count
         f"{INDENT}def forward(self, {', '.join(arguments)}{', *' if symbols else ''}{symbols}):",
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
     return "\n".join(text)
-
-
-def _gathers(context: Context, view: View) -> bool:
-    """Whether weights of this stage are gathered again in the backward, which a backward in two parts would do twice."""
-    return any(reshard.regathers(context.sizes) and (reshard.scope in view.blocks if reshard.scope else any(map(view.runs, reshard.readers)))
-               for reshard in context.edges.reshards)
 
 
 def _content(context: Context, view: View) -> str:

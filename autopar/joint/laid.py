@@ -147,7 +147,7 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
     seen = views(program, plan) if table.stages > 1 else ()
     times = _times(made.on, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=inner.request.cluster.device.alone)
-    once = _by_place(table, [sum(c.once_s for c in part) for part in parts])
+    once = [late - more for late, more in zip(_by_place(table, [sum(c.once_s for c in part) for part in parts]), _updated_twice_s(made.on, parts), strict=True)]
     if table.places > 1 and inner.request.settings.training:
         for shared in shared_weights(program, plan, seen, ground.places):
             once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
@@ -190,6 +190,16 @@ def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
 def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
     """What the stages of each place have together."""
     return [sum(value for value, at in zip(values, table.at, strict=True) if at == place) for place in range(table.places)]
+
+
+def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
+    """Seconds that the parts of each place have too many, of weights that several of its pieces read and the place has once."""
+    if not here.chosen.apart:
+        return [0.0] * here.table.places
+    table, first = here.table, [0, *itertools.accumulate(map(len, parts))]
+    names = [[unit.name for unit in here.inner.units[a:b]] for a, b in itertools.pairwise(first)]
+    each = [[name for mine, at in zip(names, table.at, strict=True) if at == place for name in mine] for place in range(table.places)]
+    return [sum(update.too_many_s(pieces) for update in here.chosen.updates(place, here.ground.kinds[place])) for place, pieces in enumerate(each)]
 
 
 def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
@@ -235,7 +245,10 @@ def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) 
 
 def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
     """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
-    seconds, forward_s = sum(c.micro_s for c in part), sum(c.forward_s for c in part)
+    blocks = sum(bool(c.ends_s) for c in part)
+    (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
+    back_s = first_s + last_s
+    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
     if split and training:
         return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + action_s, send_s,
                          sum(c.both_s for c in part) + action_s)

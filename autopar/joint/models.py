@@ -9,6 +9,7 @@ from functools import cached_property
 from autopar.joint.kinds import Weights
 from autopar.pipeline.balance import Cost, Pieces
 from autopar.pipeline.costs import costs
+from autopar.pipeline.once import Update, shared_updates
 from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.remat import Levels, levels, rematerialised
@@ -82,6 +83,14 @@ class Chosen:
         """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
         return [self._pieces(models) for models in self.models.kinds]
 
+    @cached_property
+    def _updates(self) -> list[list[Update]]:
+        return [shared_updates(models.once, self.solution.choice) for models in self.models.kinds]
+
+    def updates(self, place: int, kind: int) -> list[Update]:
+        """The optimizer's steps of weights that several pieces read, on a place of that kind."""
+        return self._updates[kind]
+
     def on(self, place: int, kind: int) -> Pieces:
         """What it costs piece by piece on a place, which is of that kind."""
         return self.pieces[kind]
@@ -113,6 +122,10 @@ class Apart(Chosen):
     def on(self, place: int, kind: int) -> Pieces:
         """As Chosen.on, each place in its own way."""
         return self.each[place].pieces[kind]
+
+    def updates(self, place: int, kind: int) -> list[Update]:
+        """As Chosen.updates, each place in its own way."""
+        return self.each[place]._updates[kind]
 
 
 @dataclass(eq=False)

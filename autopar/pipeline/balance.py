@@ -20,7 +20,9 @@ CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
 class Cost:
     """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
     step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
-    of a backward that is taken apart, `both_s` of one that could be."""
+    of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
+    one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
+    where it begins with it."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -31,6 +33,7 @@ class Cost:
     inputs_s: float = 0.0
     weights_s: float = 0.0
     both_s: float = 0.0
+    ends_s: tuple[tuple[float, float, float], ...] = ()
 
 
 def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.pipeline.balance import Cost
+from autopar.pipeline.lines import BLOCKS
 from autopar.pipeline.passes import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Passes
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
@@ -32,17 +33,17 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     did = Passes(program, micro, choice, forward, apart=apart, late=True)
     held: dict[str, _Held] = {name: _Held() for name in did.did}
     for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
-        root, c = micro.clusters[index].root, choice[index]
-        here = held[did.home[root.name]]
+        op, c = micro.clusters[index].members[0], choice[index]
+        here = held[did.home[micro.clusters[index].root.name]]
         live = 0.0 if a.live_bytes is None else float(a.live_bytes[c])
         here.live_bytes += live
         here.kept_bytes += float(a.memory_bytes[c]) - live
-        for number, name in enumerate(_holders(program, root, did.home)):
+        for number, name in enumerate(_holders(program, op, did.home)):
             held[name].rest_bytes += float(b.memory_bytes[c])
-            if root.role == "param" and (apart or not number):
-                held[name].update_s += float(b.cost_s[c])
+            if op.role == "param" and (apart or not number):
+                held[name].update_s += once.update_s(index, c)
                 for way in (BACKWARD, WEIGHTS, BOTH):
-                    did.did[name].passes[way].compute_s += float(a.cost_s[c])
+                    did.did[name].passes[way].adding_s += micro.update_s(index, c)
     for link, net in zip(micro.links, micro.problem.nets, strict=True):
         row = net.row[choice[net.producer]]
         for column, name in did.readings(link, net):
@@ -52,7 +53,9 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
             held[name].kept_bytes += float(net.memory_bytes[row, column]) - live
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
-    return [_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)) for unit in did.pieces]
+    ends = {scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)]) for scope in count if apart and micro.prices.overlap > 0.0}
+    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()))
+            for unit in did.pieces]
 
 
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:

@@ -18,10 +18,11 @@ from functools import cached_property
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
+from autopar.pipeline.lines import LAST, Sent, Stops, between_s, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
-from autopar.problem.graph import Program
+from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, Loads, in_line, merged, split, together_s
 from autopar.problem.inner import Wait
 from autopar.problem.nets import Link
@@ -37,9 +38,10 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
 @dataclass(eq=False)
 class Pass:
     """What one piece does in one pass: a block with all its instances. `ahead` is begun in the background with the block, `behind` on the way
-    through it; `after` is what runs when the rest is done."""
+    through it; `after` is what runs when the rest is done, and then what takes `adding_s`."""
 
     compute_s: float = 0.0
+    adding_s: float = 0.0
     waited: Loads = field(default_factory=Loads)
     ahead: Loads = field(default_factory=Loads)
     behind: Loads = field(default_factory=Loads)
@@ -66,11 +68,12 @@ class Pass:
     @property
     def work_s(self) -> float:
         """Seconds of all that is not in the background."""
-        return self.compute_s + self.waited.all_s + self.after.all_s
+        return self.compute_s + self.waited.all_s + self.after.all_s + self.adding_s
 
     def add(self, other: Pass) -> None:
         """More of the same."""
         self.compute_s += other.compute_s
+        self.adding_s += other.adding_s
         self.waited.merge(other.waited)
         self.ahead.merge(other.ahead)
         self.behind.merge(other.behind)
@@ -94,6 +97,7 @@ class Passes:
         self.apart, self.late = apart, late
         self._held: dict[tuple[str, int], None] = {}
         self.prices: Prices = model.prices
+        self.stops = Stops(program)
         self.pieces = units(program)
         self.home = homes(program, self.pieces)
         self.did: dict[str, Did] = {name: Did() for name in dict.fromkeys(u.name for u in self.pieces)}
@@ -101,7 +105,7 @@ class Passes:
             self._node(index, cluster)
         for link, net in zip(model.links, model.problem.nets, strict=True):
             for column, name in self.readings(link, net):
-                self._net(link, net, column, self.did[name])
+                self._net(link, net, column, name)
 
     def readings(self, link: Link, net: Net) -> list[tuple[int, str]]:
         """The distinct columns that the readers of a net ask for, with the piece of the first reader, or with each that is another one."""
@@ -119,30 +123,95 @@ class Passes:
         for name, did in self.did.items():
             for total, part in zip(scopes.setdefault(name if name in self.program.runs else "", [Pass() for _ in PASSES]), did.passes, strict=True):
                 total.add(part)
-        runs = {scope: run.count for scope, run in self.program.runs.items()}
-        shows = {scope: [_shown(total, runs.get(scope, 1), contention, shared) for total in totals] for scope, totals in scopes.items()}
+        shows = {scope: [self._shown(scope, way, total, contention, shared) for way, total in enumerate(totals)] for scope, totals in scopes.items()}
+        if not self.late and not shared:
+            self._begins(scopes, shows, contention)
         return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shows[name if name in self.program.runs else ""], strict=True)]
                 for name, did in self.did.items()}
 
+    def _shown(self, scope: str, way: int, total: Pass, contention: float, shared: bool) -> float:
+        """The share of the collectives behind a pass of a scope by which it takes longer."""
+        behind_s = total.background_s
+        return 1.0 if shared and behind_s else _shown_s(total, self._room_s(scope, way, total), contention) / behind_s if behind_s else 0.0
+
+    def _begins(self, scopes: Mapping[str, Sequence[Pass]], shows: Mapping[str, list[float]], contention: float) -> None:
+        """A backward that follows its forward begins with the gathers of the block whose backward is the first one (runtime.regather): they hide under
+        what the model computes in front of it."""
+        first = next((scope for scope in reversed(self.program.runs) if scope in scopes and scopes[scope][BACKWARD].ahead.moving_s), None)
+        if first is None or "" not in scopes:
+            return
+        own, top = scopes[first][BACKWARD], scopes[""][BACKWARD]
+        share, room = 1.0 / self.program.runs[first].count, self._room_s(first, BACKWARD, own)
+        left, more = Pass(), Pass()
+        for made, part in ((left, own), (more, top)):
+            made.add(part)
+        left.ahead = Loads(load.times(1.0 - share) for load in own.ahead.moving())
+        more.ahead.add([load.times(share) for load in own.ahead.moving()])
+        took_s = _shown_s(left, {axis: room_s * (1.0 - share) for axis, room_s in room.items()}, contention)
+        took_s += _shown_s(more, self._room_s("", BACKWARD, more), contention) - _shown_s(top, self._room_s("", BACKWARD, top), contention)
+        shows[first][BACKWARD] = min(shows[first][BACKWARD], took_s / own.background_s)
+
+    def _room_s(self, scope: str, way: int, total: Pass) -> Mapping[int, float]:
+        """Seconds of compute under which gathers that begin ahead on an axis hide before compute waits for something there; in no block an even
+        part of it."""
+        axes = [load.axis for load in total.ahead.moving() if total.waited.count(load.axis)]
+        run, compute_s = self.program.runs.get(scope), total.compute_s + total.waited.local_s
+        if run is None or not axes:
+            return {axis: compute_s / (total.waited.count(axis) + 1) for axis in axes}
+        between = between_s(self.stops.of(scope, back=way != FORWARD and self.model.plain is None))
+        return {axis: run.count * between[axis] for axis in axes if axis in between}
+
+    def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
+        """Seconds that the forward of a stage that begins with so many blocks of `scope` takes longer than all of them, the backward of one that ends
+        with them, and the backward of one that begins with them."""
+        ahead, back = (self.stops.of(scope, back=way) for way in (False, True))
+        passes = (ahead, back if self.model.plain is None else [*ahead, *back])
+        (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
+        return begin_s, first_s, last_s
+
     def _node(self, index: int, cluster: Cluster) -> None:
         node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
-        if cluster.root.role == "param":
-            return
         left_s, ahead_s, inside = float(node.cost_s[c]), 0.0, list[tuple[Load, float]]()
         for member, op in enumerate(cluster.members):
             options: tuple[Option, ...] = tuple([joint.options[member] for joint in combo])
+            if op.role == "param":  # steps of the optimizer are of no pass
+                left_s -= self.model.update_s(index, c)
+                continue
             if op.free and not any(option.run for option in options):
                 continue
             forward_s, both_s = self.forward.op_s(op, options), self.prices.op_s(op, options)
             left_s, ahead_s = left_s - both_s, ahead_s + forward_s
             if not any(option.run for option in options):
                 self._works(self.home[op.name], forward_s, both_s - forward_s, op.weights_share)
+                self._stops(op, forward_s, both_s - forward_s)
                 continue
-            ahead, back = ([self._load(wait) for wait in way] for way in self.prices.waits(op, options))
-            self._works(self.home[op.name], forward_s - op.count * _sum_s(ahead), both_s - forward_s - op.count * _sum_s(back), op.weights_share)
+            waits = self.prices.waits(op, options)
+            ahead, back = ([self._load(wait) for wait in way] for way in waits)
+            self._inside(op, waits)
+            alone_s, alone_back_s = forward_s - op.count * _sum_s(ahead), both_s - forward_s - op.count * _sum_s(back)
+            self._works(self.home[op.name], alone_s, alone_back_s, op.weights_share)
+            self._stops(op, alone_s, alone_back_s)
             self._waits(self.home[op.name], ahead, back, op.weights_share, op.count)
             inside += [(load, op.count) for load in ahead]
         self._again(self.home[cluster.root.name], max(0.0, left_s), ahead_s, inside)
+
+    def _stops(self, op: Op, forward_s: float, back_s: float) -> None:
+        """Compute of an operator where it stands in its block."""
+        if op.scope in self.program.runs:
+            for seconds, back in ((forward_s, False), (back_s, True)):
+                self.stops.at(op, back=back).compute_s = seconds / self.program.runs[op.scope].count
+
+    def _inside(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
+        """Collectives inside an operator, where it stands in its block."""
+        for way, back in zip(waits, (False, True), strict=True):
+            stop = self.stops.at(op, back=back)
+            stop.waits += [(LAST, self._load(wait)) for wait in way if not wait.last]
+            stop.behind += [self._load(wait) for wait in way if wait.last]
+
+    def _reads(self, link: Link, net: Net, column: int) -> list[tuple[Op, int]]:
+        """Who in a block reads a value as `column` has it, in order, each with the number of the operand; what is fed to a block is its first one."""
+        return [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)
+                if op.scope in self.program.runs and int(use.column[self.choice[use.node]]) == column]
 
     def _load(self, wait: Wait) -> Load:
         """A collective inside an operator."""
@@ -165,37 +234,55 @@ class Passes:
         for way, seconds in ((FORWARD, forward_s), (BACKWARD, back_s), (INPUTS, (1 - weights) * back_s), (WEIGHTS, weights * back_s), (BOTH, back_s)):
             self.did[name].passes[way].compute_s += seconds
 
-    def _net(self, link: Link, net: Net, column: int, did: Did) -> None:
-        row = net.row[self.choice[net.producer]]
+    def _net(self, link: Link, net: Net, column: int, name: str) -> None:
+        row, did = net.row[self.choice[net.producer]], self.did[name]
         made, asked, cost_s = link.rows[row], link.columns[column], float(net.cost_s[row, column])
+        reads = self._reads(link, net, column) if made.value != asked.value or made.back != asked.back else []
         if link.weight:
-            self._weight(link, made, asked, cost_s, did)
+            self._weight(link, made, asked, cost_s, name, reads)
             return
         ahead = self.prices.routes.loads(made.value, asked.value, link.size_bytes)
         did.passes[FORWARD].wait(ahead, link.count)
         back = self.prices.routes.loads(asked.back, made.back, link.size_bytes)
         left_s = cost_s - link.count * _sum_s(ahead)
+        for op, operand in reads[:1]:
+            self.stops.at(op, back=False).waits += [(operand, load) for load in split(ahead)[1]]
+            self.stops.at(op, back=True).behind += split(back)[1]
         loads = back if _sum_s(back) > 0 else ahead
         if left_s > 0 and (whole_s := _sum_s(loads)) > 0:
             for way in (BACKWARD, INPUTS, BOTH):
                 did.passes[way].wait(loads, left_s / whole_s)
 
-    def _weight(self, link: Link, made: Pair, asked: Pair, cost_s: float, did: Did) -> None:
+    def _opening(self, link: Link, name: str) -> bool:
+        """Whether the piece `name` reads a weight in front of all blocks (Link.opening); pieces that are `apart` each by themselves."""
+        return link.opening and (not self.apart or any(opens and self.home[op.name] == name for (op, _), opens in zip(link.readers, link.opens, strict=True)))
+
+    def _weight(self, link: Link, made: Pair, asked: Pair, cost_s: float, name: str, reads: Sequence[tuple[Op, int]]) -> None:
         """The gather of a weight, and its gradient back."""
-        routes, count = self.prices.routes, link.count
+        routes, count, did, opening = self.prices.routes, link.count, self.did[name], self._opening(link, name)
         grad_bytes = self.prices.gradient_bytes(self.program.ops[link.ref[0]], link.size_bytes)
         ahead = routes.loads(made.value, asked.value, link.size_bytes)
         plain_s = float(self.prices.table_s([made], [asked], link.size_bytes, weight=True, grad_bytes=grad_bytes)[0, 0]) * count
         gathers = any(load.kind == "all_gather" for load in ahead)
         again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
+        if self.apart and not link.readers[0][0].scope:  # each stage gathers again what its own readers need
+            again *= any(op.needs_again(operand) for op, operand in link.readers if operand >= 0 and self.home[op.name] == name)
         for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
-            (did.passes[way].hide if gathers and link.ahead else did.passes[way].wait)(ahead, times)
+            first = self.apart and way != FORWARD and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
+            (did.passes[way].hide if gathers and not (opening or first) else did.passes[way].wait)(ahead, times)
+        if gathers and reads:
+            gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
+            self.stops.at(reads[0][0], back=False).takes.append((reads[0][1], gathered))
+            for op, operand in [read for read in reads if read[0].needs_again(read[1])][-1:] if again else ():
+                self.stops.at(op, back=True).takes.append((operand, gathered))
         if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
-        last = link.last if gathers and link.ahead else 0.0
-        if gathers and link.ahead:
+        last = link.last if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
+        if gathers and reads:
+            self.stops.at(reads[0][0], back=True).sends.append(Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes)))
+        if gathers and not opening:
             did.passes[BACKWARD].hide(back, count, last)
         else:
             did.passes[BACKWARD].wait(back, count)
@@ -205,7 +292,7 @@ class Passes:
         if of not in self._held:  # readers share the leaf and the sum of its gradient
             self._held[of] = None
             # sums begin when gradients have come to their leaf: one block later for each collective
-            self._summed(link, made, leaf, grad_bytes, did, min(1.0, last * len(split(back)[1])))
+            self._summed(link, made, leaf, grad_bytes, did, 1.0 if opening else min(1.0, last * len(split(back)[1])))
 
     def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float) -> None:
         """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done."""
@@ -220,7 +307,7 @@ class Passes:
                 did.passes[way].after.add(local, count)
                 for number, load in enumerate(moving):
                     # the last bucket is half full on average; another collective begins one bucket later
-                    hidden = 0.0 if link.opening or together <= BUCKET_BYTES else max(0.0, 1.0 - max(last, (number + 0.5) * BUCKET_BYTES / together))
+                    hidden = 0.0 if together <= BUCKET_BYTES else max(0.0, 1.0 - max(last, (number + 0.5) * BUCKET_BYTES / together))
                     did.passes[way].after.add([load], count * (1.0 - hidden))
                     did.passes[way].behind.add([load], count * hidden)
         else:
@@ -287,14 +374,11 @@ def _sum_s(loads: Sequence[Load]) -> float:
     return sum(load.seconds for load in loads)
 
 
-def _shown(total: Pass, runs: int, contention: float, shared: bool) -> float:
-    """The share of the collectives behind a pass of a scope by which it takes longer."""
-    behind_s = total.background_s
-    if not behind_s:
+def _shown_s(total: Pass, room_s: Mapping[int, float], contention: float) -> float:
+    """Seconds by which the collectives behind a pass of a scope make it longer."""
+    if not total.background_s:
         return 0.0
-    if shared:
-        return 1.0
     compute_s = total.compute_s + total.waited.local_s
-    late, ahead = in_line(compute_s, total.waited, total.ahead, runs)
+    late, ahead = in_line(room_s, total.ahead)
     took_s = together_s(compute_s, [*total.waited.moving(), *late], merged([*ahead, *total.behind.moving()]), contention)
-    return (took_s - compute_s - total.waited.moving_s) / behind_s
+    return took_s - compute_s - total.waited.moving_s

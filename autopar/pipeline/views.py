@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.layout import NO_GRAD, is_placed, parse, steps
 from autopar.plan import Plan, Stage
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.saved import HOLDERS
@@ -34,7 +35,7 @@ class View:
     results: tuple[tuple[int, Op], ...]
     separable: bool = True
     """Whether the backward may be taken apart. Every weight must meet what is received, or torch loses its gradient; and blocks that are
-    run again for the backward would be run again once more for each group of weights, and weights that are gathered in tiles gathered so."""
+    run again for the backward would be run again once more for each group of weights, and weights that are gathered again, whole or in tiles, gathered so."""
 
     def runs(self, name: str) -> bool:
         """Whether the top-level operator `name` runs here."""
@@ -60,7 +61,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
         outside = {r: None for r in wanted if r not in made[index] and r not in totals and program.ops[r[0]].role not in HOLDERS}
         arriving[index] = {**_unfinished(program, plan.stages[index]), **outside}
     assert not arriving[0], f"nothing can come before the first stage, but {list(arriving[0])} would"
-    found, in_tiles = [], tiled(plan.runs)
+    found, in_tiles, gathering = [], tiled(plan.runs), _gathering_again(program, plan)
     for index, stage in enumerate(plan.stages):
         names = dict.fromkeys(ref[0] for ref in reads[index])
         holders = {name: None for name, op in program.ops.items() if name in names and op.role in HOLDERS}
@@ -72,7 +73,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
             receives=tuple(arriving[index]), sends=tuple(arriving[index + 1]),
             results=tuple((i, op) for i, op in _results(program) if owners[i] == index),
             separable=not any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items())
-            and not any(name in ops[index] or program.ops[name].scope in stage.blocks for name in in_tiles) and _separable(program, stage, arriving[index])))
+            and not any(name in ops[index] or program.ops[name].scope in stage.blocks for name in (*in_tiles, *gathering)) and _separable(program, stage, arriving[index])))
     return tuple(found)
 
 
@@ -127,6 +128,20 @@ def _made(program: Program, stage: Stage) -> dict[Ref, None]:
 def _unfinished(program: Program, stage: Stage) -> dict[Ref, None]:
     """The states of runs of blocks that began in an earlier stage."""
     return {ref: None for scope, (first, _) in stage.blocks.items() if first > 0 for ref in program.runs[scope].carried}
+
+
+def _gathering_again(program: Program, plan: Plan) -> dict[str, None]:
+    """The operators of blocks that do not run again whose backward gathers a weight once more (codegen.edges.Reshard.regathers)."""
+    return {op.name: None for op in program.ops.values() if op.role == "op" for index, ref in enumerate(op.operands)
+            if op.needs_again(index) and program.is_weight(ref) and _gathered(plan.nodes[ref[0]].outs[ref[1]], plan.nodes[op.name].ins[index], plan.mesh)}
+
+
+def _gathered(lies: str, asked: str, sizes: tuple[int, ...]) -> bool:
+    """Whether a weight that gets a gradient is gathered between two uses of a plan."""
+    (src, made), (dst, read) = ([parse(side) for side in text.split("|")] for text in (lies, asked))
+    if src == dst or NO_GRAD in made or NO_GRAD in read or any(map(is_placed, dst)):
+        return False
+    return any(step.kind == "all_gather" for step in steps(src, dst, sizes))
 
 
 def _separable(program: Program, stage: Stage, arriving: Mapping[Ref, None]) -> bool:

@@ -55,6 +55,12 @@ class Model:
         plain = None if self.plain is None else self.plain.with_limit(limit_bytes, name)
         return replace(self, problem=self.problem.with_limit(limit_bytes, name), plain=plain)
 
+    def update_s(self, index: int, choice: int) -> float:
+        """Seconds that the Problem charges for a parameter, alone or with its turns, where its cluster has that choice: of the optimizer's step, or of
+        adding gradients up; 0 for other clusters."""
+        op = self.clusters[index].members[0]
+        return self.prices.update_s(op, tuple([joint.options[0] for joint in self.choices[index][choice]])) if op.role == "param" else 0.0
+
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""
         found: Decisions = {}

@@ -113,15 +113,13 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
     return total_s + (1.0 - done) * alone_s
 
 
-def in_line(compute_s: float, waited: Loads, ahead: Loads, runs: int) -> tuple[list[Load], list[Load]]:
-    """What shows, and what hides, of collectives that begin `ahead` in the background with each of `runs` alike blocks. Those of one axis run in the order
-    in which they begin, so that the first one that a block waits for on that axis is behind them: they hide under what computes before it."""
+def in_line(room_s: Mapping[int, float], ahead: Loads) -> tuple[list[Load], list[Load]]:
+    """What shows, and what hides, of collectives that begin `ahead` in the background. Those of one axis run in the order in which they begin, so that
+    the first one on that axis that compute waits for is behind them: they hide under what computes before it, so many seconds where there is one."""
     shown: list[Load] = []
     hidden: list[Load] = []
     for load in ahead.moving():
-        share = 1.0
-        if between := waited.count(load.axis) / runs:
-            share = min(1.0, compute_s / (between + 1) / load.seconds)
+        share = min(1.0, room_s[load.axis] / load.seconds) if load.axis in room_s else 1.0
         hidden += [load.times(share)] if share > 0 else []
         shown += [load.times(1 - share)] if share < 1 else []
     return shown, hidden

@@ -63,11 +63,16 @@ class Link:
     def opening(self) -> bool:
         """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,
         and its gradient is there when nothing computes any more."""
+        return any(self.opens)
+
+    @cached_property
+    def opens(self) -> Sequence[bool]:
+        """The same for each of the readers."""
         blocks = [name for run in self.program.runs.values() for name in run.ports]
         if not self.weight or not blocks or self.readers[0][0].scope:
-            return False
+            return (False,) * len(self.readers)
         order = {name: i for i, name in enumerate(self.program.ops)}
-        return any(order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers)
+        return [order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers]
 
     @property
     def last(self) -> float:

@@ -50,10 +50,19 @@ def _planned(recipe: str) -> Plan:
 
 def _both_on_one_axis() -> Plan:
     """Two stages of four ranks: tokens go to their experts on the axis on which all other weights rest cut."""
+    return _staged(resting(roles.experts, roles.zero3), Kind("1f1b"))
+
+
+def _taken_apart() -> Plan:
+    """Tensor parallel places, whose backward is taken apart: stacks that are turned have their share of the weights' part, and of the optimizer's step."""
+    return _staged(roles.tensor_sequence, Kind("interleaved_zero_bubble"))
+
+
+def _staged(used: roles.Role, kind: Kind) -> Plan:
     captured = _mixtral()
     request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=(4,), time_limit_s=10.0)
     inner = Inner(captured.gm, captured.hints, request)
-    space = Space("experts and zero3", lambda mesh: (resting(roles.experts, roles.zero3),) if mesh == (4,) else None, (Kind("1f1b"),), 1)
+    space = Space("stages", lambda mesh: (used,) if mesh == (4,) else None, (kind,), 1)
     return staged(inner, [space], None, time.monotonic(), {"model": "mixtral", "graph_hash": captured.graph_hash})
 
 
@@ -97,8 +106,8 @@ def test_stacks_that_are_turned_are_gathered_ahead() -> None:
             assert sum(begin < computes for begin in gathered) >= 3, (during, name)
 
 
-@pytest.mark.parametrize("made", [lambda: _planned("ep"), *(lambda recipe=recipe: _planned(recipe) for recipe in ("ddp", "zero3", "hsdp")), _both_on_one_axis],
-                         ids=["ep", "ddp", "zero3", "hsdp", "ep and zero3"])
+@pytest.mark.parametrize("made", [lambda: _planned("ep"), *(lambda recipe=recipe: _planned(recipe) for recipe in ("ddp", "zero3", "hsdp")), _both_on_one_axis, _taken_apart],
+                         ids=["ep", "ddp", "zero3", "hsdp", "ep and zero3", "taken apart"])
 def test_the_price_is_what_the_simulation_takes(made: object) -> None:
     """Gathers of the axis stand in line with what goes to experts; stacks that are turned have their gradients summed in buckets, as all others (ddp, hsdp)."""
     plan = made()  # type: ignore[operator]

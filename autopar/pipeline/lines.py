@@ -1,0 +1,147 @@
+"""Where in a block its gathers begin and where compute waits for collectives: how much compute is between.
+
+Gathers of the block behind begin when a block takes its first one (runtime.ahead), and collectives of one mesh axis run in the order in which they
+begin. So what compute waits for on that axis next is behind all of them: they hide under the compute before it. In a backward the order is the other
+way round, but where the block runs again first.
+
+A stage of a pipeline begins each pass with nothing gathered, and waits at the end for all that it has sent: once per pass, however many blocks it has (`ends_s`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.layout import BUCKET_BYTES
+from autopar.problem.graph import Op, Program
+from autopar.problem.hiding import Load
+
+LAST = 1_000
+"""Behind all operands."""
+BLOCKS = 3
+"""Small blocks begin and wait together: at most so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A weight or a gradient on its way: its collectives, one after the other, and its bytes on the rank where it is whole."""
+
+    way: Sequence[Load]
+    nbytes: float
+
+
+@dataclass(eq=False, slots=True)
+class Stop:
+    """What one operator of a block does: before it `takes` gathered weights and waits for collectives, each with the number of the operand for which,
+    then computes, waits for those `behind`, and `sends` gradients away. Seconds of one block."""
+
+    compute_s: float = 0.0
+    takes: list[tuple[int, Sent]] = field(default_factory=list)
+    waits: list[tuple[int, Load]] = field(default_factory=list)
+    behind: list[Load] = field(default_factory=list)
+    sends: list[Sent] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[Load | None]:
+        """In order: None for a weight that is taken, a collective that is waited for."""
+        before: list[tuple[int, Load | None]] = [*((operand, None) for operand, _ in self.takes), *self.waits]
+        return [load for _, load in sorted(before, key=lambda event: event[0])]
+
+
+class Stops:
+    """Those of all blocks of `program`, forward and `back`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._found: dict[tuple[str, bool], dict[str, Stop]] = {}
+
+    def at(self, op: Op, *, back: bool) -> Stop:
+        """That of one operator, or of what is fed to a block."""
+        return self._found.setdefault((op.scope, back), {}).setdefault(op.name, Stop())
+
+    def of(self, scope: str, *, back: bool) -> list[Stop]:
+        """Those of the blocks of `scope`, in the order of a forward or of a backward."""
+        found = self._found.get((scope, back), {})
+        stops = [found[name] for name in self.program.ops if name in found]
+        return stops[::-1] if back else stops
+
+
+def between_s(stops: Sequence[Stop]) -> Mapping[int, float]:
+    """By axis: seconds of compute from where a block takes its first weight to the first collective that it waits for there, in the next block
+    where there is none in its own. `stops` are those of a block in their order."""
+    found: dict[int, float] = {}
+    begun, passed_s = False, 0.0
+    for stop in (*stops, *stops):
+        for load in stop.events:
+            begun = begun or load is None
+            if begun and load is not None:
+                found.setdefault(load.axis, passed_s)
+        passed_s += stop.compute_s if begun else 0.0
+        for load in stop.behind if begun else ():
+            found.setdefault(load.axis, passed_s)
+    return found
+
+
+def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:
+    """What a pass over so many blocks takes longer than all of them in the middle of others: seconds at its begin, where it waits for its first gathers,
+    and at its end, for what it has sent. Each collective that runs then takes its share of the compute units, its `contention`, from nothing that computes."""
+    now_s, busy, taken = 0.0, _Axes(), 0
+    coming: list[float] = []
+    work_s = sum(stop.compute_s + sum(load.seconds for load in (*(load for _, load in stop.waits), *stop.behind)) for stop in stops)
+    late: list[Sequence[Load]] = []
+    for stop in stops:
+        for load in stop.events:
+            if load is None and not coming:
+                coming, now_s = _begun(stops, blocks, busy, now_s)
+            now_s = max(now_s, coming[taken]) if load is None else busy.way([load], now_s)
+            taken += load is None
+        now_s += stop.compute_s
+        for load in stop.behind:
+            now_s = busy.way([load], now_s)
+        for sent in stop.sends:
+            busy.way(sent.way[:1], now_s)
+            late.append(sent.way[1:])
+    end_s = max([now_s, *busy.until_s.values()])
+    waiting = 1 + int(2 * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
+    for _ in range(min(waiting, blocks)):
+        end_s = max([end_s, *(busy.way(way, now_s) for way in late)])
+    steady_s = max([work_s, *busy.total_s(stops).values()])
+    more_s = max(0.0, end_s - steady_s)
+    last_s = min(more_s, end_s - now_s)
+    ahead, behind = ({load.axis for sent in ways for load in sent.way} for ways in ([sent for stop in stops for _, sent in stop.takes],
+                                                                                    [sent for stop in stops for sent in stop.sends]))
+    return (more_s - last_s) * max(0.0, 1.0 - contention * len(ahead)), last_s * max(0.0, 1.0 - contention * len(behind))
+
+
+def _begun(stops: Sequence[Stop], blocks: int, busy: _Axes, now_s: float) -> tuple[list[float], float]:
+    """The gathers of a block as they begin with its first one, together with those of the blocks behind it that runtime.ahead begins then: when each has come, and
+    when compute goes on, which waits for all but the last collective of each."""
+    ways = [sent for stop in stops for _, sent in sorted(stop.takes, key=lambda take: take[0])]
+    reached = min(blocks - 1, max(1, math.ceil(BUCKET_BYTES / max(1.0, sum(sent.nbytes for sent in ways)))))
+    ends = [[busy.way(sent.way[:-1], now_s) for sent in ways] for _ in range(1 + reached)]
+    coming = [busy.way(sent.way[-1:], end) for sent, end in zip(ways, ends[0], strict=True)]
+    return coming, max([now_s, *(end for each in ends for end, sent in zip(each, ways, strict=True) if len(sent.way) > 1)])
+
+
+@dataclass(eq=False)
+class _Axes:
+    """Until when each mesh axis is busy."""
+
+    until_s: dict[int, float] = field(default_factory=dict)
+
+    def way(self, loads: Sequence[Load], now_s: float) -> float:
+        """When collectives have ended that begin now, one after the other."""
+        for load in loads:
+            now_s = self.until_s[load.axis] = max(now_s, self.until_s.get(load.axis, 0.0)) + load.seconds
+        return now_s
+
+    @staticmethod
+    def total_s(stops: Sequence[Stop]) -> dict[int, float]:
+        """How long each is busy with a block."""
+        found: dict[int, float] = {}
+        for stop in stops:
+            moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
+            for load in (*moved, *(load for _, load in stop.waits), *stop.behind):
+                found[load.axis] = found.get(load.axis, 0.0) + load.seconds
+        return found

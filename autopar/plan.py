@@ -45,8 +45,9 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds per step and bytes per device, at most; `bound_s` is a proven lower bound on any plan's step, 0 if none is proven;
-    `places_bytes` are those of each place of a pipeline (of several)."""
+    """Seconds per step and bytes per device, at most; `bound_s` is a lower bound on any plan's step, 0 if there is none: the least work there is, with
+    `prove` what is proven of all plans, and of inference, and searches of one stage by name, what is proven of the Problem, whose linear prices are within
+    a few per cent of those of steps; `places_bytes` are those of each place of a pipeline (of several)."""
 
     step_s: float
     memory_bytes: float

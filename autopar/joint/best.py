@@ -115,7 +115,7 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
     """`flat` as the best of all that was tried; what is proven of all plans is less than what is proven of those of one stage."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
     if alone_s > bound_s:
-        notes = (*notes, f"proven of plans of one stage and one microbatch: none is faster than {1e3 * alone_s:.4g} ms")
+        notes = (*notes, f"of plans of one stage and one microbatch none is faster than {1e3 * alone_s:.4g} ms by the linear prices of their Problem")
     predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 

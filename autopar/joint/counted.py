@@ -75,9 +75,8 @@ def _live(part: Node | Net) -> np.ndarray:
 
 
 def _updates(model: Model, index: int) -> np.ndarray:
-    """Seconds of a parameter's own node: the optimizer's step."""
-    node = model.problem.nodes[index]
-    return _finite(node.cost_s) if model.clusters[index].root.role == "param" else np.zeros(len(node.cost_s))
+    """Seconds of the optimizer's step, where the cluster is a parameter with what is made of it."""
+    return np.array([model.update_s(index, choice) for choice in range(len(model.problem.nodes[index].cost_s))])
 
 
 def _abreast_s(model: Model, node: Node) -> np.ndarray:

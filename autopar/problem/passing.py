@@ -93,7 +93,12 @@ class Passing:
     @cached_property
     def nodes(self) -> list[Table]:
         """Of each node; of a parameter nothing but gradients that are added up."""
-        return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, strict=True)]
+        return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, self._updates, strict=True)]
+
+    @cached_property
+    def _updates(self) -> list[np.ndarray]:
+        """Of each node the seconds of its parameter's own (Model.update_s), by choice."""
+        return [np.array([self.model.update_s(index, choice) for choice in range(len(node.cost_s))]) for index, node in enumerate(self.model.problem.nodes)]
 
     @cached_property
     def nets(self) -> list[Table]:
@@ -109,16 +114,18 @@ class Passing:
     def _scope(self, scope: str) -> str:
         return scope if scope in self.model.links[0].program.runs else ""
 
-    def _node(self, cluster: Cluster, members: Sequence[Member], node: Node) -> Table:
-        cost_s = np.where(np.isfinite(node.cost_s), node.cost_s, 0.0)
+    def _node(self, cluster: Cluster, members: Sequence[Member], node: Node, update_s: np.ndarray) -> Table:
+        cost_s = np.where(np.isfinite(node.cost_s), node.cost_s - update_s, 0.0)
         found = np.zeros((2, len(cost_s), self.width))
         if cluster.root.role == "param":
             scopes = self._reading(cluster)
             if self.late and len(scopes) == 1:
-                found[BACKWARD, :, SHOWN] = found[BACKWARD, :, COMPUTE] = cost_s
+                found[BACKWARD, :, SHOWN] = found[BACKWARD, :, COMPUTE] = update_s
             return Table(scopes[0], found)
         ahead_s = np.zeros(len(cost_s))
         for member in members:
+            if member.op.role == "param":
+                continue  # what is made of a parameter is computed in passes, the parameter's own step is not
             wanted = member.runs if member.op.free else None
             own_s = member.each(self.forward.op_s, wanted)
             back_s = member.each(self.model.prices.op_s, wanted) - own_s

@@ -12,7 +12,7 @@ def _measured() -> dict[str, float]:
     def work() -> int:
         return sum(range(20000))
 
-    wall, busy = Clock("cpu", 0.02, 3), Clock("cpu", 0.02, 3, cores=1)
+    wall, busy = Clock("cpu", 0.02, 3), Clock("cpu", 0.05, 5, cores=1)
     return {"apart": wall.apart_s(work), "together": wall.together_s(work), "alone": wall.alone_s(work), "sleep": wall.runs_s(lambda: time.sleep(0.05)),
             "between": wall.between_s(lambda: time.sleep(0.02), lambda _: time.sleep(0.01)),
             "busy": busy.apart_s(work), "busy together": busy.together_s(work), "busy alone": busy.alone_s(work), "busy sleep": busy.runs_s(lambda: time.sleep(0.05))}

@@ -127,10 +127,10 @@ def test_parts_alone_change_nothing(begins: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_fills_its_devices() -> None:
-    """Llama-3-70B on 32 H100: the places of 1F1B that keep less have layouts of their own, from compile() to the emitted source."""
-    loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=128, seq=8192, dtype=torch.bfloat16)
-    compiled = autopar.compile(loaded.model, "h100:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=60.0)
-    assert compiled.plan.places == 4 and compiled.plan.parted
+    """Llama-3-70B on 16 H100 and 32 A100 of 40 GB: places have layouts of their own, from compile() to the emitted source."""
+    loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=64, seq=8192, dtype=torch.bfloat16)
+    compiled = autopar.compile(loaded.model, "h100:2x8+a100-40:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=90.0)
+    assert compiled.plan.places > 1 and compiled.plan.parted
     assert any("places are laid out each in their own way" in note for note in compiled.plan.notes)
     assert compiled.source.count("(Block):") == 1 + sum(len(parts) for parts in compiled.plan.parted.values())
-    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.06)
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.03)

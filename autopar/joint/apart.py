@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.inner import SOLVE_S, SOLVED, Inner
+from autopar.joint.inner import SOLVE_S, Inner
 from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
 from autopar.joint.parting import only_place
@@ -39,7 +39,8 @@ def each_apart(inner: Inner, found: Found) -> Found:
     if found.table.places == 1:
         return found
     inner.request.say(f"{found.shape}: each place in its own way")
-    each = tuple(_of_place(inner, found, place) for place in range(found.table.places))
+    offered = [chosen for place in _probed(found) for chosen in _offered(inner, found, place)]
+    each = tuple(_best(found, place, offered) for place in range(found.table.places))
     alike = found.chosen
     if all(chosen is alike for chosen in each):
         return found
@@ -50,22 +51,33 @@ def each_apart(inner: Inner, found: Found) -> Found:
     return found
 
 
-def _of_place(inner: Inner, found: Found, place: int) -> Chosen:
-    """The fastest for one place of what is best there with nothing run again, with all blocks run again at some level, and with so many run again that
-    memory costs what running blocks again does; what was chosen for all alike where nothing is faster."""
+def _probed(found: Found) -> list[int]:
+    """The places that are solved: of each kind the first, the one in the middle and the last. Those between have less to keep than one of these and more than
+    another, so that what is best for them is among what is best for these, or near it."""
+    kinds: dict[int, list[int]] = {}
+    for place, kind in enumerate(found.ground.kinds):
+        kinds.setdefault(kind, []).append(place)
+    return [place for places in kinds.values() for place in dict.fromkeys((places[0], places[len(places) // 2], places[-1]))]
+
+
+def _offered(inner: Inner, found: Found, place: int) -> Iterator[Chosen]:
+    """What may be best for a place: with nothing run again, with all blocks run again at some level, and with so many run again that memory costs what
+    running blocks again does."""
     alike, here = found.chosen, _Place.of(found, place)
-    models, weights = alike.models.kinds[found.ground.kinds[place]], Weights.of(inner, found, place)
-
-    def solved(level: str, byte_s: float, again: str) -> Chosen:
-        problem = weights.problem(models, level, alike.solution.choice, byte_s)
-        return replace(alike, solution=ilp.search(problem, time_limit_s=SOLVE_S, seed=inner.request.seed, gap=SOLVED), level=again)
-
-    best, best_s = alike, here.time_s(alike) * (1 - BETTER)
+    models, weights = alike.models.kinds[here.kind], Weights.of(inner, found, place)
     for level, byte_s, again in _wanted(inner, alike, here):
+        problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
-            other = solved(level, byte_s, again)
-            if (other_s := here.time_s(other)) < best_s:
-                best, best_s = other, other_s
+            yield replace(alike, solution=ilp.glance(problem, time_limit_s=SOLVE_S), level=again)
+
+
+def _best(found: Found, place: int, offered: Sequence[Chosen]) -> Chosen:
+    """The fastest of what is offered for a place; what was chosen for all alike where nothing is faster."""
+    here = _Place.of(found, place)
+    best, best_s = found.chosen, here.time_s(found.chosen) * (1 - BETTER)
+    for other in offered:
+        if (other_s := here.time_s(other)) < best_s:
+            best, best_s = other, other_s
     return best
 
 

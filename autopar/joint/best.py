@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.apart import each_apart
-from autopar.joint.explore import CLOSE, NEARER, Explorer
+from autopar.joint.explore import CLOSE, NEAR, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, of_recipe
@@ -66,7 +66,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
             walk.pricing.roomy.update(first.pricing.roomy)
         walks.append(walk)
         found = walk.run()
-        if found is not None and inner.request.recipe is None:
+        if found is not None and inner.request.recipe is None and found.step_s < known_s * _hoped(inner):
             found = each_apart(inner, found)
         why += walk.why[:3]
         tried += _rows(walk)
@@ -82,6 +82,12 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
                               + ("; ".join(why[-3:]) or walks[0].reason if walks[0].floors else f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
     return _hurried(inner, walks, _finished(inner, best, flat, tried, bound_s, about))
+
+
+def _hoped(inner: Inner) -> float:
+    """How many times what is known a pipeline may take that is looked at place by place: what places gain by layouts of their own is a few per cent
+    where they are alike, and can be much where they are not."""
+    return NEAR if inner.request.cluster.parts else NEARER
 
 
 def _hurried(inner: Inner, walks: Sequence[Explorer], made: Plan) -> Plan:

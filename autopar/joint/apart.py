@@ -10,7 +10,6 @@ different shape.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from autopar.pipeline.balance import memory_bytes
 from autopar.pipeline.views import View, views
 from autopar.problem.graph import Program
 from autopar.problem.nets import Link
+from autopar.problem.shares import held_bytes
 from autopar.problem.types import Net, Node, Problem
 from autopar.search import ilp
 
@@ -39,7 +39,9 @@ def each_apart(inner: Inner, found: Found) -> Found:
     if found.table.places == 1:
         return found
     inner.request.say(f"{found.shape}: each place in its own way")
-    offered = [chosen for place in _probed(found) for chosen in _offered(inner, found, place)]
+    seen = views(inner.whole.program, found.plan)
+    alone = only_place(found.chosen.model, inner.whole.program, found.plan, seen)
+    offered = [chosen for place in _probed(found) for chosen in _offered(inner, found, Weights.of(found, place, inner.whole.program, seen, alone), place)]
     each = tuple(_best(found, place, offered) for place in range(found.table.places))
     alike = found.chosen
     if all(chosen is alike for chosen in each):
@@ -60,11 +62,11 @@ def _probed(found: Found) -> list[int]:
     return [place for places in kinds.values() for place in dict.fromkeys((places[0], places[len(places) // 2], places[-1]))]
 
 
-def _offered(inner: Inner, found: Found, place: int) -> Iterator[Chosen]:
+def _offered(inner: Inner, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
     """What may be best for a place: with nothing run again, with all blocks run again at some level, and with so many run again that memory costs what
     running blocks again does."""
     alike, here = found.chosen, _Place.of(found, place)
-    models, weights = alike.models.kinds[here.kind], Weights.of(inner, found, place)
+    models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(inner, alike, here):
         problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
@@ -109,13 +111,15 @@ class _Place:
     @staticmethod
     def of(found: Found, place: int) -> _Place:
         """The place with that number."""
-        edges = [0, *found.cuts.bounds, len(found.chosen.on(place, found.ground.kinds[place]).costs)]
-        stages = [(first, stop, found.table.flying[index]) for index, (first, stop) in enumerate(itertools.pairwise(edges)) if found.table.at[index] == place]
-        whole = _Place(place, found.ground.kinds[place], tuple(stages), found.ground.limits[place] / len(stages))
-        counted = sum(memory_bytes([*pieces.again[first:first + n], *pieces.costs[first + n:stop]], flying)
-                      for pieces in [found.chosen.on(place, whole.kind)]
-                      for (first, stop, flying), n in zip(stages, [n for n, at in zip(found.cuts.again, found.table.at, strict=True) if at == place], strict=True))
-        return replace(whole, limit_bytes=whole.limit_bytes - max(0.0, found.places_bytes[place] - counted) / len(stages))
+        kind, table = found.ground.kinds[place], found.table
+        pieces = found.chosen.on(place, kind)
+        edges = [0, *found.cuts.bounds, len(pieces.costs)]
+        here = [index for index, at in enumerate(table.at) if at == place]
+        parts = found.cuts.parts([pieces] * table.stages)
+        counted = sum(memory_bytes(parts[index], table.flying[index]) for index in here)
+        more = max(0.0, found.places_bytes[place] - counted)
+        stages = tuple((edges[index], edges[index + 1], table.flying[index]) for index in here)
+        return _Place(place, kind, stages, (found.ground.limits[place] - more) / len(stages))
 
     def again(self, chosen: Chosen) -> float:
         """How many of its pieces are run again, as memory wants it; infinite where it does not fit."""
@@ -135,10 +139,9 @@ class _Place:
 
     def byte_s(self, chosen: Chosen) -> float:
         """Seconds of a microbatch for each byte that running all blocks again saves; 0 where it saves none."""
-        pieces = chosen.on(self.number, self.kind)
-        saved = sum(flying * (a.kept_bytes - b.kept_bytes) for first, stop, flying in self.stages
-                    for a, b in zip(pieces.costs[first:stop], pieces.again[first:stop], strict=True))
-        more_s = sum(b.micro_s - a.micro_s for first, stop, _ in self.stages for a, b in zip(pieces.costs[first:stop], pieces.again[first:stop], strict=True))
+        table = chosen.on(self.number, self.kind).table
+        saved = sum(flying * float(table.freed[stop] - table.freed[first]) for first, stop, flying in self.stages)
+        more_s = sum(float(table.more[stop] - table.more[first]) for first, stop, _ in self.stages)
         return max(0.0, more_s / saved) if saved > 0 else 0.0
 
 
@@ -155,16 +158,15 @@ class Weights:
     limit_bytes: float
 
     @staticmethod
-    def of(inner: Inner, found: Found, place: int) -> Weights:
-        """Those of a place of `found`."""
-        program, table, plan = inner.whole.program, found.table, found.plan
-        share, kept = dict[str, float](), dict[str, float]()
-        for view, stage in zip(views(program, plan), plan.stages, strict=True):
+    def of(found: Found, place: int, program: Program, seen: Sequence[View], alone: Mapping[str, int]) -> Weights:
+        """Those of a place of `found`, whose stages have `seen`; `alone` are the operators that only one place has, with the place."""
+        table, share, kept = found.table, dict[str, float](), dict[str, float]()
+        for view, stage in zip(seen, found.plan.stages, strict=True):
             if stage.place == place:
                 for name, part in _parts(view, program):
                     share[name] = share.get(name, 0.0) + part if name in program.runs else 1.0
                     kept[name] = kept.get(name, 0.0) + part * table.flying[view.index]
-        free = {name: only for name, only in only_place(found.chosen.model, program, plan).items() if only == place}
+        free = {name: only for name, only in alone.items() if only == place}
         return Weights(share, kept, free, table.length * table.places, found.ground.limits[place])
 
     def problem(self, models: Models, level: str, alike: tuple[int, ...], byte_s: float) -> Problem:
@@ -187,12 +189,12 @@ class Weights:
         cost_s = _times(micro.cost_s, self.length * share) + _times(once.cost_s, share)
         if chosen is not None:
             cost_s = np.where(np.arange(len(cost_s)) == chosen, cost_s, np.inf)
-        nbytes = _kept(micro, kept, share) + share * once.memory_bytes
+        nbytes = held_bytes(micro, kept) * (share > 0) + share * once.memory_bytes
         return replace(micro, cost_s=cost_s, memory_bytes=nbytes, hide_s=self.length * share * micro.hide_s, live_bytes=None)
 
     def _net(self, names: list[str], net: Net, length: float) -> Net:
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
-        nbytes = _kept(net, float(share > 0) if net.group >= 0 else kept, share)
+        nbytes = held_bytes(net, 1.0 if net.group >= 0 else kept) * (share > 0)
         return replace(net, cost_s=_times(net.cost_s, length * share), memory_bytes=nbytes, live_bytes=None)
 
 
@@ -220,9 +222,3 @@ def _times(cost_s: np.ndarray, times: float) -> np.ndarray:
     """`times` as much; what cannot be as before."""
     return np.where(np.isinf(cost_s), np.inf, times * np.where(np.isinf(cost_s), 0.0, cost_s))
 
-
-def _kept(part: Node | Net, kept: float, share: float) -> np.ndarray:
-    """Bytes of `kept` microbatches of it; what is there only while a block runs is there once."""
-    live = np.zeros_like(part.memory_bytes) if part.live_bytes is None else part.live_bytes
-    found: np.ndarray = kept * (part.memory_bytes - live) + live * (share > 0)
-    return found

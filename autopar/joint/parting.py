@@ -8,7 +8,7 @@ made, and the place that reads it changes its layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
@@ -17,12 +17,11 @@ from autopar.joint.kinds import Ground
 from autopar.joint.models import Apart, Chosen, Parted
 from autopar.joint.shapes import Shape
 from autopar.pipeline.microbatches import ancestors
-from autopar.pipeline.views import total_ref, views
+from autopar.pipeline.views import View, total_ref, views
 from autopar.plan import Plan
 from autopar.planner import bare_plan
 from autopar.problem.build import Decisions, Model
 from autopar.problem.graph import Program
-from autopar.problem.remat import levels
 from autopar.problem.types import Solution
 from passes.part_runs import Parts, part_names
 
@@ -41,8 +40,7 @@ def parted(inner: Inner, shape: Shape, ground: Ground, apart: Apart, cut: Plan) 
     choice = (0,) * len(models.micro.problem.nodes)
     if not models.micro.problem.price(choice).feasible:
         raise InfeasibleError("what one place makes cannot become what the next one reads")
-    program = there.whole.program
-    kept = {scope: names for scope, place in place_of.items() for names in [levels(program, apart.each[place].level).get(scope)] if names is not None}
+    kept = {scope: names for scope, place in place_of.items() for names in [there.whole.levels(apart.each[place].level).get(scope)] if names is not None}
     made = Parted(models, models.micro, Solution(choice, "ilp"), apart.level, apart.apart, apart.all_again, apart.bound_s, kept=kept)
     flat = bare_plan(there.whole, there.mesh(shape), decisions, cut.strategy, cluster=ground.places.cluster)
     return there, made, replace(flat, parted=parts)
@@ -66,7 +64,7 @@ def _begins(apart: Apart, cut: Plan, scope: str) -> dict[int, int]:
 def _decisions(inner: Inner, there: Inner, apart: Apart, cut: Plan, place_of: Mapping[str, int]) -> Decisions:
     """One option per operator and axis: of a part as its place has it, of all else as the only place that has it does, or as all do."""
     shared, own = apart.model.decode(apart.solution.choice), [each.model.decode(each.solution.choice) for each in apart.each]
-    alone = only_place(apart.model, inner.whole.program, cut)
+    alone = only_place(apart.model, inner.whole.program, cut, views(inner.whole.program, cut))
     found: Decisions = {}
     for name, op in there.whole.program.ops.items():
         place = place_of[op.scope] if op.scope else alone.get(name)
@@ -74,9 +72,8 @@ def _decisions(inner: Inner, there: Inner, apart: Apart, cut: Plan, place_of: Ma
     return found
 
 
-def only_place(model: Model, program: Program, cut: Plan) -> dict[str, int]:
-    """The operators outside of blocks that only one place has, all that is decided with them too, and that place."""
-    seen = views(program, cut)
+def only_place(model: Model, program: Program, cut: Plan, seen: Sequence[View]) -> dict[str, int]:
+    """The operators outside of blocks that only one place has, all that is decided with them too, and that place; `seen` are the stages of `cut`."""
     has: dict[str, dict[int, None]] = {}
     for view, stage in zip(seen, cut.stages, strict=True):
         for name in (*view.ops, *view.held, *view.inputs):

@@ -121,10 +121,10 @@ class Share:
 def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float) -> Model:
     """The Problem of a step under `share`; its choices are those of both."""
     nodes = tuple(
-        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, _held(a, share.kept) + share.rest * b.memory_bytes,
+        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, held_bytes(a, share.kept) + share.rest * b.memory_bytes,
              share.micro * a.hide_s, a.group)
         for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True))
-    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, _held(a, 1.0 if a.group >= 0 else share.kept),
+    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, held_bytes(a, 1.0 if a.group >= 0 else share.kept),
                 a.group, a.shown) for a in micro.problem.nets]
     nets += [Net(f"{b.name} at the end of the step", b.producer, b.row, b.uses, share.once * b.cost_s, np.zeros_like(b.memory_bytes))
              for b in once.problem.nets if b.cost_s.any()]
@@ -132,7 +132,7 @@ def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float)
     return replace(micro, problem=problem)
 
 
-def _held(part: Node | Net, kept: float) -> np.ndarray:
+def held_bytes(part: Node | Net, kept: float) -> np.ndarray:
     """Bytes of `kept` microbatches: what is there only while a scope runs is there once."""
     live = 0.0 if part.live_bytes is None else part.live_bytes
     return kept * (part.memory_bytes - live) + live

@@ -58,21 +58,55 @@ class _Factor:
         """Row or column of each choice of the member at `slot`."""
         return self.net.row if slot == 0 else self.net.uses[self.uses[slot - 1]].column
 
-    def collect(self, slot: int, keep: np.ndarray, big_s: float) -> None:
-        """Moves the whole min-marginal of member `slot` into its message.
-
-        A row or column that none of the member's choices in `keep` has costs `big_s` from here on: without that the others
-        would see a layout nobody can take as free.
-        """
+    def marginal(self, slot: int) -> np.ndarray:
+        """The whole min-marginal of the member at `slot`, by its rows or columns."""
+        if len(self.uses) == 1:  # most factors: one table, no readers that share
+            return np.asarray((self.table - self.messages[1]).min(1) if slot == 0 else (self.table - self.messages[0][:, None]).min(0))
         away = [-m for m in self.messages[1:]]
         if slot == 0:
-            self.messages[0] = row_marginal(self.table, away)
-        else:
-            away[slot - 1] = np.zeros_like(away[slot - 1])
-            self.messages[slot] = column_marginal(self.table, away, slot - 1, -self.messages[0])
-        dead = np.ones(len(self.messages[slot]), bool)
-        dead[self.layouts(slot)[keep]] = False
-        self.messages[slot][dead] = -big_s
+            return row_marginal(self.table, away)
+        away[slot - 1] = np.zeros_like(away[slot - 1])
+        return column_marginal(self.table, away, slot - 1, -self.messages[0])
+
+
+@dataclass
+class _Seat:
+    """A node in a factor: `slot` of its message, and whether a later or an earlier node is in the factor too."""
+
+    factor: _Factor
+    slot: int
+    later: bool
+    earlier: bool
+    layouts: np.ndarray
+    dead: np.ndarray | None = None  # rows or columns that none of the node's choices has any more; None: to be looked at anew
+
+    def __post_init__(self) -> None:
+        self.order = np.argsort(self.layouts, kind="stable")  # choices by their layouts, and where each layout begins
+        ordered = self.layouts[self.order]
+        self.starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+        self.used = ordered[self.starts]
+
+    def collect(self, keep: np.ndarray, big_s: float) -> np.ndarray:
+        """Moves the whole min-marginal into the message; what it adds to each choice of the node.
+
+        A row or column that none of the node's choices in `keep` has costs `big_s` from here on: without that the others
+        would see a layout nobody can take as free.
+        """
+        message = self.factor.marginal(self.slot)
+        if self.dead is None:
+            alive = np.zeros(len(message), bool)
+            alive[self.layouts[keep]] = True
+            self.dead = np.flatnonzero(~alive)
+        if len(self.dead):
+            message[self.dead] = -big_s
+        self.factor.messages[self.slot] = message
+        return np.asarray(message[self.layouts])
+
+    def give(self, spare: np.ndarray) -> None:
+        """Gives the factor back what each layout has to spare: the least of its choices, nothing where it has none."""
+        message = self.factor.messages[self.slot].copy()
+        message[self.used] -= np.minimum.reduceat(spare[self.order], self.starts)
+        self.factor.messages[self.slot] = message
 
 
 def effort(problem: Problem) -> float:
@@ -117,7 +151,8 @@ class _Dual:
         self.pace, self.stuck = 1.0, 0
         self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
         self.factors = [f for net in problem.nets for f in _split(net)]
-        self.ahead = self._neighbours()
+        self.seats = self._seats()
+        self.shares = [1.0 / max(sum(s.later for s in seats), sum(s.earlier for s in seats), 1) for seats in self.seats]
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -132,13 +167,13 @@ class _Dual:
                 late[node.group] -= node.hide_s[c]
         return (late > 0).astype(float)
 
-    def _neighbours(self) -> list[list[tuple[_Factor, int, bool, bool]]]:
-        """For each node v: (factor, slot of v, whether a later node is in it, whether an earlier one is)."""
-        out: list[list[tuple[_Factor, int, bool, bool]]] = [[] for _ in self.problem.nodes]
+    def _seats(self) -> list[list[_Seat]]:
+        """The factors that each node is in."""
+        out: list[list[_Seat]] = [[] for _ in self.problem.nodes]
         for factor in self.factors:
             members = factor.members()
             for slot, v in enumerate(members):
-                out[v].append((factor, slot, max(members) > v, min(members) < v))
+                out[v].append(_Seat(factor, slot, max(members) > v, min(members) < v, factor.layouts(slot)))
         return out
 
     def _price(self) -> None:
@@ -169,9 +204,8 @@ class _Dual:
         order = range(len(self.own))
         for v in order if forwards else reversed(order):
             total = self.own[v].copy()
-            for factor, slot, _, _ in self.ahead[v]:
-                factor.collect(slot, self.keep[v], self.big_s)
-                total += factor.messages[slot][factor.layouts(slot)]
+            for seat in self.seats[v]:
+                total += seat.collect(self.keep[v], self.big_s)
             total[~self.keep[v]] = self.big_s
             self.least[v] = total.min()
             if not forwards:
@@ -180,22 +214,20 @@ class _Dual:
 
     def _give(self, v: int, spare: np.ndarray, forwards: bool) -> None:
         """Gives every net still ahead its share of what node `v` has over its least."""
-        later, earlier = (sum(1 for a in self.ahead[v] if a[i]) for i in (2, 3))
-        share = 1.0 / max(later, earlier, 1)
-        for factor, slot, is_later, is_earlier in self.ahead[v]:
-            if is_later if forwards else is_earlier:
-                layouts = factor.layouts(slot)
-                by_layout = np.full(len(factor.messages[slot]), np.inf)
-                np.minimum.at(by_layout, layouts, spare)
-                by_layout[np.isinf(by_layout)] = 0.0
-                factor.messages[slot] = factor.messages[slot] - share * by_layout
+        part = self.shares[v] * spare
+        for seat in self.seats[v]:
+            if seat.later if forwards else seat.earlier:
+                seat.give(part)
 
     def _rule_out(self, v: int, total: np.ndarray) -> None:
         rest_s = float(self.least.sum()) - self.least[v] - self.memory_s
         worse = self.keep[v] & (rest_s + total > self.known_s * (1 + _SLACK))
         worse[self.known[v]] = False
-        self.keep[v] &= ~worse
-        self.own[v][worse] = self.big_s
+        if worse.any():
+            self.keep[v] &= ~worse
+            self.own[v][worse] = self.big_s
+            for seat in self.seats[v]:
+                seat.dead = None
 
     def value(self) -> float:
         """The bound at the present prices, seconds."""
@@ -257,9 +289,9 @@ class _Dual:
         index = {id(f): i for i, f in enumerate(self.factors)}
         for v, own in enumerate(self.own):
             total = own.copy()
-            for factor, slot, _, _ in self.ahead[v]:
+            for seat in self.seats[v]:
+                factor, slot, layouts = seat.factor, seat.slot, seat.layouts
                 producer = choice[factor.net.producer]
-                layouts = factor.layouts(slot)
                 if slot == 0 or producer < 0:
                     total += factor.messages[slot][layouts]
                 else:
@@ -267,9 +299,9 @@ class _Dual:
                     row[sorted(asked[index[id(factor)]])] = 0.0
                     total += row[layouts]
             choice[v] = int(total.argmin())
-            for factor, slot, _, _ in self.ahead[v]:
-                if slot > 0:
-                    asked[index[id(factor)]].add(int(factor.layouts(slot)[choice[v]]))
+            for seat in self.seats[v]:
+                if seat.slot > 0:
+                    asked[index[id(seat.factor)]].add(int(seat.layouts[choice[v]]))
         return tuple(choice)
 
 

@@ -62,13 +62,29 @@ def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
 
 
 def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
-    rows, row = np.unique(net.row[keep[net.producer]], return_inverse=True)
     asked = [use.column[keep[use.node]] for use in net.uses]
-    columns = np.unique(np.concatenate(asked))
-    uses = tuple(Use(use.node, np.searchsorted(columns, a)) for use, a in zip(net.uses, asked, strict=True))
+    made = net.row[keep[net.producer]]
+    height, width = net.cost_s.shape
+    rows, columns = _used(height, [made]), _used(width, asked)
+    uses = tuple(Use(use.node, _place(columns)[a]) for use, a in zip(net.uses, asked, strict=True))
+    if rows.all() and columns.all():
+        return replace(net, row=made, uses=uses)
     table = np.ix_(rows, columns)
-    return replace(net, row=row, uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table],
+    return replace(net, row=_place(rows)[made], uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table],
                    shown=net.shown[table] if isinstance(net.shown, np.ndarray) else net.shown)
+
+
+def _used(count: int, indices: list[np.ndarray]) -> np.ndarray:
+    """Whether each of 0 .. count - 1 is among `indices`."""
+    used = np.zeros(count, bool)
+    for each in indices:
+        used[each] = True
+    return used
+
+
+def _place(used: np.ndarray) -> np.ndarray:
+    """For each that is used its number among them."""
+    return np.asarray(np.cumsum(used) - 1)
 
 
 def _allowed(problem: Problem) -> list[np.ndarray]:
@@ -109,9 +125,10 @@ def _undominated(problem: Problem, v: int, allowed: np.ndarray) -> np.ndarray:
     perhaps = np.ones((len(rows), len(rows)), bool)  # [i, j]: whether i may dominate j, by some of the features
     for probe in probes:
         perhaps &= probe[:, None] <= probe
-    kept = np.zeros(len(rows), bool)
-    for j, row in enumerate(rows):  # a dominating choice comes first in lexicographic order
-        kept[j] = not (rows[np.flatnonzero(perhaps[:, j] & kept)] <= row).all(1).any()
+    perhaps &= np.tri(len(rows), k=-1, dtype=bool).T  # a dominating choice comes first in lexicographic order
+    kept = np.asarray(~perhaps.any(0))
+    for j in np.flatnonzero(~kept):
+        kept[j] = not (rows[np.flatnonzero(perhaps[:, j] & kept)] <= rows[j]).all(1).any()
     return np.sort(order[kept])
 
 

@@ -6,7 +6,7 @@ environment), for example `b*s` and never `s72*s38`. A fact that a pass should h
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -16,6 +16,7 @@ from torch import fx
 Size: TypeAlias = int | sympy.Expr
 
 
+@cache
 def symbol(name: str) -> sympy.Symbol:
     """The friendly symbol of that name (positive integer), as used in every size and formula."""
     return sympy.Symbol(name, integer=True, positive=True)

@@ -23,7 +23,7 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device
     """Turn the captured graph into a Program at the sizes `hints` (friendly symbol -> number). What the backward keeps
     depends on the kernels that the kind of `device` has ("cpu", "cuda"; without one, those of an accelerator)."""
     program = Program(hints=dict(hints), device=device)
-    _Reader(gm, program, "", 1, reaching(gm) if training else {}).read({})
+    _Reader(gm, program, "", 1, reaching(gm) if training else {}, _Numbers(hints)).read({})
     for op in program.ops.values():
         if op.target in LOSSES:
             program.ops[op.operands[0][0]].head = True
@@ -40,14 +40,28 @@ class Fed:
     weight: bool
 
 
+class _Numbers:
+    """Formulas at the sizes `hints`, each worked out once: most nodes of a graph have one of few sizes."""
+
+    def __init__(self, hints: Mapping[str, int]) -> None:
+        self.values = {facts.symbol(name): sympy.sympify(n) for name, n in hints.items()}
+        self.known: dict[sympy.Expr, float] = {}
+
+    def __call__(self, size: int | float | sympy.Expr) -> float:
+        if isinstance(size, (int, float)):
+            return float(size)
+        if size not in self.known:
+            self.known[size] = float(size.xreplace(self.values))
+        return self.known[size]
+
+
 class _Reader:
     """Reads one scope."""
 
-    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, reached: Mapping[fx.Node, None]) -> None:
-        self.gm, self.program, self.scope, self.count, self.reached = gm, program, scope, count, reached
+    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, reached: Mapping[fx.Node, None], number: _Numbers) -> None:
+        self.gm, self.program, self.scope, self.count, self.reached, self.number = gm, program, scope, count, reached, number
         self.refs: dict[fx.Node, Ref] = {}
         self.runs_of: dict[fx.Node, Run] = {}
-        self.values = {facts.symbol(name): n for name, n in program.hints.items()}
         self.weight: dict[Ref, bool] = {}
         self.early: dict[str, bool] = {}  # Op name -> whether it has a gradient in the first block too
 
@@ -95,11 +109,11 @@ class _Reader:
         op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
                 weight=weights, out_dtypes=tuple(t.dtype for t in held), dtype=_computes_in(node), where=facts.where(node))
         if role == "op":
-            op.flops, op.backward_flops = self._number(facts.flops(node)), self._number(facts.backward_flops(node))
-            op.bytes = self._number(facts.read_bytes(node)) + self._number(facts.written_bytes(node))
+            op.flops, op.backward_flops = self.number(facts.flops(node)), self.number(facts.backward_flops(node))
+            op.bytes = self.number(facts.read_bytes(node)) + self.number(facts.written_bytes(node))
             if gradient:
                 kept = saved(node, self.program.device)
-                op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self._number(kept.extra_bytes)
+                op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self.number(kept.extra_bytes)
                 op.first_saves = op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
         op.late, op.first_grads = gradient and not self.early[name], first
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
@@ -124,20 +138,17 @@ class _Reader:
         dtype = facts.dtype(node, index)
         floating = dtype.is_floating_point or dtype.is_complex
         gradient = gradient and floating and (index is None or self._used(node, index))
-        return Tensor(shape, gradient, tuple(int(self._number(n)) for n in shape), floating, dtype.itemsize)
+        return Tensor(shape, gradient, tuple(int(self.number(n)) for n in shape), floating, dtype.itemsize)
 
     def _used(self, node: fx.Node, index: int) -> bool:
         """Whether the loss depends on output `index` of a node that has several."""
         return any(user in self.reached for user in node.users if user.target is operator.getitem and user.args[1] == index)
 
-    def _number(self, size: int | sympy.Expr) -> float:
-        return float(size) if isinstance(size, (int, float)) else float(size.subs(self.values))
-
     def _run(self, node: fx.Node) -> None:
         body = self.gm.get_submodule(str(node.target))
         assert isinstance(body, fx.GraphModule)
         scope = str(node.target)
-        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached)
+        reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached, self.number)
         feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
         names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
         grads = [n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad for n, ref in zip(names, feeds, strict=True)]

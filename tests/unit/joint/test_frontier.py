@@ -15,7 +15,7 @@ from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
 
 
-@pytest.mark.parametrize("cluster", [Cluster.parse("cpu:1x4"), pytest.param(two_kinds("cpu:1x2", 2.0), marks=pytest.mark.slow)], ids=lambda c: c.label)
+@pytest.mark.parametrize("cluster", [Cluster.parse("cpu:1x2"), *(pytest.param(c, marks=pytest.mark.slow) for c in (Cluster.parse("cpu:1x4"), two_kinds("cpu:1x2", 2.0)))], ids=lambda c: c.label)
 def test_less_memory_takes_longer(cluster: Cluster) -> None:
     who = subject("hf-gpt2")
     request = Request(cluster, Settings("train"), time_limit_s=2.0)

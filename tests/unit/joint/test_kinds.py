@@ -165,13 +165,14 @@ def test_more_of_the_same_is_one_kind() -> None:
     assert made.ranks == 4 and json.loads(made.to_json())["cluster"]["parts"][1]["name"] == "cpu"
 
 
+@pytest.mark.parametrize("part", ["cpu:1x1", pytest.param("cpu:1x2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("times", "better"), [(100.0, True), (1.2, False)])
-def test_a_part_that_is_in_the_way_is_named(times: float, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_in_the_way_is_named(part: str, times: float, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a percent in the way is enough here."""
     monkeypatch.setattr(alone_of_parts, "CLOSE", 0.001)
-    made = _planned(two_kinds("cpu:1x2", times), None)
+    made = _planned(two_kinds(part, times), None)
     notes = [note for note in made.notes if "alone is faster" in note]
-    assert len(notes) == better and all(note.startswith("cpu:1x2 alone is faster") for note in notes)
-    alone = [other for other in made.alternatives if other.name == "cpu:1x2 alone"]
+    assert len(notes) == better and all(note.startswith(f"{part} alone is faster") for note in notes)
+    alone = [other for other in made.alternatives if other.name == f"{part} alone"]
     if better:
-        assert alone[0].step_s == pytest.approx(_planned(Cluster.parse("cpu:1x2"), None).predicted.step_s, rel=CLOSE)
+        assert alone[0].step_s == pytest.approx(_planned(Cluster.parse(part), None).predicted.step_s, rel=CLOSE)

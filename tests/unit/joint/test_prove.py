@@ -42,11 +42,11 @@ def test_shapes_are_bound_above_their_work() -> None:
         assert prover.bound_s(shape) >= prover.floor_s(shape) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize(("places", "mesh"), [(1, (4,)), (2, (2,))])
+@pytest.mark.parametrize(("places", "mesh"), [(1, (2,)), (2, (1,)), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, (4,)), (2, (2,))))])
 def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(places: int, mesh: tuple[int, ...]) -> None:
     """Every level and timetable, solved to the end with less memory than the fastest plan takes."""
     who = subject("hf-gpt2")
-    request = replace(Request(Cluster.parse("h100:1x4"), Settings("train")), memory_bytes=float("inf"))
+    request = replace(Request(Cluster.parse(f"h100:1x{places * mesh[0]}"), Settings("train")), memory_bytes=float("inf"))
     inner, shape, priced = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, request), Shape(places, mesh, 4), 0
     pricing = Pricing(inner, SEARCH)
     roomy = pricing.price(shape, pricing.tables(shape), "none", exact=True)

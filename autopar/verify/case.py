@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -43,7 +44,7 @@ class Case:
     @property
     def light(self) -> Light:
         """What a rank needs of it: no graph."""
-        return Light(self.plan, self.weights, self.constants, self.batch, any(r.fetches(self.plan.mesh) for r in self.edges()[1].reshards))
+        return Light(self.plan, self.weights, self.constants, self.batch, any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards))
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""
@@ -53,6 +54,7 @@ class Case:
         """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
         return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record)
 
+    @cached_property
     def edges(self) -> tuple[Program, Edges]:
         """The program at the sizes of this batch, and its edges under the plan: what is priced."""
         program = read(self.gm, sizes(self), training=self.training)

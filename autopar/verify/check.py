@@ -46,7 +46,7 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
 
 def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:
     """How many collectives, and how many of their bytes, ran on a place otherwise than priced."""
-    program, found = case.edges()
+    program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
     paid = priced_bytes(program, case.plan, found) if not case.plan.pipelined else None
     if paid is not None:

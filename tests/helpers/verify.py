@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -158,8 +158,9 @@ def by_place(who: Subject, sizes: Sizes) -> Plan:
     return assemble(who, planner, sizes, decisions, "spatial")
 
 
+@lru_cache(maxsize=8)
 def planner_of(who: Subject, sizes: Sizes, batch: int = BATCH) -> Planner:
-    """The planner for a splitting cluster."""
+    """The planner for a splitting cluster; several plans of one model come one after the other."""
     request = Request(splitting(math.prod(sizes)), Settings(who.mode), mesh=sizes)
     return Planner.of(who.captured.gm, {**who.captured.hints, "b": batch}, request)
 

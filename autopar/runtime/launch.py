@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -180,6 +181,7 @@ def _can_fork() -> bool:
 def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
           timeout_s: float) -> None:
     _die_with(parent)
+    gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
     for number, job in enumerate(jobs):

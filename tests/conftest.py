@@ -10,6 +10,7 @@ from hypothesis import settings
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
 settings.load_profile("without deadlines")
+gc.set_threshold(20_000, 20, 20)  # most of what capturing and planning makes lives on: to look through it seldom is enough
 
 
 @pytest.fixture(autouse=True, scope="module")

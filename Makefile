@@ -29,7 +29,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not slow and not gpu'
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-all: lint types
 	$(BIN)/pytest -n $(JOBS) -m 'not gpu'

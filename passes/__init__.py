@@ -23,6 +23,7 @@ from passes.lint import lint
 from passes.losses import losses
 from passes.matmul import matmul
 from passes.means import means
+from passes.one_sample import one_sample
 from passes.provenance import provenance
 from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
@@ -39,6 +40,7 @@ NORMALIZE: tuple[Pass, ...] = (
     broadcasts,
     drop_noops,
     causal_masks,
+    one_sample,
     grouped_heads,
     grouped,
     matmul,

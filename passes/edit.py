@@ -65,9 +65,17 @@ def infer(node: fx.Node) -> Any:
     mode = fake_mode(node.graph)
     if mode is None:
         return node.target(*args, **kwargs)
-    # Factory ops carry no device in a captured graph; their value must lie where all other values lie.
-    with torch.no_grad(), mode, torch.device(device(node.graph)):
+    if _makes(node):  # factories carry no device in a captured graph; their value must lie where all other values lie
+        kwargs = {**kwargs, "device": device(node.graph)}
+    with torch.no_grad(), mode:
         return node.target(*args, **kwargs)
+
+
+def _makes(node: fx.Node) -> bool:
+    """Whether `node` makes a tensor of sizes and numbers alone, on a device that it does not name."""
+    schema = getattr(node.target, "_schema", None)
+    return (schema is not None and node.kwargs.get("device") is None and not any(map(facts.tensors, node.all_input_nodes))
+            and any(argument.name == "device" and argument.kwarg_only for argument in schema.arguments))
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from passes import facts
+from passes._torch import free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -19,7 +20,7 @@ RANDOM = (aten.rand.default, aten.randn.default, aten.randint.default, aten.rand
 def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
     """The calls that `node` is made of, in order, when none reads the content of a placeholder; else None.
 
-    None too when there are more than `limit` of them or one is random.
+    None too when there are more than `limit` of them, one is random, or one is a number that was read off a tensor: only its run knows it.
     """
     found: dict[fx.Node, None] = {}
     waiting = [node]
@@ -27,7 +28,7 @@ def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] |
         one = waiting.pop()
         if one in found:
             continue
-        if one.op != "call_function" or one.target in RANDOM or len(found) >= limit:
+        if one.op != "call_function" or one.target in RANDOM or len(found) >= limit or _of_values(one):
             return None
         found[one] = None
         if not is_size(one):
@@ -38,6 +39,13 @@ def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] |
 def is_size(node: fx.Node) -> bool:
     """Whether the node gives a size (an int or a symbolic int) and not a tensor."""
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def _of_values(node: fx.Node) -> bool:
+    """Whether the sizes or the number that `node` gives follow from the values of a tensor."""
+    held = node.meta.get("val")
+    return any(bool(free_unbacked_symbols(item)) for item in (held if isinstance(held, (tuple, list)) else (held,))
+               if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat)))
 
 
 def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:

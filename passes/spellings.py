@@ -81,6 +81,14 @@ def _full(node: fx.Node) -> fx.Node:
     return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
 
 
+def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
+    """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled with zeros."""
+    def spell(node: fx.Node) -> fx.Node:
+        return edit.call(node.graph, target, node.args[1:1 + count], {"dtype": facts.dtype(node)}, like=node)
+
+    return spell
+
+
 def _all_dims_mean(node: fx.Node) -> fx.Node | None:
     """A pool to 1x1 is the mean over height and width."""
     if list(node.args[1]) != [1, 1]:  # type: ignore[arg-type]
@@ -95,8 +103,13 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._to_copy.default: _cast,
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
+    aten.broadcast_to.default: _same_args(aten.expand.default, 2),
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
+    aten.new_empty.default: _made(aten.zeros.default, 1),
+    aten.new_full.default: _made(aten.full.default, 2),
+    aten.new_ones.default: _made(aten.ones.default, 1),
+    aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),

@@ -212,4 +212,6 @@ RULES: dict[Any, Rule] = {
     aten.pad.default: Rule(pad, linear=_pads_zeros),
     aten.tril.default: Rule("... r! c! -> ... r! c!", linear="all"),
     aten.triu.default: Rule("... r! c! -> ... r! c!", linear="all"),
+    aten.view_as_complex.default: Rule("... c! -> ...", linear="all"),
+    aten.view_as_real.default: Rule("... -> ... c!", linear="all"),
 }

@@ -1,0 +1,143 @@
+"""What is made of sizes and is the same for every sample, made for one of them.
+
+Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a
+batch that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
+several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. Random numbers of a batch
+are drawn like a tensor of its sizes, so that whoever has some samples draws for those.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, free_symbols, is_size
+
+aten = torch.ops.aten
+
+SIZES = (5, 2, 8)
+"""Numbers put in for each symbol; all pairs and triples are tried."""
+DRAWN: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
+"""Operators that draw, and how they draw like a tensor."""
+Batches = dict[sympy.Symbol, fx.Node]
+
+
+def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops with devices dropped.
+    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them; random numbers are drawn
+          like an expanded tensor.
+    gives: no values of sizes that differ by their sample only in name.
+    """
+    batches, of_sizes = _batches(gm), _of_sizes(gm)
+    made: dict[fx.Node, fx.Node | int] = {}
+    for node in edit.calls(gm) if batches else ():
+        symbol = _batch_of(node, batches)
+        if symbol is None:
+            continue
+        if node.target in DRAWN:
+            _draw(node, symbol, batches[symbol])
+        elif node in of_sizes and (readers := [user for user in node.users if user not in of_sizes]):
+            cone = depends_on_sizes_only(node)
+            if cone is not None and all(_can(maker, symbol) for maker in cone) and _same(cone, symbol):
+                for maker in cone:
+                    _make(maker, symbol, made)
+                with edit.before(node):
+                    wide = _expand(made[node], node, symbol, batches[symbol])
+                for user in readers:
+                    user.replace_input_with(node, wide)
+    return edit.finish(gm)
+
+
+def _batches(gm: fx.GraphModule) -> Batches:
+    """The symbols that are dim 0 of an input, each with the first such input."""
+    found: Batches = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.meta.get("role") == "input" and (shape := facts.value(node).shape):
+            expr = _expression(shape[0])
+            if expr is not None and expr.is_Symbol:
+                found.setdefault(expr, node)
+    return found
+
+
+def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
+    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return next((symbol for size in value.shape if (symbol := _expression(size)) in batches), None)
+
+
+def _expression(size: int | torch.SymInt) -> sympy.Expr | None:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
+    """The calls that give sizes, or are made of nothing else."""
+    found: dict[fx.Node, None] = {}
+    for node in edit.calls(gm):
+        if is_size(node) or (node.target not in RANDOM and all(operand in found for operand in node.all_input_nodes)):
+            found[node] = None
+    return found
+
+
+def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether `node`, if it is a size, can be had for a batch of one: it has nothing of the batch, is the batch, or follows from such sizes."""
+    if not is_size(node) or (expr := _expression(node.meta["val"])) is None or expr == symbol or symbol not in expr.free_symbols:
+        return True
+    return node.target is not aten.sym_size.int and all(_can(operand, symbol) for operand in node.all_input_nodes)
+
+
+def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
+    """Whether the last of `cone` is that of a batch of one for each sample, at every combination of sizes that is tried."""
+    symbols = free_symbols(cone)
+    for numbers in itertools.product(SIZES, repeat=len(symbols)):
+        chosen = {s: min(max(number, least), most) for (s, (least, most)), number in zip(symbols.items(), numbers, strict=True)}
+        whole = evaluate(cone, chosen)
+        try:
+            one = evaluate(cone, chosen | {symbol: 1})
+        except (RuntimeError, IndexError):  # what is exported for several samples need not run for one
+            return False
+        if whole.dtype != one.dtype or whole.dim() != one.dim() or not torch.equal(whole, one.expand_as(whole)):
+            return False
+    return True
+
+
+def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int]) -> None:
+    """`node` for a batch of one, right before it; what has nothing of the batch stays as it is."""
+    if node in made:
+        return
+    expr = _expression(node.meta["val"]) if is_size(node) else None
+    if expr == symbol:
+        made[node] = 1
+        return
+    if expr is not None and symbol in expr.free_symbols:
+        for operand in node.all_input_nodes:
+            _make(operand, symbol, made)
+    old = (node.args, node.kwargs)
+    args, kwargs = fx.map_arg(old, lambda n: made.get(n, n))
+    if (args, kwargs) == old:
+        made[node] = node
+        return
+    with edit.before(node):
+        made[node] = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
+
+
+def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
+    """`one` at the sizes of `node`, before it."""
+    count = edit.size(owner, 0)
+    sizes = [count if _expression(size) == symbol else -1 for size in facts.value(node).shape]
+    return edit.call(node.graph, aten.expand.default, (one, sizes), like=node)
+
+
+def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
+    """Random numbers drawn like an expanded tensor of one sample."""
+    sizes = [1 if _expression(size) == symbol else given for size, given in zip(facts.value(node).shape, node.args[0], strict=True)]  # type: ignore[arg-type]
+    with edit.before(node):
+        one = edit.call(node.graph, aten.zeros.default, (sizes,), {"dtype": facts.dtype(node)}, like=node)
+        new = edit.call(node.graph, DRAWN[node.target], (_expand(one, node, symbol, owner),), like=node)
+    edit.replace(node, new)

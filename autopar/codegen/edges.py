@@ -167,8 +167,7 @@ def edges(program: Program, plan: Plan) -> Edges:
             axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
             src = src.partial(axes)
             if producer.role == "param" and src != rest:
-                found.append(Reshard(ref, Pair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
-                                     each=EACH in plan.nodes[ref[0]].runs))
+                found.append(_to_leaf(program, plan, ref, src))
         for (scope, dst), group in asked.items():
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
                 as_made[ref[0]] = None
@@ -180,7 +179,7 @@ def edges(program: Program, plan: Plan) -> Edges:
                 replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
                 found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared,
                                      replay))
-    found += _fed(program, plan)
+    found += _fed(program, plan, sync)
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, ref in zip(run.ports, run.carried, strict=False):
@@ -191,15 +190,28 @@ def edges(program: Program, plan: Plan) -> Edges:
     return Edges(tuple(found), sync, reruns, as_made)
 
 
-def _fed(program: Program, plan: Plan) -> list[Reshard]:
-    """What is fed to runs of blocks; runs that want the same share it."""
+def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
+    """What is fed to runs of blocks; runs that want the same share it. A weight is fed as its other readers get it, and where it has none it is
+    still gathered once and its gradient scattered."""
     asked: dict[tuple[Ref, Pair], list[str]] = {}
     for run in program.runs.values():
         for port, feed in zip(run.ports, run.feeds, strict=True):
             asked.setdefault((feed, in_pair(plan, port, 0)), []).append(port)
     outer = {port: program.ops[port].count // run.count for run in program.runs.values() for port in run.ports}
-    return [Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports))
-            for (feed, dst), ports in asked.items() if needed(src := out_pair(plan, feed), dst)]
+    found = [_to_leaf(program, plan, feed, src) for feed in dict.fromkeys(feed for feed, _ in asked)
+             if feed not in program.readers and program.ops[feed[0]].role == "param" and (src := given(program, plan, feed)) != out_pair(plan, feed)]
+    for (feed, dst), ports in asked.items():
+        src = given(program, plan, feed)
+        src = src.partial(sync.get((program.source(feed), 0), ())) if program.is_weight(feed) else src
+        if needed(src, dst):
+            found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports)))
+    return found
+
+
+def _to_leaf(program: Program, plan: Plan, ref: Ref, src: Pair) -> Reshard:
+    """What becomes of the parameter `ref` once per step: as its readers get it (`src`), and its gradient back."""
+    producer, pair = program.ops[ref[0]], out_pair(plan, ref)
+    return Reshard(ref, Pair(pair.rest, pair.grad), src, "sync", producer.scope, producer.count, True, False, (), each=EACH in plan.nodes[ref[0]].runs)
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:

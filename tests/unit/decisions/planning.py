@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from autopar.problem.settings import Settings
 from autopar.report.weights import Weight, weights
 from autopar.request import Request
 from tests.helpers.tiny import TINY
+from tests.helpers.verify import subject
 
 MODELS = Path(__file__).resolve().parents[3] / "models"
 SPECS = {**TINY, "gpt2": f"hf:{MODELS}/hf/gpt2.json", "llama3-8b": f"hf:{MODELS}/hf/llama3-8b.json",
@@ -81,8 +82,17 @@ def loaded(work: Work) -> Loaded:
 
 @cache
 def captured(work: Work) -> Captured:
-    """The captured graph."""
-    here = loaded(work)
+    """The captured graph, which is the same at all sizes: a model is captured once."""
+    if work.model in TINY and work.dtype is torch.float32:
+        found = subject(work.model).captured
+    else:
+        found = _captured(work.model, work.dtype)
+    return replace(found, hints={name: {"b": work.batch, "s": work.seq}[name] for name in found.hints})
+
+
+@cache
+def _captured(model: str, dtype: torch.dtype) -> Captured:
+    here = loaded(Work(model, 8, 64, dtype))
     return capture(here.model, here.args, here.kwargs)
 
 

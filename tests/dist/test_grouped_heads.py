@@ -15,13 +15,13 @@ from autopar.rules.algorithms import agree
 from tests.helpers.verify import Sizes, Subject, by_chance, planned, planner_of, subject
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-BESIDE: list[tuple[Sizes, tuple[str, ...]]] = [
-    ((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("b", "g")), ((2, 2), ("g", "b")), ((2, 2), ("g", "v")), ((2, 2), ("g", "q+k")), ((2, 2), ("q+k", "g")), ((4,), ("g",)), ((2, 2, 2), ("h", "q+k", "g")),
-    ((2, 2, 2), ("g", "g", "g")), ((2, 2, 2), ("h", "g", "g")),
-]
-OTHERS = [case for case in BESIDE if "v" not in case[1] and "".join(case[1]).count("g") + case[1].count("h") < 3]
-"""Those that 12 heads of 4 features allow."""
-ROWS: list[tuple[Sizes, tuple[str, ...]]] = [((2, 2), ("g", "q")), ((2, 2), ("q", "g")), ((2, 2, 2), ("g", "q", "g"))]
+Cut = tuple[Sizes, tuple[str, ...]]
+BESIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("b", "g")), ((2, 2), ("g", "v")), ((2, 2), ("g", "q+k")), ((4,), ("g",)), ((2, 2, 2), ("h", "q+k", "g"))]
+TURNED: list[Cut] = [((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("g", "g", "g")), ((2, 2, 2), ("h", "g", "g"))]
+"""The same in another order and on more axes."""
+INSIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("g", "q+k")), ((4,), ("g",)), ((2, 2), ("g", "q"))]
+INSIDE_SLOW: list[Cut] = [((2, 2), ("b", "g")), ((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("h", "q+k", "g")), ((2, 2), ("q", "g")), ((2, 2, 2), ("g", "q", "g"))]
+"""Those that 12 heads of 4 features allow, and those of rows of causal attention (q)."""
 WIDTH = 48
 
 
@@ -53,13 +53,13 @@ def grouped() -> _Grouped:
     return _Grouped("grouped", "train", capture(model, (torch.zeros(8, 8, WIDTH), torch.zeros(8, 8, WIDTH))), model.state_dict())
 
 
-@pytest.mark.parametrize(("sizes", "factors"), BESIDE, ids=str)
+@pytest.mark.parametrize(("sizes", "factors"), [*BESIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in TURNED)], ids=str)
 def test_own_heads_beside_every_other_cut(sizes: Sizes, factors: tuple[str, ...]) -> None:
     """Everything else of the plan is random."""
     check(subject("hf-llama-2kv"), sizes, factors)
 
 
-@pytest.mark.parametrize(("sizes", "factors"), [*OTHERS, *ROWS], ids=str)
+@pytest.mark.parametrize(("sizes", "factors"), [*INSIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in INSIDE_SLOW)], ids=str)
 def test_own_heads_where_chunks_end_inside_groups(sizes: Sizes, factors: tuple[str, ...]) -> None:
     """There each query head gets its own copy of a key head; `causal_rows` wants keys apart from queries, as without rotary embeddings."""
     check(grouped(), sizes, factors)

@@ -155,6 +155,8 @@ def functional(node: fx.Node) -> Callable[..., Any]:
     """The functional op of an in-place one: `add_.Tensor` -> `add.Tensor`. Raises ValueError when there is none."""
     target = node.target
     assert isinstance(target, OpOverload)
+    if target is aten.normal_.default:  # `normal` draws for sizes or for means
+        return aten.normal_functional.default
     namespace, name = target._schema.name.split("::")
     plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(getattr(torch.ops, namespace), plain, None)

@@ -81,6 +81,16 @@ def _full(node: fx.Node) -> fx.Node:
     return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
 
 
+def _repeat(node: fx.Node) -> fx.Node | None:
+    """Copies of dims of size 1 are an expansion, which every rank makes of its own."""
+    operand, counts = node.args
+    assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
+    sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
+    if any(size != 1 and count != 1 for size, count in zip(sizes, counts, strict=True)):
+        return None
+    return _as(aten.expand.default, node, (operand, [count if size == 1 else -1 for size, count in zip(sizes, counts, strict=True)]))
+
+
 def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
     """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled with zeros."""
     def spell(node: fx.Node) -> fx.Node:
@@ -111,6 +121,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.new_ones.default: _made(aten.ones.default, 1),
     aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
+    aten.repeat.default: _repeat,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),
     aten.to.device: _cast,

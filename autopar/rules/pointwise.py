@@ -38,8 +38,8 @@ LIKE = "empty_like full_like ones_like zeros_like"
 """They read the sizes of their operand only."""
 
 
-RANDOM = named("""bernoulli.default bernoulli.p native_dropout.default rand_like.default randint_like.default randint_like.low_dtype
-    randn_like.default""")
+RANDOM = named("""bernoulli.default bernoulli.p cauchy.default exponential.default geometric.default log_normal.default native_dropout.default
+    normal_functional.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default uniform.default""")
 """They draw a number per element."""
 
 

@@ -26,10 +26,14 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.randn_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
     aten.bernoulli.default: (aten.full_like.default, lambda x: (x, 1.0)),
     aten.bernoulli.p: (aten.full_like.default, lambda x, p: (x, 1.0)),
+    **{op: (aten.full_like.default, lambda x, *_: (x, 0.5)) for op in (aten.cauchy.default, aten.exponential.default, aten.log_normal.default,
+                                                                      aten.normal_functional.default)},
+    aten.geometric.default: (aten.full_like.default, lambda x, p: (x, 1.0)),
+    aten.uniform.default: (aten.full_like.default, lambda x, low=0.0, high=1.0: (x, (low + high) / 2)),
 }
 """Operator that draws -> the one that always gives what may be drawn (of bernoulli: all), and its positional arguments from the other's."""
 INTEGERS = (aten.randint.default, aten.randint.low)  # what `full` makes of a whole number is one as well
-ASIDE = ("generator",)
+ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")  # of those that draw, by name
 
 
 def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:

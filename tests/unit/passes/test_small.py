@@ -262,3 +262,9 @@ def test_a_view_that_is_changed_in_place_and_whose_base_nobody_uses():
     """MobileNet's dropout_ on the flattened result of its pooling."""
     gm = normalized(lambda m, x, y: (x @ m.w).view(2, 12).mul_(2).sum(-1), data(4, 6))
     assert not [name for name in targets(gm) if name.endswith("mul_.Tensor")]
+
+
+def test_copies_of_a_dim_of_size_one_are_expanded():
+    gm = normalized(lambda m, x, y: m.w[:1].unsqueeze(0).repeat(x.shape[0], 2, 1) * x.repeat(1, 2, 1), data(4, 1, 6), dims={"x": {0: B}})
+    assert targets(gm).count("aten.repeat.default") == 0
+    assert targets(normalized(lambda m, x, y: x.repeat(2, 1) @ m.w, data(4, 6))).count("aten.repeat.default") == 1

@@ -132,7 +132,7 @@ class Polytope:
         self.p, self.e, self.w = self.columns.reshape(3, self.axes).tolist()
         self.taken = np.zeros((passing.width, 3 * self.axes))
         for a in range(self.axes):
-            self.taken[passing.ahead(a), a] = self.taken[passing.behind(a), a] = 1.0
+            self.taken[[passing.ahead(a), passing.behind(a), passing.leaf(a)], a] = 1.0
             self.taken[COMPUTE, self.axes + a] = self.taken[WAITED, 2 * self.axes + a] = -1.0
         if relaxed.hides:
             self._hidden(passing.model.prices.contention)

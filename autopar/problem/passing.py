@@ -7,11 +7,13 @@ that a bound can be found over all of them.
     INPUTS    the compute in the backward of operators that is not for weights
     AHEAD     of each mesh axis: gathers that begin in the background with their block
     BEHIND    of each mesh axis: other collectives in the background
+    LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those of BUCKETS after the first few when the rest is done
     COUNT     of each mesh axis: how many collectives compute waits for
+    BUCKETS   how many buckets of leaves each block fills
 
 Of a solution the entries add up to no more than what pipeline.passes finds for it. They are the same but for: sums of gradients in the background, which hide as if all
-weights were in their buckets; leaves that are gathered once per step, all of them ahead; the gradients of a weight that several operators read,
-which are left out because these share what they can, as is adding them up where some are in blocks.
+weights were in their buckets; the gradients of a weight that several operators read, which are left out because these share what they can, as is adding them up where some
+are in blocks. LEAF is no more than what shows of it only with all of it ahead.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.layout import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES, fraction
 from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Ref
-from autopar.problem.hiding import LOCAL_AXIS, Load, split
+from autopar.problem.hiding import Load, split
 from autopar.problem.members import Member, Way
 from autopar.problem.nets import Link
 from autopar.problem.paths import Ways
@@ -67,7 +69,7 @@ class Passing:
     @property
     def width(self) -> int:
         """How many quantities a table has."""
-        return PLAIN + 3 * self.axes
+        return PLAIN + 4 * self.axes + 1
 
     def ahead(self, axis: int) -> int:
         """The quantity AHEAD of an axis."""
@@ -79,11 +81,20 @@ class Passing:
 
     def count(self, axis: int) -> int:
         """The quantity COUNT of an axis."""
+        return PLAIN + 3 * self.axes + axis
+
+    def leaf(self, axis: int) -> int:
+        """The quantity LEAF of an axis."""
         return PLAIN + 2 * self.axes + axis
+
+    @property
+    def buckets(self) -> int:
+        """The quantity BUCKETS."""
+        return PLAIN + 4 * self.axes
 
     def background_s(self, quantities: np.ndarray) -> float:
         """Seconds of all that may hide."""
-        return float(quantities[PLAIN:PLAIN + 2 * self.axes].sum())
+        return float(quantities[PLAIN:self.count(0)].sum())
 
     @property
     def scopes(self) -> list[str]:
@@ -108,7 +119,7 @@ class Passing:
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
             elif not table.scope:
-                table.each[..., PLAIN:PLAIN + 2 * self.axes] = 0.0
+                table.each[..., PLAIN:self.count(0)] = 0.0
         return found
 
     def _scope(self, scope: str) -> str:
@@ -161,18 +172,20 @@ class Passing:
             self._weight(link, here, cost_s, ahead, found)
         else:
             self._waits(found[FORWARD], ahead, float(link.count))
-            left_s, back = cost_s - link.count * _all_s(ahead), self._moved(here.back, link.size_bytes)
-            loads = np.where((_all_s(back) > 0)[..., None], back, ahead)
-            self._waits(found[BACKWARD], loads, _over(np.maximum(left_s, 0.0), _all_s(loads)))
+            left_s, back = np.maximum(0.0, cost_s - link.count * ahead.all_s), self._moved(here.back, link.size_bytes)
+            again = (left_s > 0) & (back.all_s <= 0)
+            self._waits(found[BACKWARD], back, _over(left_s, back.all_s))
+            if again.any():
+                self._waits(found[BACKWARD], ahead, np.where(again, _over(left_s, ahead.all_s), 0.0))
         found[:, ~np.isfinite(net.cost_s)] = 0.0
         return Table(self._scope(link.readers[0][0].scope), found)
 
-    def _weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: np.ndarray, found: np.ndarray) -> None:
+    def _weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: Moved, found: np.ndarray) -> None:
         """As pipeline.passes has it: gathers of a weight, and its gradient back."""
         prices = self.model.prices
         grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
         plain_s = prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
-        again = _over(np.maximum(cost_s - plain_s, 0.0), _all_s(ahead))
+        again = _over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
         gathers = prices.routes.gathers(here.forward) & link.ahead
         for passed, times in ((FORWARD, np.full(cost_s.shape, float(link.count))), (BACKWARD, again)):
             self._hides(found[passed], ahead, np.where(gathers, times, 0.0))
@@ -187,7 +200,15 @@ class Passing:
         self._after(found[BACKWARD], sums, np.where(here.each | (not self.late), graded, 0.0), self.behind(0), self._hidden(link))
         if not self.late:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
-            self._after(found[FORWARD], np.broadcast_to(leaf, ahead.shape), graded, self.ahead(0), 1.0)
+            inside = link.readers[0][0].scope in self.model.links[0].program.runs  # what the model itself reads is waited for before it runs
+            self._after(found[FORWARD], leaf, graded, self.leaf(0), float(inside))
+            found[FORWARD, ..., self.buckets] = self._buckets(link)[:, None] * (graded > 0)
+
+    def _buckets(self, link: Link) -> np.ndarray:
+        """Of each row, how much of a bucket the leaf of one block fills that is gathered once per step."""
+        sizes = self.model.prices.sizes
+        gathered = [link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows]
+        return np.minimum(1.0, np.array(gathered) / BUCKET_BYTES)
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -204,52 +225,75 @@ class Passing:
         most = sum(other.size_bytes * other.count for other in self.model.links if other.weight and bool(other.cluster.scope) == inside)
         return 0.0 if link.opening or most <= BUCKET_BYTES else 1.0 - BUCKET_BYTES / 2 / most
 
-    def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
-        """[..., 1 + 5 axes]: of each way the seconds of local copies; by axis those of gathers, of other collectives, both but for the first
-        collective of the way; and how many there are."""
-        return self.model.prices.routes.table(ways, size_bytes, bucket_bytes, self._of_loads)
+    def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> Moved:
+        return Moved(self.model.prices.routes.table(ways, size_bytes, bucket_bytes, self._of_loads), ways.at, self.axes)
 
     def _of_loads(self, loads: Sequence[Load]) -> list[float]:
-        found = np.zeros((5, self.axes))
-        for number, load in enumerate(split(loads)[1]):
-            gathers = load.kind == "all_gather"
-            found[0 if gathers else 1, load.axis] += load.seconds
-            found[2 if gathers else 3, load.axis] += load.seconds * bool(number)
-            found[4, load.axis] += 1
-        return [sum(load.seconds for load in loads if load.axis == LOCAL_AXIS), *found.ravel()]
+        found = [0.0] * (1 + 5 * self.axes)
+        waited, moving = split(loads)
+        for number, load in enumerate(moving):
+            other = self.axes * (load.kind != "all_gather")
+            found[1 + other + load.axis] += load.seconds
+            found[1 + 2 * self.axes + other + load.axis] += load.seconds * bool(number)
+            found[1 + 4 * self.axes + load.axis] += 1
+        found[0] = sum(load.seconds for load in waited)
+        return found
 
-    def _by_axis(self, moved: np.ndarray) -> np.ndarray:
-        return moved[..., 1:].reshape(*moved.shape[:-1], 5, self.axes)
-
-    def _waits(self, found: np.ndarray, moved: np.ndarray, times: np.ndarray | float) -> None:
+    def _waits(self, found: np.ndarray, moved: Moved, times: np.ndarray | float) -> None:
         """Collectives that compute waits for."""
-        local_s, by_axis = moved[..., 0], self._by_axis(moved)
-        waited_s = by_axis[..., :2, :].sum((-1, -2))
-        found[..., SHOWN] += times * (local_s + waited_s)
-        found[..., COMPUTE] += times * local_s
-        found[..., WAITED] += times * waited_s
-        found[..., PLAIN + 2 * self.axes:] += np.asarray(times)[..., None] * by_axis[..., 4, :]
+        each = np.zeros((len(moved.each), self.width))
+        each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
+        each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
+        each[:, self.count(0):self.buckets] = moved.by_axis[:, 4]
+        _add(found, each, moved.at, times)
 
-    def _hides(self, found: np.ndarray, moved: np.ndarray, times: np.ndarray, last: float = 0.0) -> None:
+    def _hides(self, found: np.ndarray, moved: Moved, times: np.ndarray, last: float = 0.0) -> None:
         """A way whose collectives run in the background; of the share `last` all but the first when the rest is done."""
-        local_s, by_axis = moved[..., 0], self._by_axis(moved)
-        found[..., SHOWN] += times * (local_s + last * by_axis[..., 2:4, :].sum((-1, -2)))
-        found[..., COMPUTE] += times * local_s
-        hidden = by_axis[..., :2, :] - last * by_axis[..., 2:4, :]
-        found[..., PLAIN:PLAIN + 2 * self.axes] += times[..., None] * hidden.reshape(*hidden.shape[:-2], -1)
+        each = np.zeros((len(moved.each), self.width))
+        each[:, COMPUTE] = moved.local_s
+        each[:, SHOWN] = moved.local_s + last * moved.by_axis[:, 2:4].sum((1, 2))
+        each[:, PLAIN:PLAIN + 2 * self.axes] = (moved.by_axis[:, :2] - last * moved.by_axis[:, 2:4]).reshape(len(each), -1)
+        _add(found, each, moved.at, times)
 
-    def _after(self, found: np.ndarray, moved: np.ndarray, times: np.ndarray, first: int, hidden: float) -> None:
+    def _after(self, found: np.ndarray, moved: Moved, times: np.ndarray, first: int, hidden: float) -> None:
         """Collectives in buckets, of which the share `hidden` runs in the background, in the quantities from `first` on; copies, and all else, when the
         rest is done."""
-        local_s, moving_s = moved[..., 0], self._by_axis(moved)[..., :2, :].sum(-2)
-        found[..., SHOWN] += times * (local_s + (1.0 - hidden) * moving_s.sum(-1))
-        found[..., first:first + self.axes] += times[..., None] * hidden * moving_s
+        each, moving_s = np.zeros((len(moved.each), self.width)), moved.by_axis[:, :2].sum(1)
+        each[:, SHOWN] = moved.local_s + (1.0 - hidden) * moving_s.sum(1)
+        each[:, first:first + self.axes] = hidden * moving_s
+        _add(found, each, moved.at, times)
 
 
-def _all_s(moved: np.ndarray) -> np.ndarray:
-    """Seconds of a whole way."""
-    axes = (moved.shape[-1] - 1) // 5
-    return np.asarray(moved[..., :1 + 2 * axes].sum(-1))
+@dataclass(eq=False)
+class Moved:
+    """Of `each` distinct way the seconds of local copies; by axis those of gathers, of other collectives, both but for the first collective of the way; and
+    how many there are. `at` [...] says which way is where."""
+
+    each: np.ndarray
+    at: np.ndarray
+    axes: int
+
+    @property
+    def local_s(self) -> np.ndarray:
+        """[ways] of local copies."""
+        return self.each[:, 0]
+
+    @property
+    def by_axis(self) -> np.ndarray:
+        """[ways, 5, axes] of all else."""
+        return self.each[:, 1:].reshape(len(self.each), 5, self.axes)
+
+    @cached_property
+    def all_s(self) -> np.ndarray:
+        """[...] seconds of a whole way."""
+        return np.asarray(self.each[:, :1 + 2 * self.axes].sum(1)[self.at])
+
+
+def _add(found: np.ndarray, each: np.ndarray, at: np.ndarray, times: np.ndarray | float) -> None:
+    """Adds what each way takes, so many times."""
+    if not each.any() or not np.any(times):
+        return
+    found += (times * each)[at] if isinstance(times, float) else times[..., None] * each[at]
 
 
 def _over(seconds: np.ndarray, whole_s: np.ndarray) -> np.ndarray:

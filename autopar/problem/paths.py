@@ -86,14 +86,18 @@ class Paths:
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """What one way takes, as `seconds`: each step's collective, and local copies around it."""
-        return tuple(self._way_loads(self.number(source, target), size_bytes, bucket_bytes))
+        return tuple(self._way_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
 
     def table(self, ways: Ways, size_bytes: float, bucket_bytes: float, of: Callable[[list[Load]], Sequence[float]]) -> np.ndarray:
-        """[..., n]: the n numbers `of` the loads of each way."""
-        return np.array([of(self._way_loads(number, size_bytes, bucket_bytes)) for number in ways.numbers], float)[ways.at]
+        """[distinct ways, n]: the n numbers `of` the loads of each; `ways.at` says which of them is where."""
+        known = self._sized(size_bytes, bucket_bytes)
+        return np.array([of(self._way_loads(known, number, size_bytes, bucket_bytes)) for number in ways.numbers], float)
 
     def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
-        return self._of_size.setdefault((size_bytes, bucket_bytes), _Sized())
+        key = size_bytes, bucket_bytes
+        if key not in self._of_size:
+            self._of_size[key] = _Sized()
+        return self._of_size[key]
 
     def _a_step_s(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> float:
         if index not in known.steps:
@@ -101,8 +105,7 @@ class Paths:
                                   step_s(self._order[index], size_bytes, self.mesh))
         return known.steps[index]
 
-    def _way_loads(self, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
-        known = self._sized(size_bytes, bucket_bytes)
+    def _way_loads(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
         return [load for index in self._way[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)]
 
     def _step_loads(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
@@ -131,7 +134,7 @@ class Paths:
         return np.array([known[number] for number in ways.numbers], float)[ways.at]
 
     def _waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
-        waited, behind = split(self._way_loads(number, size_bytes, bucket_bytes))
+        waited, behind = split(self._way_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes))
         return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
 
     def gathers(self, ways: Ways) -> np.ndarray:

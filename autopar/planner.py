@@ -28,6 +28,7 @@ from autopar.problem.keeping import best_kept
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
+from autopar.problem.passing import Passing
 from autopar.problem.prices import Prices
 from autopar.problem.reading import read
 from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
@@ -37,6 +38,11 @@ from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.search.honing import honed
+from autopar.search.passed import alone
+
+HONINGS = 3
+"""How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
@@ -224,6 +230,27 @@ class Planner:
     def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
         """Whether some weight may be gathered in tiles, of which a Problem counts less than is there for a moment."""
         return any(role in roles.GATHERING and self.tiles(op, ways) for role, ways in zip(used, sizes, strict=True) for op in self.program.ops.values())
+
+    def honed(self, found: Candidate, late: Callable[[], bool]) -> Candidate:
+        """The choices of a Candidate that fits, or those that descent by the price of a step (search.honing) makes of them, where these fit; it ends early where it is `late`."""
+        limit_bytes, forward = self.request.limit_bytes, self._forward(found.mesh)
+        if found.model.prices.overlap == 0.0:
+            return found  # nothing hides, so that its Problem has the seconds of a step
+        model, more_bytes = found.model.with_limit(limit_bytes), 0.0
+        passing = Passing(model, forward, late=False)
+        for _ in range(HONINGS):
+            start = found.solution.choice
+            held_bytes = model.problem.price(start).memory_bytes
+            room_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)  # as much as now lives for a moment only, or more
+            choice, seconds = honed(alone(passing, start, room_bytes), start, lambda choice: step_cost(model, choice, forward).time_s, late)
+            if seconds >= found.cost.time_s:
+                break
+            made = self.counted(replace(found, model=model).refined(replace(found.solution, choice=choice, optimal=False)))
+            if made.peak <= limit_bytes:
+                found = made
+            else:
+                more_bytes += made.peak - limit_bytes
+        return found
 
     def counted(self, found: Candidate) -> Candidate:
         """With the bytes at the peak of its fullest rank."""

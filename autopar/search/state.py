@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.problem.types import Net, Node, Problem
+from autopar.problem.types import Net, Problem
 
 TOLERANCE = 1e-12  # relative: differences below are rounding
-_FIXED = 3  # seconds, bytes, forbidden pairs; the groups follow
+FIXED = 3
+"""Seconds, bytes and forbidden pairs; the groups follow."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class State:
     """One choice per node (-1: not placed yet, its nets do not count) and its totals."""
 
     def __init__(self, problem: Problem, choice: tuple[int, ...] | list[int]) -> None:
-        self.problem = problem
-        self.tables = [_features(net) for net in problem.nets]
-        self.slots = [self._slots(net) for net in problem.nets]
+        self.problem, self.limit_bytes = problem, problem.memory_limit_bytes
+        self.tables = [self._net_features(t) for t in range(len(problem.nets))]
+        self.slots = [self._slots(t) for t in range(len(problem.nets))]
         self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]  # lists: read one by one
         self.rows = [net.row.tolist() for net in problem.nets]
-        self.own = [self._node_features(node) for node in problem.nodes]
+        self.own = [self._node_features(v) for v in range(len(problem.nodes))]
         self.touching: list[list[_Touch]] = [[] for _ in problem.nodes]
         for t, net in enumerate(problem.nets):
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
@@ -92,11 +93,15 @@ class State:
 
     def restless(self, penalty: Penalty) -> np.ndarray:
         """Whether each node would be better off elsewhere, all others staying where they are; all nodes are placed."""
-        for v in list(self._stale):
-            self._changes_of(v)
-        best = np.minimum.reduceat(self.score(self.totals + self._changes, penalty), self.starts[:-1])
+        best = np.minimum.reduceat(self.score(self.totals + self.changes(), penalty), self.starts[:-1])
         now = float(self.score(self.totals, penalty)[0])
         return np.asarray(best < now - TOLERANCE * abs(now))
+
+    def changes(self) -> np.ndarray:
+        """What each choice of each node would add to the totals, one column after the other (`starts`); all nodes are placed."""
+        for v in list(self._stale):
+            self._changes_of(v)
+        return self._changes
 
     def _changes_of(self, v: int) -> np.ndarray:
         """What each choice of node `v` would add to the totals, a view."""
@@ -109,20 +114,22 @@ class State:
 
     def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
         """Seconds of each column, penalties included."""
-        over = np.maximum(0.0, totals[1] - self.problem.memory_limit_bytes * (1 + 1e-12))
-        groups = _FIXED + self.problem.groups
-        seconds = totals[0] + np.maximum(0.0, totals[_FIXED:groups]).sum(0)
-        if self.problem.lanes:
-            seconds = seconds + self.problem.abreast_s(totals[groups:])
-        return np.asarray(seconds + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+        over = np.maximum(0.0, totals[1] - self.limit_bytes * (1 + 1e-12))
+        return np.asarray(self.seconds(totals) + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+
+    def seconds(self, totals: np.ndarray) -> np.ndarray:
+        """Seconds of each column."""
+        groups = FIXED + self.problem.groups
+        seconds = totals[0] + np.maximum(0.0, totals[FIXED:groups]).sum(0)
+        return np.asarray(seconds + self.problem.abreast_s(totals[groups:]) if self.problem.lanes else seconds)
 
     def feasible(self) -> bool:
         """Whether nothing forbidden is used and memory fits."""
-        return self.totals[2, 0] < 0.5 and self.totals[1, 0] <= self.problem.memory_limit_bytes * (1 + 1e-12)
+        return self.totals[2, 0] < 0.5 and self.totals[1, 0] <= self.limit_bytes * (1 + 1e-12)
 
     @property
     def _rows(self) -> int:
-        return _FIXED + self.problem.groups + len(self.problem.lanes)
+        return FIXED + self.problem.groups + len(self.problem.lanes)
 
     def _idle(self, v: int) -> np.ndarray:
         """What the nets that `v` reads cost before it is placed."""
@@ -155,18 +162,28 @@ class State:
         """As the function of that name."""
         return scale_s(self.problem)
 
-    def _slots(self, net: Net) -> slice | np.ndarray:
-        return slice(_FIXED) if net.group < 0 else np.array([0, 1, 2, _FIXED + net.group])
+    def _slots(self, t: int) -> slice | np.ndarray:
+        """The totals that net `t` adds to."""
+        group = self.problem.nets[t].group
+        return slice(FIXED) if group < 0 else np.array([0, 1, 2, FIXED + group])
 
-    def _node_features(self, node: Node) -> np.ndarray:
-        own = np.zeros((self._rows, len(node.cost_s)))
+    def _node_features(self, v: int) -> np.ndarray:
+        """[totals, choices]: what each choice of node `v` adds by itself."""
+        node, own = self.problem.nodes[v], np.zeros((self._rows, len(self.problem.nodes[v].cost_s)))
         forbidden = np.isinf(node.cost_s)
         own[0], own[1], own[2] = np.where(forbidden, 0.0, node.in_lane(-1)), node.memory_bytes, forbidden
         for lane in () if node.lane is None else np.unique(node.lane[node.lane >= 0]):
-            own[_FIXED + self.problem.groups + lane] = np.where(forbidden, 0.0, node.in_lane(lane))
+            own[FIXED + self.problem.groups + lane] = np.where(forbidden, 0.0, node.in_lane(lane))
         if node.group >= 0:
-            own[_FIXED + node.group] -= node.hide_s
+            own[FIXED + node.group] -= node.hide_s
         return own
+
+    def _net_features(self, t: int) -> np.ndarray:
+        """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the tables of net `t`."""
+        net = self.problem.nets[t]
+        forbidden = np.isinf(net.cost_s)
+        hideable = [net.hideable_s] if net.group >= 0 else []
+        return np.stack([np.where(forbidden, 0.0, net.shown_s), net.memory_bytes, forbidden.astype(float), *hideable])
 
 
 def _members(net: Net) -> list[int]:
@@ -185,13 +202,6 @@ def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.n
         new = np.all([column != other for other in own[:i]], axis=0)
         total += rest[:, column] * new
     return np.asarray(total)
-
-
-def _features(net: Net) -> np.ndarray:
-    """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the tables."""
-    forbidden = np.isinf(net.cost_s)
-    hideable = [net.hideable_s] if net.group >= 0 else []
-    return np.stack([np.where(forbidden, 0.0, net.shown_s), net.memory_bytes, forbidden.astype(float), *hideable])
 
 
 def scale_s(problem: Problem) -> float:

@@ -1,0 +1,112 @@
+"""Descent by the price of a step: moves of the State that says what is worth pricing, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autopar.cluster import Cluster
+from autopar.pipeline.alone import step_cost
+from autopar.planner import Candidate, Planner
+from autopar.problem.passing import Passing
+from autopar.problem.settings import Settings
+from autopar.problem.types import Problem
+from autopar.recipes.free import space
+from autopar.request import Request
+from autopar.search import ilp
+from autopar.search.descent import fits
+from autopar.search.honing import honed
+from autopar.search.passed import alone
+from autopar.search.state import Penalty, State
+from tests.helpers.problems import problems
+from tests.helpers.verify import subject
+
+MESH = (2, 2)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    who = subject("hf-gpt2")
+    return Planner.of(who.captured.gm, {**who.captured.hints, "b": 512}, Request(Cluster.parse("h100:2x2"), Settings("train")))
+
+
+@pytest.fixture(scope="module")
+def found(planner: Planner) -> Candidate:
+    return planner.candidate(MESH, space(MESH), "search", lambda problem: ilp.glance(problem, time_limit_s=10))
+
+
+@given(problems(nodes=5))
+@settings(max_examples=60, deadline=None)
+def test_no_move_of_one_node_or_two_is_better_by_the_price(problem: Problem) -> None:
+    """With the Problem's own price the State says exactly what is worth pricing, so that nothing that gains is left out."""
+    start = tuple(0 for _ in problem.nodes)
+    if not fits(problem, start):
+        return
+
+    def price_s(choice: tuple[int, ...]) -> float:
+        return problem.price(choice).time_s if fits(problem, choice) else math.inf
+
+    best, best_s = honed(State(problem, start), start, price_s)
+    assert fits(problem, best)
+    assert best_s == price_s(best) <= price_s(start)
+    for v, node in enumerate(problem.nodes):
+        for c in range(len(node.labels)):
+            assert price_s((*best[:v], c, *best[v + 1:])) >= best_s * (1 - 1e-4)
+
+
+def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner, found: Candidate) -> None:
+    passing = Passing(found.model, planner._forward(found.mesh), late=False)
+    state, rng = alone(passing, found.solution.choice, math.inf), np.random.default_rng(0)
+    for _ in range(20):
+        v = int(rng.integers(len(state.choice)))
+        state.move(v, int(rng.integers(len(found.model.problem.nodes[v].labels))))
+    assert np.allclose(state.totals, alone(passing, tuple(state.choice), math.inf).totals, rtol=1e-9, atol=1e-12)
+
+
+def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
+    """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
+    model, forward = found.model.with_limit(math.inf), planner._forward(found.mesh)
+    state = alone(Passing(model, forward, late=False), found.solution.choice, math.inf)
+    columns, asked = state.totals + state.changes(), 0
+    seconds = state.score(columns, Penalty(0.0, 0.0))
+    off = []
+    for column in range(0, columns.shape[1], 7):
+        v = int(np.searchsorted(state.starts, column, side="right")) - 1
+        choice = (*found.solution.choice[:v], column - int(state.starts[v]), *found.solution.choice[v + 1:])
+        cost = model.problem.price(choice)
+        assert (columns[2, column] < 0.5) == cost.feasible
+        if cost.feasible:
+            assert columns[1, column] == pytest.approx(cost.memory_bytes)
+            off.append(seconds[column] / step_cost(model, choice, forward).time_s - 1)
+            asked += 1
+    assert asked > 20
+    assert np.abs(off).max() < 0.1 and np.std(off) < 0.03
+
+
+@pytest.mark.parametrize("room", [1.0, 1.3])
+def test_a_candidate_that_is_honed_fits_and_is_faster(planner: Planner, found: Candidate, room: float) -> None:
+    """From a solution that is not the best of its mesh, and with little memory."""
+    limited = replace(planner, request=replace(planner.request, memory_bytes=room * found.peak))
+    start = limited.candidate(MESH, space(MESH), "search", lambda problem: ilp.glance(problem, time_limit_s=10))
+    slower = [c for c in _neighbours(start) if c.cost.time_s > start.cost.time_s * 1.02 and limited.counted(c).peak <= limited.request.limit_bytes][:3]
+    assert slower
+    for each in slower:
+        better = limited.honed(each, lambda: False)
+        assert better.cost.time_s < each.cost.time_s
+        assert limited.counted(replace(better)).peak == better.peak <= limited.request.limit_bytes
+        assert better.cost.time_s == pytest.approx(step_cost(better.model, better.solution.choice, limited._forward(better.mesh)).time_s)
+
+
+def _neighbours(found: Candidate) -> list[Candidate]:
+    """Those that differ in one choice and fit its Problem."""
+    problem, made = found.model.problem, []
+    for v, node in enumerate(problem.nodes):
+        for c in range(0, len(node.labels), 5):
+            choice = (*found.solution.choice[:v], c, *found.solution.choice[v + 1:])
+            if fits(problem, choice):
+                made.append(found.refined(replace(found.solution, choice=choice)))
+    return made

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import TRIES, within
 from autopar.pipeline.alone import step_cost
+from autopar.pipeline.passed import alone
 from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -39,7 +40,6 @@ from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.search.honing import honed
-from autopar.search.passed import alone
 
 HONINGS = 3
 """How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""

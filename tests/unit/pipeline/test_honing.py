@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from autopar.cluster import Cluster
 from autopar.pipeline.alone import step_cost
+from autopar.pipeline.passed import alone
 from autopar.planner import Candidate, Planner
 from autopar.problem.passing import Passing
 from autopar.problem.settings import Settings
@@ -20,7 +21,6 @@ from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.descent import fits
 from autopar.search.honing import honed
-from autopar.search.passed import alone
 from autopar.search.state import Penalty, State
 from tests.helpers.problems import problems
 from tests.helpers.verify import subject

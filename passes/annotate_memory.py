@@ -45,13 +45,13 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or not facts.tensors(node):
         return True
     if node.target is aten.reshape.default:
-        return _viewable(facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
+        return _viewable(node, facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
     return node.target in VIEWS
 
 
-def _viewable(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the memory of `before` can be read in the sizes of `after`: torch's own rule, at example sizes."""
-    sizes, strides, wanted = (tuple(map(_example, numbers)) for numbers in (before.shape, before.stride(), after.shape))
+def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether the memory of `before` can be read in the sizes of `after`, by a reshape: torch's own rule, at example sizes."""
+    sizes, strides, wanted = (tuple([_example(node, size) for size in numbers]) for numbers in (before.shape, before.stride(), after.shape))
     try:
         torch.empty_strided(sizes, strides, device="meta").view(wanted)
     except RuntimeError:
@@ -59,9 +59,13 @@ def _viewable(before: torch.Tensor, after: torch.Tensor) -> bool:
     return True
 
 
-def _example(size: int | torch.SymInt) -> int:
+def _example(node: fx.Node, size: int | torch.SymInt) -> int:
     """A number for a size: itself, or the value that it had when the graph was traced."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    known = size if isinstance(size, int) else size.node.hint
+    if known is None:
+        raise ValueError(f"{facts.where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs and where it is cut "
+                         "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
+    return int(known)
 
 
 def _traffic(node: fx.Node) -> tuple[Size, Size]:

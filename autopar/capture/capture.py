@@ -50,9 +50,9 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("passes"):
         try:
             gm = _graph(model, program, known, runs, mode)
-        except ValueError:
+        except ValueError as error:
             if not runs:  # nothing was shortened: the error is about the model itself
-                raise
+                raise CaptureError(f"{type(model).__name__} cannot be captured: {error}") from error
             return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
     _check_loss(gm, mode, model)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]

@@ -88,3 +88,33 @@ def test_a_size_that_the_model_fixes(kind, why):
     assert why in note and "capture of its own, with example inputs of that size" in note and "TORCH_LOGS" not in note and "L[" not in note
     assert captured.hints == {}
     assert kind is not Eight or ("at test_failures.py:" in note and "# the line" in note)
+
+
+class _ChangesWindows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y.unfold(1, 2, 2).mul_(2.0)
+        return (y * y).mean()
+
+
+class _PicksRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y[y[:, 0] > 0].t().reshape(-1).sum()
+
+
+@pytest.mark.parametrize(("model", "text"), [
+    (_ChangesWindows, r"_ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
+    (_PicksRows, r"_PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
+])
+def test_what_passes_refuse_names_the_line_and_what_to_do(model: type[nn.Module], text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(model(), (torch.randn(4, 8),))

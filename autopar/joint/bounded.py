@@ -93,16 +93,19 @@ class Timed:
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no plan beats."""
-        if not self.tables:
-            return math.inf
-        met: Choices = []
-        mean_s = cut_s([self.mean(updated=True)], cutoff_s, rounds, met)
-        if mean_s >= cutoff_s:
-            return mean_s
+        mean_s, ways, met = self._open(cutoff_s, rounds, updated=True)
         found = math.inf
-        for table, weights in self._lengths(self._example(met[-1], updated=True)):
+        for table, weights in ways:
             found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met)))
-        return max(mean_s, found)
+        return max(mean_s, found) if ways else mean_s
+
+    def _open(self, cutoff_s: float, rounds: int, *, updated: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
+        """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""
+        if not self.tables:
+            return math.inf, [], []
+        met: Choices = []
+        mean_s = cut_s([self.mean(updated=updated)], cutoff_s, rounds, met)
+        return mean_s, self._lengths(self._example(met[-1], updated=updated)) if mean_s < cutoff_s else [], met
 
     def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices) -> float:
         roomy_s = cut_s([self._timed(table, weights, self.passing, math.inf)], cutoff_s, rounds, met)
@@ -114,15 +117,9 @@ class Timed:
 
     def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """The same with all the memory there is and no update at all."""
-        if not self.tables:
-            return math.inf
-        met: Choices = []
-        mean_s = cut_s([self.mean(updated=False)], cutoff_s, rounds, met)
-        if mean_s >= cutoff_s:
-            return mean_s
-        ways = self._lengths(self._example(met[-1], updated=False))
-        return max(mean_s, min(cut_s([timed(self.passing, self.models, table, weights, math.inf, updated=False)], cutoff_s, rounds, list(met))
-                               for table, weights in ways))
+        mean_s, ways, met = self._open(cutoff_s, rounds, updated=False)
+        return max(mean_s, min((cut_s([timed(self.passing, self.models, table, weights, math.inf, updated=False)], cutoff_s, rounds, list(met))
+                                for table, weights in ways), default=mean_s))
 
     def mean(self, *, updated: bool) -> Relaxed:
         """With the mean of all places, whatever the timetable, and all the memory there is; `updated` as joint.counted has it."""

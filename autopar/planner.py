@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from torch import fx
 
@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import TRIES, within
 from autopar.pipeline.alone import step_cost
-from autopar.pipeline.passed import alone
+from autopar.pipeline.passed import Passed
 from autopar.plan import Plan, Predicted
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -237,12 +237,14 @@ class Planner:
         if found.model.prices.overlap == 0.0:
             return found  # nothing hides, so that its Problem has the seconds of a step
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
-        passing = Passing(model, forward, late=False)
+        state = Passed(Passing(model, forward, late=False), found.solution.choice)
+        price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # what is near is asked for again with other room
         for _ in range(HONINGS):
             start = found.solution.choice
             held_bytes = model.problem.price(start).memory_bytes
-            room_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)  # as much as now lives for a moment only, or more
-            choice, seconds = honed(alone(passing, start, room_bytes), start, lambda choice: step_cost(model, choice, forward).time_s, late)
+            # as much as now lives for a moment only, or more
+            state.limit_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)
+            choice, seconds = honed(state, start, price_s, late)
             if seconds >= found.cost.time_s:
                 break
             made = self.counted(replace(found, model=model).refined(replace(found.solution, choice=choice, optimal=False)))

@@ -6,18 +6,14 @@ A mask built from sizes only is evaluated at several sizes and compared with the
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor, fx
 
 from passes import edit, facts
-from passes.evaluate import depends_on_sizes_only, evaluate, free_symbols
+from passes.evaluate import depends_on_sizes_only, evaluate, tried_sizes
 
 aten = torch.ops.aten
 
-SIZES = (5, 2, 8)
-"""Numbers put in for each symbol; all pairs and triples are tried, so batch and sequence differ in some."""
 HIDDEN = -1e4
 """An additive mask at or below this hides a position: exp(-1e4) is 0 in every dtype."""
 
@@ -48,13 +44,8 @@ def verdict(mask: fx.Node) -> str:
     nodes = depends_on_sizes_only(mask)
     if nodes is None:
         return "other"
-    symbols = free_symbols(nodes)
     found: list[str] = []
-    for numbers in itertools.product(SIZES, repeat=len(symbols)):
-        chosen = {
-            symbol: min(max(number, least), most)
-            for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)
-        }
+    for chosen in tried_sizes(nodes):
         found.append(_kind(evaluate(nodes, chosen)))
         if found[-1] != found[0]:
             return "other"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -12,6 +14,9 @@ from passes import facts
 from passes._torch import free_unbacked_symbols
 
 aten = torch.ops.aten
+
+SIZES = (5, 2, 8)
+"""Numbers put in for each symbol; all pairs and triples are tried, so batch and sequence differ in some."""
 
 RANDOM = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default,
           aten.bernoulli.default, aten.dropout.default, aten.empty.memory_format, aten.empty_like.default)  # fmt: skip
@@ -46,6 +51,13 @@ def _of_values(node: fx.Node) -> bool:
     held = node.meta.get("val")
     return any(bool(free_unbacked_symbols(item)) for item in (held if isinstance(held, (tuple, list)) else (held,))
                if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat)))
+
+
+def tried_sizes(nodes: list[fx.Node]) -> Iterator[dict[sympy.Symbol, int]]:
+    """Numbers for the symbols of these nodes: all combinations of SIZES, within what each symbol may be."""
+    symbols = free_symbols(nodes)
+    for numbers in itertools.product(SIZES, repeat=len(symbols)):
+        yield {symbol: min(max(number, least), most) for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)}
 
 
 def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:

@@ -8,7 +8,6 @@ are drawn like a tensor of its sizes, so that whoever has some samples draws for
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import sympy
@@ -16,12 +15,10 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, free_symbols, is_size
+from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, is_size, tried_sizes
 
 aten = torch.ops.aten
 
-SIZES = (5, 2, 8)
-"""Numbers put in for each symbol; all pairs and triples are tried."""
 DRAWN: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
 """Operators that draw, and how they draw like a tensor."""
 Batches = dict[sympy.Symbol, fx.Node]
@@ -94,9 +91,7 @@ def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
     """Whether the last of `cone` is that of a batch of one for each sample, at every combination of sizes that is tried."""
-    symbols = free_symbols(cone)
-    for numbers in itertools.product(SIZES, repeat=len(symbols)):
-        chosen = {s: min(max(number, least), most) for (s, (least, most)), number in zip(symbols.items(), numbers, strict=True)}
+    for chosen in tried_sizes(cone):
         whole = evaluate(cone, chosen)
         try:
             one = evaluate(cone, chosen | {symbol: 1})
@@ -124,7 +119,7 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
         made[node] = node
         return
     with edit.before(node):
-        made[node] = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
+        made[node] = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # map_arg gives what it was given: a tuple and a dict
 
 
 def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
@@ -136,7 +131,9 @@ def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.N
 
 def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
     """Random numbers drawn like an expanded tensor of one sample."""
-    sizes = [1 if _expression(size) == symbol else given for size, given in zip(facts.value(node).shape, node.args[0], strict=True)]  # type: ignore[arg-type]
+    given = node.args[0]
+    assert isinstance(given, (list, tuple))
+    sizes = [1 if _expression(size) == symbol else asked for size, asked in zip(facts.value(node).shape, given, strict=True)]
     with edit.before(node):
         one = edit.call(node.graph, aten.zeros.default, (sizes,), {"dtype": facts.dtype(node)}, like=node)
         new = edit.call(node.graph, DRAWN[node.target], (_expand(one, node, symbol, owner),), like=node)

@@ -21,7 +21,7 @@ from autopar.problem.types import Net, Node
 def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: bool = True) -> Relaxed:
     """One stage and one microbatch (pipeline.alone), with the memory of `bytes_of`, a Model with the same choices; `updated`: with the optimizer's step."""
     problem, held = passing.model.problem, bytes_of.problem
-    node_s = [_updates(passing.model, index) * updated - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
+    node_s = [passing.updates_s[index] * updated - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
     room = Room([node.memory_bytes for node in held.nodes], [net.memory_bytes for net in held.nets], limit_bytes)
     return Relaxed(passing, (1.0, 1.0), node_s, [np.zeros(net.cost_s.shape) for net in problem.nets], _rooms([room]))
 
@@ -29,7 +29,7 @@ def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: boo
 def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, updated: bool = True) -> Relaxed:
     """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`."""
     micro, once = passing.model, models.once
-    node_s = [weights.once * updated * _updates(once, index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
+    node_s = [weights.once * updated * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
     net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
              for link, net in zip(once.links, once.problem.nets, strict=True)]
@@ -72,11 +72,6 @@ def _live(part: Node | Net) -> np.ndarray:
     if isinstance(part, Net) and part.group >= 0:
         return part.memory_bytes
     return np.zeros(part.memory_bytes.shape) if part.live_bytes is None else part.live_bytes
-
-
-def _updates(model: Model, index: int) -> np.ndarray:
-    """Seconds of the optimizer's step, where the cluster is a parameter with what is made of it."""
-    return np.array([model.update_s(index, choice) for choice in range(len(model.problem.nodes[index].cost_s))])
 
 
 def _abreast_s(model: Model, node: Node) -> np.ndarray:

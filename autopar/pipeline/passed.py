@@ -16,17 +16,15 @@ from autopar.search.state import FIXED, State
 
 
 class Passed(State):
-    """Totals are [seconds once per step, bytes, forbidden pairs, quantities of each pass of each scope]. A step has the forward and backward of
-    `passing` so many `times`; `once_s` are seconds of each node's choices beside them. It has `limit_bytes` of memory."""
+    """A step of one stage and one microbatch (pipeline.alone). Totals are [seconds of updates, bytes, forbidden pairs, quantities of each pass of each scope].
+    `limit_bytes` may be set to other room in memory."""
 
-    def __init__(self, passing: Passing, once_s: Sequence[np.ndarray], choice: Sequence[int], limit_bytes: float,
-                 times: tuple[float, float] = (1.0, 1.0)) -> None:
-        self.passing, self.once_s, self.times = passing, once_s, times
+    def __init__(self, passing: Passing, choice: Sequence[int]) -> None:
+        self.passing = passing
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
         runs = passing.model.links[0].program.runs
         self.blocks = {scope: runs[scope].count if scope else 1 for scope in passing.scopes}
         super().__init__(passing.model.problem, tuple(choice))
-        self.limit_bytes = limit_bytes
 
     @property
     def _rows(self) -> int:
@@ -37,7 +35,7 @@ class Passed(State):
         width, found = self.passing.width, totals[0].copy()
         for scope, first in self.first.items():
             for way in PASSES:
-                found += self.times[way] * self._together_s(totals[first + way * width:first + (way + 1) * width], self.blocks[scope])
+                found += self._together_s(totals[first + way * width:first + (way + 1) * width], self.blocks[scope])
         return found
 
     def _together_s(self, of: np.ndarray, blocks: int) -> np.ndarray:
@@ -74,7 +72,7 @@ class Passed(State):
     def _node_features(self, v: int) -> np.ndarray:
         node, table = self.problem.nodes[v], self.passing.nodes[v]
         forbidden, own = np.isinf(node.cost_s), np.zeros((self._rows, len(node.cost_s)))
-        own[0], own[1], own[2] = np.where(forbidden, 0.0, self.once_s[v]), node.memory_bytes, forbidden
+        own[0], own[1], own[2] = np.where(forbidden, 0.0, self.passing.updates_s[v]), node.memory_bytes, forbidden
         own[self._of(table.scope)[FIXED:]] = _of_passes(table.each)
         return own
 
@@ -83,13 +81,6 @@ class Passed(State):
         forbidden = np.isinf(net.cost_s)
         fixed = np.stack([np.zeros(forbidden.shape), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
         return np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
-
-
-def alone(passing: Passing, choice: Sequence[int], limit_bytes: float) -> Passed:
-    """A step of one stage and one microbatch (pipeline.alone)."""
-    model = passing.model
-    updates = [np.array([model.update_s(index, c) for c in range(len(node.cost_s))]) for index, node in enumerate(model.problem.nodes)]
-    return Passed(passing, updates, choice, limit_bytes)
 
 
 def _of_passes(each: np.ndarray) -> np.ndarray:

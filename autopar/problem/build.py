@@ -61,6 +61,10 @@ class Model:
         op = self.clusters[index].members[0]
         return self.prices.update_s(op, tuple([joint.options[0] for joint in self.choices[index][choice]])) if op.role == "param" else 0.0
 
+    def updates_s(self, index: int) -> np.ndarray:
+        """The same for all choices of a cluster."""
+        return np.array([self.update_s(index, choice) for choice in range(len(self.problem.nodes[index].cost_s))])
+
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""
         found: Decisions = {}

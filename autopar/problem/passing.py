@@ -104,12 +104,12 @@ class Passing:
     @cached_property
     def nodes(self) -> list[Table]:
         """Of each node; of a parameter nothing but gradients that are added up."""
-        return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, self._updates, strict=True)]
+        return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, self.updates_s, strict=True)]
 
     @cached_property
-    def _updates(self) -> list[np.ndarray]:
+    def updates_s(self) -> list[np.ndarray]:
         """Of each node the seconds of its parameter's own (Model.update_s), by choice."""
-        return [np.array([self.model.update_s(index, choice) for choice in range(len(node.cost_s))]) for index, node in enumerate(self.model.problem.nodes)]
+        return [self.model.updates_s(index) for index in range(len(self.model.problem.nodes))]
 
     @cached_property
     def nets(self) -> list[Table]:

@@ -9,7 +9,7 @@ What is asked depends on nothing but the State and the prices, so the same comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,13 +87,12 @@ class _Honing:
             new[self.node[column]] = int(self.choice[column])
         return tuple(new)
 
-    def singles(self) -> list[Choice]:
+    def singles(self) -> Iterator[Choice]:
         """Moves of one node, the most promising first."""
-        seconds = self._seconds(self.fits)
-        order = np.argsort(seconds, kind="stable")
-        return [self._with(int(column)) for column in order[:2 * TRIED + len(self.seen)] if seconds[column] < self._most_s]
+        for column in self._promising(self._seconds(self.fits)):
+            yield self._with(column)
 
-    def pairs(self) -> list[Choice]:
+    def pairs(self) -> Iterator[Choice]:
         """Moves of two nodes, the most promising first."""
         short = self._short()
         one, other = (short[at] for at in np.triu_indices(len(short), 1))
@@ -102,8 +101,8 @@ class _Honing:
         totals, changes = self.state.totals, self.state.changes()
         seconds = np.concatenate([np.zeros(0), *(self.state.score(totals + changes[:, one[at:at + LARGEST]] + changes[:, other[at:at + LARGEST]], self.fits)
                                                  for at in range(0, len(one), LARGEST))])
-        order = np.argsort(seconds, kind="stable")[:2 * TRIED + len(self.seen)]
-        return [self._with(int(one[at]), int(other[at])) for at in order if seconds[at] < self._most_s]
+        for at in self._promising(seconds):
+            yield self._with(int(one[at]), int(other[at]))
 
     def _short(self) -> np.ndarray:
         """The choices that are tried in pairs: fastest that fit, fastest where there is room, and those that make most room for what they cost."""
@@ -121,7 +120,9 @@ class _Honing:
         seconds = self.state.score(self.state.totals + self.state.changes(), penalty)
         return np.where(self.choice == np.array(self.best)[self.node], np.inf, seconds)
 
-    @property
-    def _most_s(self) -> float:
-        """What a move may take at most, by the State, to be worth pricing."""
-        return PROMISING * float(self.state.score(self.state.totals, self.fits)[0])
+    def _promising(self, seconds: np.ndarray) -> list[int]:
+        """The moves that are worth pricing by their seconds by the State, the least first."""
+        most_s = PROMISING * float(self.state.score(self.state.totals, self.fits)[0])
+        order = np.argsort(seconds, kind="stable")
+        found: list[int] = order[seconds[order] < most_s].tolist()
+        return found

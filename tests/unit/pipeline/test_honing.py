@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from autopar.cluster import Cluster
 from autopar.pipeline.alone import step_cost
-from autopar.pipeline.passed import alone
+from autopar.pipeline.passed import Passed
 from autopar.planner import Candidate, Planner
 from autopar.problem.passing import Passing
 from autopar.problem.settings import Settings
@@ -60,17 +60,17 @@ def test_no_move_of_one_node_or_two_is_better_by_the_price(problem: Problem) -> 
 
 def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner, found: Candidate) -> None:
     passing = Passing(found.model, planner._forward(found.mesh), late=False)
-    state, rng = alone(passing, found.solution.choice, math.inf), np.random.default_rng(0)
+    state, rng = Passed(passing, found.solution.choice), np.random.default_rng(0)
     for _ in range(20):
         v = int(rng.integers(len(state.choice)))
         state.move(v, int(rng.integers(len(found.model.problem.nodes[v].labels))))
-    assert np.allclose(state.totals, alone(passing, tuple(state.choice), math.inf).totals, rtol=1e-9, atol=1e-12)
+    assert np.allclose(state.totals, Passed(passing, tuple(state.choice)).totals, rtol=1e-9, atol=1e-12)
 
 
 def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
     """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
     model, forward = found.model.with_limit(math.inf), planner._forward(found.mesh)
-    state = alone(Passing(model, forward, late=False), found.solution.choice, math.inf)
+    state = Passed(Passing(model, forward, late=False), found.solution.choice)
     columns, asked = state.totals + state.changes(), 0
     seconds = state.score(columns, Penalty(0.0, 0.0))
     off = []

@@ -155,8 +155,8 @@ def edges(program: Program, plan: Plan) -> Edges:
     found: list[Reshard] = []
     reruns, as_made = reruns_of(program, plan), dict[str, None]()
     sync: dict[Ref, tuple[int, ...]] = {}
-    for ref, readers in program.readers.items():
-        producer = program.ops[ref[0]]
+    for ref in (*program.readers, *(feed for feed in program.fed if feed not in program.readers)):
+        producer, readers = program.ops[ref[0]], program.readers.get(ref, ())
         rest = out_pair(plan, ref)
         asked: dict[tuple[str, Pair], list[tuple[Op, int]]] = {}
         for op, operand in readers:
@@ -167,7 +167,8 @@ def edges(program: Program, plan: Plan) -> Edges:
             axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
             src = src.partial(axes)
             if producer.role == "param" and src != rest:
-                found.append(_to_leaf(program, plan, ref, src))
+                found.append(Reshard(ref, Pair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
+                                     each=EACH in plan.nodes[ref[0]].runs))
         for (scope, dst), group in asked.items():
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
                 as_made[ref[0]] = None
@@ -191,27 +192,19 @@ def edges(program: Program, plan: Plan) -> Edges:
 
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
-    """What is fed to runs of blocks; runs that want the same share it. A weight is fed as its other readers get it, and where it has none it is
-    still gathered once and its gradient scattered."""
+    """What is fed to runs of blocks; runs that want the same share it. A weight is fed as its other readers get it."""
     asked: dict[tuple[Ref, Pair], list[str]] = {}
-    for run in program.runs.values():
-        for port, feed in zip(run.ports, run.feeds, strict=True):
+    for feed, ports in program.fed.items():
+        for port in ports:
             asked.setdefault((feed, in_pair(plan, port, 0)), []).append(port)
     outer = {port: program.ops[port].count // run.count for run in program.runs.values() for port in run.ports}
-    found = [_to_leaf(program, plan, feed, src) for feed in dict.fromkeys(feed for feed, _ in asked)
-             if feed not in program.readers and program.ops[feed[0]].role == "param" and (src := given(program, plan, feed)) != out_pair(plan, feed)]
+    found = []
     for (feed, dst), ports in asked.items():
         src = given(program, plan, feed)
         src = src.partial(sync.get((program.source(feed), 0), ())) if program.is_weight(feed) else src
         if needed(src, dst):
             found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports)))
     return found
-
-
-def _to_leaf(program: Program, plan: Plan, ref: Ref, src: Pair) -> Reshard:
-    """What becomes of the parameter `ref` once per step: as its readers get it (`src`), and its gradient back."""
-    producer, pair = program.ops[ref[0]], out_pair(plan, ref)
-    return Reshard(ref, Pair(pair.rest, pair.grad), src, "sync", producer.scope, producer.count, True, False, (), each=EACH in plan.nodes[ref[0]].runs)
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
@@ -266,9 +259,10 @@ def needed(src: Pair, dst: Pair) -> bool:
 
 
 def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[Pair]:
-    """How those want the weight `ref` who do more with it than to turn or cast it."""
-    return [pair for op, operand in program.readers.get(ref, ())
+    """How those want the weight `ref` who do more with it than to turn or cast it, blocks that it is fed to among them."""
+    read = [pair for op, operand in program.readers.get(ref, ())
             for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
+    return read + [in_pair(plan, port, 0) for port in program.fed.get(ref, ())]
 
 
 def _sync_axes(rest: Pair, asked: list[Pair]) -> tuple[int, ...]:

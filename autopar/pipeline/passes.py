@@ -318,7 +318,7 @@ class Passes:
                 did.once.add(gathered, count)
             else:
                 local, moving = split(gathered)
-                ahead = self._filled_ahead.get(link.readers[0][0].scope, 0.0) if all(load.kind == "all_gather" for load in moving) else 0.0
+                ahead = self._filled_ahead.get(link.cluster.scope, 0.0) if all(load.kind == "all_gather" for load in moving) else 0.0
                 did.passes[FORWARD].after.add(local, count)
                 did.passes[FORWARD].after.add(moving, count * (1 - ahead))
                 did.passes[FORWARD].ahead.add(moving, count * ahead)
@@ -346,9 +346,9 @@ class Passes:
         """By scope of blocks: the share of the leaves that are gathered once per step whose buckets are on their way before the block begins
         (runtime.leaves). What the model itself reads is waited for before it runs."""
         buckets: dict[str, list[float]] = {}
-        for link in self.model.links:
-            made, scope = link.rows[link.row[self.choice[link.producer]]], link.readers[0][0].scope
-            if link.weight and scope and made.value != made.back:
+        for link in self._weights:
+            made, scope = link.rows[link.row[self.choice[link.producer]]], link.cluster.scope
+            if scope and made.value != made.back:
                 here = buckets.setdefault(scope, [0.0])
                 here[-1] += link.size_bytes * fraction(made.value, self.prices.sizes)
                 if here[-1] >= BUCKET_BYTES:
@@ -360,14 +360,22 @@ class Passes:
         """Bytes on a rank of all leaves that rest alike and whose gradients are summed alike: by how they are made, how their gradient lies, and
         whether they are of blocks."""
         found: dict[tuple[Pair, Layout, bool], float] = {}
+        for link in self._weights:
+            made = link.rows[link.row[self.choice[link.producer]]]
+            leaf = self._leaf(link, made, self._asked[link.ref][0])
+            if leaf != made.back:
+                key = made, leaf, bool(link.cluster.scope)
+                found[key] = found.get(key, 0.0) + link.size_bytes * link.count * fraction(made.value, self.prices.sizes)
+        return found
+
+    @cached_property
+    def _weights(self) -> list[Link]:
+        """The first link of each weight: one that is read and fed to blocks has several."""
+        first: dict[tuple[str, int], Link] = {}
         for link in self.model.links:
             if link.weight:
-                made = link.rows[link.row[self.choice[link.producer]]]
-                leaf = self._leaf(link, made, self._asked[link.ref][0])
-                if leaf != made.back:
-                    key = made, leaf, bool(link.cluster.scope)
-                    found[key] = found.get(key, 0.0) + link.size_bytes * link.count * fraction(made.value, self.prices.sizes)
-        return found
+                first.setdefault(link.ref, link)
+        return list(first.values())
 
 
 def _sum_s(loads: Sequence[Load]) -> float:

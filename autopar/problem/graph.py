@@ -135,6 +135,15 @@ class Program:
         return found
 
     @cached_property
+    def fed(self) -> dict[Ref, list[str]]:
+        """Value -> the ports of runs of blocks that it is fed to."""
+        found: dict[Ref, list[str]] = {}
+        for run in self.runs.values():
+            for port, feed in zip(run.ports, run.feeds, strict=True):
+                found.setdefault(feed, []).append(port)
+        return found
+
+    @cached_property
     def following(self) -> dict[str, str]:
         """Operators that only turn or cast one parameter, which nobody else reads: name -> the parameter. They are done on the
         shard, so that what is gathered, and gathered again, is their result."""

@@ -62,7 +62,8 @@ class Link:
     @cached_property
     def opening(self) -> bool:
         """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,
-        and its gradient is there when nothing computes any more."""
+        and its gradient is there when nothing computes any more. One that blocks are fed is waited for before the first of them, and its
+        gradient comes behind the last of their backwards."""
         return any(self.opens)
 
     @cached_property
@@ -70,7 +71,7 @@ class Link:
         """The same for each of the readers."""
         blocks = [name for run in self.program.runs.values() for name in run.ports]
         if not self.weight or not blocks or self.readers[0][0].scope:
-            return (False,) * len(self.readers)
+            return (self.weight and self.kind == "feed",) * len(self.readers)
         order = {name: i for i, name in enumerate(self.program.ops)}
         return [order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers]
 

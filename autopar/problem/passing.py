@@ -200,7 +200,7 @@ class Passing:
         self._after(found[BACKWARD], sums, np.where(here.each | (not self.late), graded, 0.0), self.behind(0), self._hidden(link))
         if not self.late:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
-            inside = link.readers[0][0].scope in self.model.links[0].program.runs  # what the model itself reads is waited for before it runs
+            inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
             self._after(found[FORWARD], leaf, graded, self.leaf(0), float(inside))
             found[FORWARD, ..., self.buckets] = self._buckets(link)[:, None] * (graded > 0)
 

@@ -20,6 +20,7 @@ from autopar.simulate.pieces import Piece
 from autopar.simulate.stages import Stages
 from autopar.simulate.sync import Sync
 from autopar.simulate.work import Item, Turn
+from tests.helpers.fed import fed
 from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stages, subject
 
 
@@ -72,6 +73,18 @@ def test_on_a_cpu_nothing_hides(recipe: str) -> None:
     assert ran.length_s == pytest.approx(made.predicted.step_s, rel=0.03)
     if not stages.syncs[0].buckets(stages.views[0], stages.turns[0]):
         assert ran.length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["stem", "read"])
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2", "zero3", "tp"])
+def test_weights_that_blocks_are_fed(recipe: str, model: str) -> None:
+    """Alone, or beside another reader: in the buckets of all others."""
+    who = fed(model)
+    made = by_recipe(who, (4,), recipe)
+    stages = Stages.of(who.captured.gm, made)
+    assert stages.whole().length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
+    summed = {name for bucket in stages.syncs[0].buckets(stages.views[0], stages.turns[0]) for name, _ in bucket.members}
+    assert ("p_shared" in summed) == (recipe in ("ddp", "zero1", "zero2"))
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 1)])

@@ -72,6 +72,17 @@ def reshape_sizes(operand: fx.Node, node: fx.Node) -> list[int | fx.Node]:
     return sizes
 
 
+def _expanded(node: fx.Node) -> fx.Node:
+    """Only the sizes of the other operand count: it has no gradient, and its values need not be there."""
+    operand, other = node.args
+    assert isinstance(operand, fx.Node) and isinstance(other, fx.Node)
+    before = facts.shape(operand)
+    sizes = [n if isinstance(n, int) else edit.size(other, dim) for dim, n in enumerate(facts.shape(node))]
+    kept = len(sizes) - len(before)
+    return _as(aten.expand.default, node, (operand, [-1 if dim >= kept and before[dim - kept] == facts.shape(node)[dim] else n
+                                                     for dim, n in enumerate(sizes)]))
+
+
 def _turned(node: fx.Node) -> fx.Node:
     """All dims the other way round, `x.T`."""
     return _as(aten.permute.default, node, (node.args[0], list(reversed(range(len(facts.shape(node)))))))
@@ -114,6 +125,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
+    aten.expand_as.default: _expanded,
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
     aten.new_empty.default: _made(aten.zeros.default, 1),

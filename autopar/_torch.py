@@ -82,7 +82,7 @@ def export_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError)
+    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
 def fake_mode() -> AbstractContextManager[object]:

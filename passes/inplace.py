@@ -88,10 +88,9 @@ def _check_root(node: fx.Node, root: fx.Node) -> None:
     role = root.meta.get("role")
     if role in ("param", "input", "constant"):
         name = root.meta.get("fqn") or root.meta.get("input")
-        raise ValueError(
-            f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: "
-            "work on a copy, for example x = x.clone()"
-        )
+        what = ("use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step" if role == "param"
+                else "work on a copy, for example x = x.clone()")
+        raise ValueError(f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: {what}")
 
 
 def _used_later(values: list[fx.Node], node: fx.Node) -> bool:

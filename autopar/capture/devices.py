@@ -2,7 +2,8 @@
 
 Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Factories go to meta here, literals
 (`torch.tensor([0.5])`) keep their values, and a tensor of another device that meets one on meta goes there first. Captured graphs
-name no device in the end (passes.drop_devices). Lists that index a tensor are literals too.
+name no device in the end (passes.drop_devices). Lists that index a tensor are literals too. What is read as `x.data`, which torch.export
+takes for a tensor from elsewhere, is detached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 
 LITERALS = (torch.tensor, torch.as_tensor)
+DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -29,6 +31,8 @@ class _Meeting(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": "cpu"})
         if func is torch.Tensor.new_tensor and not _tensors((args[1:], kwargs)):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"})
+        if func == DATA:
+            return args[0].detach()
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
         tensors = _tensors((args, kwargs))

@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from autopar._torch import export_errors, pytree
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
-from autopar.capture.failures import says, source, why_static
+from autopar.capture.failures import advice, says, source, why_static
 from autopar.capture.lengths import symbolic_lengths
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
@@ -48,9 +48,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
             notes.append(why_static(failure, fixed, dims, model))
         return program, tried, notes
     assert failure is not None
-    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}"
-                       "; rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
-                       "depends on values), or pass what it computes as an input") from failure
+    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
 
 
 def _class(model: nn.Module) -> str:

@@ -32,6 +32,15 @@ def says(error: BaseException | None, dims: Dims) -> str:
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
 
 
+def advice(error: BaseException) -> str:
+    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced."""
+    if isinstance(error, (AttributeError, LookupError, TypeError)):
+        return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not make what they are "
+                "not given (masks, positions, caches); pass it as an input, or rewrite that line")
+    return ("rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
+            "depends on values), or pass what it computes as an input")
+
+
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:
     """The note for dims that the model fixes."""
     place = source(error, model)

@@ -258,3 +258,27 @@ def test_names_of_inputs_and_weights_are_the_users_where_the_loss_is_outside():
     assert captured.fixed == {"scale": (1, 2.0), "deep": (3, True)}
     same = capture(Scaled(), (torch.zeros(6, 4), torch.zeros(6, 4)), loss_fn=lambda out, images: ((out - images) ** 2).mean())
     assert same.input_names == ("images", "images_target") and same.fixed == {}
+
+
+class ReadsData(nn.Module):
+    """Reads what it trains as `.data`, without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return (h * (1 + self.linear.weight.data.abs().mean()) + h.data.tanh()).square().mean()
+
+
+def test_data_is_detached():
+    model, x = ReadsData(), torch.randn(4, 8)
+    captured = capture(model, (x,))
+    assert not captured.constants
+    (got,) = Interpret(captured.gm, weights(model, captured)).run_named({captured.input_names[0]: x})
+    wanted, held = model(x), list(model.parameters())
+    assert torch.allclose(got, wanted)
+    for mine, theirs in zip(torch.autograd.grad(got, held), torch.autograd.grad(wanted, held), strict=True):
+        assert torch.allclose(mine, theirs)

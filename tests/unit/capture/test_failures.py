@@ -102,7 +102,28 @@ class PicksRows(Net):
         return x + x[x[:, 0] > 0].t().reshape(-1).sum()
 
 
+class Clamps(Net):
+    def change(self, x):
+        self.linear.weight.data.clamp_(-1, 1)
+        return x
+
+
+class MasksUnlessCompiled(Net):
+    def change(self, x, mask=None):
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(len(x))
+        return x * mask[:, None]  # the line
+
+
+class Missing(Net):
+    def change(self, x):
+        return x * self.scale  # the line
+
+
 @pytest.mark.parametrize(("model", "text"), [
+    (Clamps, r"changes param linear.weight in place .*use a changed copy.* behind the optimizer's step"),
+    (MasksUnlessCompiled, r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code fails there .*pass it as an input"),
+    (Missing, r"(?s)has no attribute 'scale'.*at test_failures.py:\d+: .*# the line; the model's own code fails there"),
     (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
     (PicksRows, r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
 ])

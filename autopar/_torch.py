@@ -110,6 +110,27 @@ def tracing() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
+def without_fake_cache() -> AbstractContextManager[None]:
+    """Modes of fake tensors that are made inside compute every operator instead of looking it up among those computed before.
+
+    To fill that cache costs about as much as to compute; it pays where the same operators come again and again. There is no public name for it.
+    """
+    import torch._dynamo
+
+    patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    return patched
+
+
+def code_when_asked() -> AbstractContextManager[None]:
+    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every change.
+
+    torch.compile has its own graphs so; ours are never run as code. There is no public name for it.
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`q [b, h, l, d]`, `k, v [b, h, s, d]` -> the attention `[b, h, l, d]` and its log-sum-exp `[b, h, l]`, by the fused kernel of
     the device. No autograd.

@@ -13,9 +13,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 # Exported values are fake tensors; to give a new node its value we must run its op under the very same fake mode.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# Graph modules of the kind that is asked for by who calls the passes: those that compile their code at once, or when it is wanted.
+from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+
 # Sizes that are read off tensors (`item`) have symbols like all others; what no run but the model's knows must be told apart.
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 shape_check: Callable[..., Any] = torch._check  # export leaves calls of it in graphs; documented, but with an underscore
 
-__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "free_unbacked_symbols", "shape_check"]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "free_unbacked_symbols", "make_graph_module", "shape_check"]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes._torch import make_graph_module
 from passes.grads import needs_grad
 from passes.repeats import Run, containers, find_runs, same_everywhere, users_outside
 
@@ -112,7 +113,7 @@ def _body(
         env[node] = graph.node_copy(node, lambda n: env[n])
     writes = [(first.nodes[source], env[first.outside[slot]]) for source, slot in first.writes]
     graph.output((*(env[first.nodes[source]] for source in run.carried.values()), *(env[value] for value, _ in writes)))
-    body = fx.GraphModule(torch.nn.Module(), graph)
+    body = make_graph_module(torch.nn.Module(), graph)
     body.meta["symbols"] = gm.meta.get("symbols", {})
     body.meta["outputs"] = [
         *({"name": f"carried_{i}", "kind": "output", "target": ""} for i in range(len(run.carried))),

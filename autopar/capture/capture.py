@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import passes
-from autopar._torch import pytree
+from autopar._torch import code_when_asked, pytree
 from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
@@ -44,10 +44,10 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("shadow"):
         twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
-    with clock("export"):
+    with clock("export"), code_when_asked():
         program, known, found = export(twin, tuple(inputs), dict(named), asked)
     notes += found
-    with clock("passes"):
+    with clock("passes"), code_when_asked():
         try:
             gm = _graph(model, program, known, runs, mode)
         except ValueError as error:

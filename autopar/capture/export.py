@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from torch.export import ExportedProgram
 from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from autopar._torch import export_errors, pytree
+from autopar._torch import export_errors, pytree, without_fake_cache
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, says, source, why_static
 from autopar.capture.lengths import symbolic_lengths
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
+from passes._torch import make_graph_module
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
+MANY = 256  # modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay (measured)
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
@@ -38,7 +41,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         try:
-            with on_meta(), symbolic_lengths(model, *_functions(model)):
+            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error
@@ -49,6 +52,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         return program, tried, notes
     assert failure is not None
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
+
+
+def _cache(model: nn.Module) -> AbstractContextManager[None]:
+    """With torch's cache of fake tensors or without it, whichever takes less time for this model."""
+    return nullcontext() if sum(1 for _ in model.modules()) > MANY else without_fake_cache()
 
 
 def _class(model: nn.Module) -> str:
@@ -85,7 +93,7 @@ def _weaker(dims: Dims) -> list[Dims]:
 
 def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:
     """The exported graph with the contract's roles, symbols and outputs. Tied parameters become one placeholder."""
-    gm = fx.GraphModule(program.graph_module, program.graph)
+    gm = make_graph_module(program.graph_module, program.graph)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     symbols: dict[str, Any] = {}
     seen: dict[str, fx.Node] = {}

@@ -11,7 +11,9 @@ from torch import fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
+from autopar._torch import code_when_asked, without_fake_cache
 from passes import edit, facts
+from passes._torch import make_graph_module
 from passes.interpret import Interpret
 
 B, S = Dim("b"), Dim("s")
@@ -21,8 +23,9 @@ KINDS = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"
 def export_graph(model: nn.Module, args: tuple = (), kwargs: dict | None = None, dims: Any = None) -> fx.GraphModule:
     """Graph of `model` with roles, symbols and outputs; `dims` maps each input name to its `{dim: Dim}`."""
     kwargs = kwargs or {}
-    ep = export(model, args, kwargs, dynamic_shapes=dims, strict=False)
-    gm = fx.GraphModule(ep.graph_module, ep.graph)
+    with without_fake_cache(), code_when_asked():  # as the product captures models of this size
+        ep = export(model, args, kwargs, dynamic_shapes=dims, strict=False)
+        gm = make_graph_module(ep.graph_module, ep.graph)
     specs = {spec.arg.name: spec for spec in ep.graph_signature.input_specs}
     gm.meta["constants"] = {}
     for node in gm.graph.nodes:

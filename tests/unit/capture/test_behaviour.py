@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
+from autopar.capture import export as exporting
 from autopar.errors import CaptureError
 from passes import facts
 from passes.interpret import Interpret
@@ -190,6 +191,20 @@ def test_the_hash_is_of_what_is_computed():
         assert capture(Stack(blocks("rrrrr")), batch()).graph_hash == plain
     others = [Stack(blocks("rrrrrr")), Stack(blocks("rrrrt")), Stack(blocks("rrrrr")).double()]
     assert len({plain, *(capture(model, batch()).graph_hash for model in others[:2])}) == 3
+
+
+def test_a_graph_is_the_same_with_torchs_cache_of_fake_tensors_and_without_it(monkeypatch):
+    def made():
+        gm = capture(Net(), ids(), loss_fn=loss_fn).gm
+        return [(str(n.target), len(n.all_input_nodes), [(t.shape, t.dtype) for t in facts.tensors(n)]) for n in gm.graph.nodes if n.op == "call_function"]
+
+    without = made()
+    monkeypatch.setattr(exporting, "MANY", 0)
+    assert [str(item) for item in made()] == [str(item) for item in without]
+
+
+def test_code_of_a_graph_is_there_when_it_is_asked_for():
+    assert "torch.ops.aten.linear.default" in capture(Net(), ids(), loss_fn=loss_fn).gm.code
 
 
 def test_no_loss_in_train_mode():

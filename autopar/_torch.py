@@ -45,6 +45,19 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]
 
 
+def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
+    """`tensor` itself, a leaf that nobody else has, as a parameter.
+
+    The constructor of Parameter detaches a DTensor, for which torch finds out anew how every shape and layout is cut, a few milliseconds each; in
+    the end it sets the same attribute. There is no public name for it.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.nn.Parameter(tensor, requires_grad=trainable)
+    tensor.requires_grad_(trainable)
+    tensor._is_param = True
+    return tensor  # type: ignore[return-value]
+
+
 def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
     """Writes to `tensor` inside are not seen by autograd: for writing the values that are there already.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar._torch import keeping_version, local_of, wrap_like
+from autopar._torch import as_parameter, keeping_version, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, parse, sections_of
 from autopar.runtime.mesh import Mesh
@@ -195,7 +195,7 @@ def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
         raise RunError(f"{name}: layout {info.layout} does not belong to {mesh}") from error
     if buffer:
         return local if not any(map(is_shard, info.entries)) else distribute(local, info.shape, info.entries, mesh)
-    return nn.Parameter(distribute(local, info.shape, info.entries, mesh), requires_grad=info.trainable)
+    return as_parameter(distribute(local, info.shape, info.entries, mesh), info.trainable)
 
 
 def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import autopar.runtime.algorithms
+import autopar.runtime.pipeline  # noqa: F401  what emitted files import: once here, not again on every rank
 from autopar.runtime.launch import Ranks, launch
 
 

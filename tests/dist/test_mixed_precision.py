@@ -28,6 +28,7 @@ from autopar.verify import case_of, verify
 from autopar.verify.reference import trainable
 from autopar.verify.step import Light
 from passes.interpret import Interpret
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
 from tests.helpers.tiled import in_tiles
 from tests.helpers.tiny import TINY
@@ -53,7 +54,8 @@ class Mixed:
 def mixed(recipe: str, name: str = "hf-gpt2") -> Mixed:
     """Planned for mixed precision on four ranks."""
     loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
-    compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
+    with captured_once((__name__, name)):
+        compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))

@@ -24,7 +24,7 @@ OTHERS = Habits(frames=False, step_buffers=False, keeps_sent=False)
 
 
 @cache
-def graph(sizes: Config = SIZES) -> fx.GraphModule:
+def graph(sizes: Config) -> fx.GraphModule:
     return captured(sizes, "bfloat16")
 
 
@@ -58,7 +58,7 @@ def test_blocks_are_dealt_and_run_again_as_stated() -> None:
 @pytest.mark.parametrize("change, why", [({"blocks": (3, 4)}, "wanted 8 in all"), ({"blocks": (8, 0)}, "every stage needs one")])
 def test_blocks_that_cannot_be_dealt(change: dict[str, tuple[int, ...]], why: str) -> None:
     with pytest.raises(PlanError, match=why):
-        given_plan(graph(), replace(SETUP, **change), CLUSTER, "bf16")  # type: ignore[arg-type]
+        given_plan(graph(SIZES), replace(SETUP, **change), CLUSTER, "bf16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change, why", [({"blocks": (8,)}, "for each of 2 stages"), ({"parts": ("head",)}, "wanted some of")])
@@ -127,12 +127,12 @@ def test_states_and_kept_on_the_host() -> None:
 
 def test_what_libraries_take_is_there_once() -> None:
     software = Software(habits=replace(OTHERS, workspace_bytes=1e6))
-    more, less = (peak(graph(), replace(SETUP, software=s), CLUSTER).peak_bytes for s in (software, Software(habits=OTHERS)))
+    more, less = (peak(graph(SIZES), replace(SETUP, software=s), CLUSTER).peak_bytes for s in (software, Software(habits=OTHERS)))
     assert more - less == 1e6
 
 
 @pytest.mark.parametrize("change", [{"ep": 2}, {"cp": 2}, {"zero": 3}, {"zero": 2}, {"vpp": 2}, {"microbatches": 1}, {"tp": 1, "replicas": 2}])
 def test_all_axes_can_be_planned(change: dict[str, int]) -> None:
     setup = replace(SETUP, **change)  # type: ignore[arg-type]
-    found = peak(graph(), setup, CLUSTER)
+    found = peak(graph(SIZES), setup, CLUSTER)
     assert len(found.places) == 2 and all(place.peak_bytes == pytest.approx(sum(place.by_kind().values())) for place in found.places)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from torch import fx
 
 from autopar.cluster import Cluster, Device
 from autopar.problem.graph import Op, Program
@@ -17,10 +18,15 @@ from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.transformer import Config
 
 
+@cache
+def _halves(sizes: Config) -> fx.GraphModule:
+    return captured(sizes, "float16")
+
+
 def products_s(head_dim: int, device: str) -> float:
     """Seconds of the forward of scores and of what they weigh, on one device, per multiplication."""
     sizes = Config(vocab=1024, positions=2048, layers=2, heads=16, kv_heads=16, head_dim=head_dim, hidden=16 * head_dim, ffn=1024, fused_attention=False)
-    program = read(captured(sizes, "float16"), {"b": 8, "s": 2048}, training=True, device="cuda")
+    program = read(_halves(sizes), {"b": 8, "s": 2048}, training=True, device="cuda")
     table, kernels = table_of(program, 1, sections_of(program, None), None), Kernels(Cluster.parse(device).device, Settings(precision="float16"))
     found = [op for op in program.ops.values() if op.role == "op" and op.flops > 0 and op.scope and "matmul" in op.name]
     assert len(found) == 2

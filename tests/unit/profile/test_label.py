@@ -11,12 +11,14 @@ from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.profile.label import labelled
 from models import gpt
+from tests.helpers.captures import captured_once
 
 
 def made(recipe: str, mesh: tuple[int, ...] | None = None) -> tuple[autopar.Plan, str, str]:
     torch.manual_seed(0)
     model, batch = gpt.tiny()
-    compiled = autopar.compile(model, "cpu:1x4", batch, recipe=recipe, mesh=mesh)
+    with captured_once(__name__):
+        compiled = autopar.compile(model, "cpu:1x4", batch, recipe=recipe, mesh=mesh)
     assert compiled.captured is not None
     return compiled.plan, compiled.source, labelled(emit(compiled.captured.gm, compiled.plan, Names.of(compiled.captured), probes=True))
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from autopar.verify import Report, verify
+from autopar.verify import Report
 from tests.helpers.verify import by_chance, by_recipe, subject
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
     who = subject(name)
-    return verify(replace(who.case(by_recipe(who, sizes, recipe)), mutate=mutate))
+    return who.verified(by_recipe(who, sizes, recipe), mutate=mutate)
 
 
 def _swap(old: str, new: str) -> Callable[[str], str]:
@@ -67,7 +66,7 @@ def test_probes_see_gradients_of_weights_that_are_gathered_once_per_step() -> No
     """Such a one is partial where it is made: the stack of experts of this random plan."""
     who = subject("hf-mixtral")
     missing = _swap(r'(reshard\(experts_, "S1,)P( -> )', r"\1R\2")
-    report = verify(replace(who.case(by_chance(who, (2, 2), 1)), mutate=missing))
+    report = who.verified(by_chance(who, (2, 2), 1), mutate=missing)
     assert "add_8 (value, block 0)" in report.first, report.first
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -71,9 +71,9 @@ class Subject:
             self.cases[key] = case_of(self.captured, made, self.weights, self.batch(batch, seq))
         return replace(self.cases[key], plan=made)
 
-    def verified(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Report:
-        """`verify` on living ranks; one device computes once per size of batch."""
-        case, key = self.case(made, batch, seq), (batch, seq)
+    def verified(self, made: Plan, batch: int = BATCH, seq: int = SEQ, mutate: Callable[[str], str] = str) -> Report:
+        """`verify` on living ranks; one device computes once per size of batch. `mutate` changes the emitted text."""
+        case, key = replace(self.case(made, batch, seq), mutate=mutate), (batch, seq)
         if key not in self.references:
             self.references[key] = case.reference()
         return verify(case, reference=self.references[key], ranks=living(made.ranks))

@@ -61,8 +61,16 @@ def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
 
 NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
+MOVES = (
+    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.flip.default, aten.movedim.intlist,
+    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.repeat_interleave.self_int, aten.roll.default,
+    aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
+    aten.view_as_complex.default, aten.view_as_real.default,
+)  # fmt: skip
+"""Ops that copy elements to other places, or change their signs."""
+
 SAVED: dict[Any, Row] = {
-    **dict.fromkeys(VIEWS, NOTHING),
+    **dict.fromkeys((*VIEWS, *MOVES), NOTHING),
     aten.abs.default: OPERAND,
     aten.add.Tensor: NOTHING,
     aten.amax.default: _fixed(0, OUT),
@@ -94,6 +102,7 @@ SAVED: dict[Any, Row] = {
     aten.log.default: OPERAND,
     aten.log_softmax.int: RESULT,
     aten.masked_fill.Scalar: _fixed(1),
+    aten.masked_fill.Tensor: _fixed(1),
     aten.matmul.default: _crosswise,
     aten.max_pool2d.default: OPERAND,
     aten.mm.default: _crosswise,
@@ -109,6 +118,9 @@ SAVED: dict[Any, Row] = {
     aten.rsub.Scalar: NOTHING,
     aten.scaled_dot_product_attention.default: _attention,
     aten.sigmoid.default: RESULT,
+    aten.scatter.src: _fixed(1),
+    aten.scatter.value: _fixed(1),
+    aten.scatter_add.default: _fixed(1),
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,
     aten.softmax.int: RESULT,

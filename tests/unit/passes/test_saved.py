@@ -10,7 +10,7 @@ from autopar.rules.experts import kept_bytes
 from autopar.rules.language import Tensor
 from autopar.rules.site import Site
 from passes import ops
-from passes.saved import SAVED, saved_positions
+from passes.saved import MOVES, SAVED, saved_positions
 from passes.tables import VIEWS
 
 aten = torch.ops.aten
@@ -22,6 +22,11 @@ def r(*sizes, grad=True):
 
 
 IDS = torch.tensor([[0, 2], [1, 1], [3, 0]])
+MOVED = {
+    aten.channel_shuffle.default: (2,), aten.constant_pad_nd.default: ([0, 1],), aten.flip.default: ([1],), aten.movedim.intlist: ([0], [1]),
+    aten.pixel_shuffle.default: (2,), aten.pixel_unshuffle.default: (2,), aten.repeat.default: ([2, 1, 1, 1],), aten.repeat_interleave.self_int: (2, 1),
+    aten.roll.default: ([1], [1]), aten.select_scatter.default: (r(4, 6, 6), 1, 2), aten.slice_scatter.default: (r(4, 2, 6, 6), 1, 2, 4)}
+"""What they take behind a tensor of four dims."""
 IDS16 = torch.arange(32).reshape(16, 2) % 4
 SAMPLES = {
     **{target: lambda t=target: (t, (r(40, 50),)) for target in SAVED
@@ -30,6 +35,10 @@ SAMPLES = {
                      aten.neg.default, aten.reciprocal.default, aten.relu.default, aten.rsqrt.default,
                      aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.elu.default,
                      aten.sqrt.default, aten.sum.default, aten.tanh.default)},
+    **{target: lambda t=target: (t, (r(4, 8, 6, 6), *MOVED.get(t, ()))) for target in MOVES},
+    aten.stack.default: lambda: (aten.stack.default, ([r(3, 4), r(3, 4)],)),
+    aten.view_as_complex.default: lambda: (aten.view_as_complex.default, (r(3, 2),)),
+    aten.view_as_real.default: lambda: (aten.view_as_real.default, (torch.view_as_complex(r(3, 2)),)),
     aten.add.Tensor: lambda: (aten.add.Tensor, (r(4, 50), r(50))),
     aten.amax.default: lambda: (aten.amax.default, (r(40, 50), [-1])),
     aten.avg_pool2d.default: lambda: (aten.avg_pool2d.default, (r(2, 3, 8, 8), [2, 2])),
@@ -55,6 +64,10 @@ SAMPLES = {
     aten.matmul.default: lambda: (aten.matmul.default, (r(2, 3, 40), r(40, 6))),
     aten.max_pool2d.default: lambda: (aten.max_pool2d.default, (r(2, 3, 16, 16), [2, 2])),
     aten.mm.default: lambda: (aten.mm.default, (r(3, 40), r(40, 6))),
+    aten.masked_fill.Tensor: lambda: (aten.masked_fill.Tensor, (r(40, 50), torch.rand(40, 50) > 0.5, torch.tensor(0.0, dtype=torch.float64))),
+    aten.scatter.src: lambda: (aten.scatter.src, (r(3, 4), 1, IDS, r(3, 2))),
+    aten.scatter.value: lambda: (aten.scatter.value, (r(3, 4), 1, IDS, 1.0)),
+    aten.scatter_add.default: lambda: (aten.scatter_add.default, (r(3, 4), 1, IDS, r(3, 2))),
     aten.mse_loss.default: lambda: (aten.mse_loss.default, (r(40, 50), r(40, 50, grad=False), 2)),
     aten.mul.Tensor: lambda: (aten.mul.Tensor, (r(40, 50), r(40, 50, grad=False))),
     aten.pad.default: lambda: (aten.pad.default, (r(4, 5), [0, 1])),

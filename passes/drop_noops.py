@@ -31,7 +31,7 @@ ASSERTS = (
 
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: removes ops that give their input unchanged, asserts, and calls that nothing uses.
+    does: removes ops that give an operand unchanged, asserts, and calls that nothing uses.
     gives: the same values with fewer nodes.
     """
     for node in edit.calls(gm, *ASSERTS):
@@ -41,6 +41,9 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
             operand = node.args[0]
             assert isinstance(operand, fx.Node)
             edit.replace(node, operand)
+    for node in edit.calls(gm, aten.slice_scatter.default):
+        if _writes_all(node):
+            edit.replace(node, node.args[1])  # type: ignore[arg-type]  # a tensor, by the operator's schema
     _drop_detach(gm)
     return edit.finish(gm)
 
@@ -74,6 +77,13 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 def _whole_slice(node: fx.Node) -> bool:
     return edit.args_of(node)["step"] == 1 and _same_shape(node)
+
+
+def _writes_all(node: fx.Node) -> bool:
+    """Whether nothing is left of what it writes into, as in `x[:, i] = y` of its first dim."""
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    return facts.shape(source) == facts.shape(node) and facts.dtype(source) == facts.dtype(node)
 
 
 def _swaps_nothing(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,18 +88,41 @@ def _turned(node: fx.Node) -> fx.Node:
     return _as(aten.permute.default, node, (node.args[0], list(reversed(range(len(facts.shape(node)))))))
 
 
+def _turned_last(node: fx.Node) -> fx.Node:
+    """The last two dims, `x.mT`."""
+    return _as(aten.transpose.int, node, (node.args[0], -2, -1))
+
+
 def _full(node: fx.Node) -> fx.Node:
     return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
 
 
 def _repeat(node: fx.Node) -> fx.Node | None:
-    """Copies of dims of size 1 are an expansion, which every rank makes of its own."""
+    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are samples, say, of any dim."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
     sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
-    if any(size != 1 and count != 1 for size, count in zip(sizes, counts, strict=True)):
+    both = [count for size, count in zip(sizes, counts, strict=True) if size != 1 and count != 1]
+    if any(isinstance(count, fx.Node) for count in both):
+        return _copies(node, operand, counts)
+    if both:
         return None
     return _as(aten.expand.default, node, (operand, [count if size == 1 else -1 for size, count in zip(sizes, counts, strict=True)]))
+
+
+def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
+    """`operand` as often as `counts` say along each dim: expanded along new dims in front of them, which then become one with these."""
+    wide = operand
+    for _ in range(len(counts) - len(facts.shape(operand))):
+        wide = edit.call(node.graph, aten.unsqueeze.default, (wide, 0), like=node)
+    sizes: list[int | fx.Node] = []
+    for count in counts:
+        if count != 1:
+            wide = edit.call(node.graph, aten.unsqueeze.default, (wide, len(sizes)), like=node)
+            sizes.append(count)
+        sizes.append(-1)
+    wide = edit.call(node.graph, aten.expand.default, (wide, sizes), like=node)
+    return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
 def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
@@ -126,8 +149,11 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
     aten.expand_as.default: _expanded,
+    aten.concat.default: _same_args(aten.cat.default, 2),
+    aten.concatenate.default: _same_args(aten.cat.default, 2),
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
+    aten.mT.default: _turned_last,
     aten.new_empty.default: _made(aten.zeros.default, 1),
     aten.new_full.default: _made(aten.full.default, 2),
     aten.new_ones.default: _made(aten.ones.default, 1),

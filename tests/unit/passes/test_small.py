@@ -268,3 +268,29 @@ def test_copies_of_a_dim_of_size_one_are_expanded():
     gm = normalized(lambda m, x, y: m.w[:1].unsqueeze(0).repeat(x.shape[0], 2, 1) * x.repeat(1, 2, 1), data(4, 1, 6), dims={"x": {0: B}})
     assert targets(gm).count("aten.repeat.default") == 0
     assert targets(normalized(lambda m, x, y: x.repeat(2, 1) @ m.w, data(4, 6))).count("aten.repeat.default") == 1
+
+
+def test_sizes_of_another_tensor_are_an_expansion():
+    gm = normalized(lambda m, x, y: (x @ m.w).sum(-1, keepdim=True).expand_as(x) * x, data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert "aten.expand_as.default" not in targets(gm)
+
+
+def test_copies_for_each_sample_are_expanded():
+    gm = normalized(lambda m, x, y: (m.w.reshape(2, 3, 6).repeat(x.size(0), 1, 1).reshape(-1, 6, 6) @ x.mT).sum(), data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert "aten.repeat.default" not in targets(gm) and targets(gm).count("aten.expand.default") == 1
+
+
+def test_what_is_written_over_all_of_a_tensor_is_that():
+    def function(m, x, y):
+        h = torch.zeros_like(x)
+        for i in range(x.shape[1]):
+            h[:, i] = x[:, i] @ m.w * (i + 1)
+        return h
+
+    gm = normalized(function, data(4, 3, 6), dims={"x": {0: B}})
+    assert targets(gm).count("aten.select_scatter.default") == 3 and "aten.slice_scatter.default" not in targets(gm)
+
+
+def test_every_concatenation_is_a_cat():
+    gm = normalized(lambda m, x, y: torch.concat((x @ m.w, x), -1) + torch.concatenate((x, x), -1), data(4, 6), dims={"x": {0: B}})
+    assert targets(gm).count("aten.cat.default") == 2

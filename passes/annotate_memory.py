@@ -10,6 +10,7 @@ from torch import fx
 from passes import edit, facts
 from passes.facts import Size
 from passes.grads import needs_grad
+from passes.ordered import copied
 from passes.saved import Saved, saved_positions
 from passes.tables import VIEWS
 
@@ -34,10 +35,16 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
             node.meta["read_bytes"], node.meta["written_bytes"] = _traffic(node)
             grads = [carries[operand] for operand in edit.tensor_operands(node)]
             keeps = carries[node] and node.target is not operator.getitem
-            node.meta["saved"] = Saved(saved_positions(node.target, grads), (), _extra(node)) if keeps else Saved()
+            node.meta["saved"] = _saved(node, grads) if keeps else Saved()
             if keeps and node.target is aten.scaled_dot_product_attention.default and _unfused_on_cpu(node, grads):
                 node.meta["saved_on_cpu"] = _unfused(node)
     return gm
+
+
+def _saved(node: fx.Node, grads: list[bool]) -> Saved:
+    positions = saved_positions(node.target, grads)
+    copies = copied(node, positions)
+    return Saved(tuple(position for position in positions if position not in copies), copies, _extra(node))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -51,21 +58,12 @@ def is_view(node: fx.Node) -> bool:
 
 def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether the memory of `before` can be read in the sizes of `after`, by a reshape: torch's own rule, at example sizes."""
-    sizes, strides, wanted = (tuple([_example(node, size) for size in numbers]) for numbers in (before.shape, before.stride(), after.shape))
+    sizes, strides, wanted = (tuple([facts.example(node, size) for size in numbers]) for numbers in (before.shape, before.stride(), after.shape))
     try:
         torch.empty_strided(sizes, strides, device="meta").view(wanted)
     except RuntimeError:
         return False
     return True
-
-
-def _example(node: fx.Node, size: int | torch.SymInt) -> int:
-    """A number for a size: itself, or the value that it had when the graph was traced."""
-    known = size if isinstance(size, int) else size.node.hint
-    if known is None:
-        raise ValueError(f"{facts.where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs and where it is cut "
-                         "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
-    return int(known)
 
 
 def _traffic(node: fx.Node) -> tuple[Size, Size]:

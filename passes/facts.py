@@ -53,6 +53,15 @@ def as_size(item: int | torch.SymInt, gm: torch.nn.Module | None) -> Size:
     return _rename(item.node.expr, renames(gm))
 
 
+def example(node: fx.Node, size: int | torch.SymInt) -> int:
+    """A number for a size: itself, or the value that it had when the graph was traced."""
+    known = size if isinstance(size, int) else size.node.hint
+    if known is None:
+        raise ValueError(f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs and where it is cut "
+                         "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
+    return int(known)
+
+
 def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:
     """Sizes of the tensor that `node` gives; `index` picks one of several results.
 

@@ -75,7 +75,7 @@ def _cut(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Map
         for index, (name, _) in enumerate(op.operands):
             if program.ops[name].role == "op" and program.ops[name].scope == scope:
                 _edge(graph, ("again", op.name), ("needed", name), None)
-                if index in op.saves:
+                if index in op.read_back:
                     _edge(graph, "source", ("needed", name), None)
     _, (near, _) = nx.minimum_cut(graph, "source", "sink")
     return tuple(op.name for op in ops if ("needed", op.name) in near and ("again", op.name) not in near)

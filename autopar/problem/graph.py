@@ -98,6 +98,11 @@ class Op:
         return operand in (self.first_saves if first else self.saves) and len(self.call.ins[operand].shape) > 1
 
     @property
+    def read_back(self) -> tuple[int, ...]:
+        """The tensors that its backward reads, themselves or copies of them, as numbers in `tensors`."""
+        return (*self.saves, *self.copies)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Operands, then outputs."""
         return (*self.call.ins, *self.call.outs)

@@ -22,6 +22,7 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.looking import looks
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
+from passes.ordered import ORDERED
 
 aten = torch.ops.aten
 KEEPABLE = (
@@ -72,7 +73,7 @@ def rerun(program: Program, scope: str, kept: Collection[str], split: Collection
         else:
             skipped[op.name] = None
         for index, (name, _) in enumerate(op.operands):
-            if runs or index in op.saves:
+            if runs or index in op.read_back:
                 reads[op.name, index] = None
                 needed[name] = None
     return Rerun(again, found, skipped, reads, order, last)
@@ -80,13 +81,14 @@ def rerun(program: Program, scope: str, kept: Collection[str], split: Collection
 
 def _saves(op: Op) -> bool:
     """Whether autograd saves anything of `op`."""
-    return bool(op.saves) or saves_results(op)
+    return bool(op.read_back) or saves_results(op)
 
 
 def saves_results(op: Op) -> bool:
-    """Whether the backward of `op` needs what running it gives: results, statistics, masks, copies of operands."""
+    """Whether the backward of `op` needs what running it gives: results, statistics, masks, copies of operands; but not those that
+    are made in front of the kernel, as where it is skipped (runtime.replay)."""
     own = any(index >= len(op.operands) for index in op.saves)
-    return own or bool(op.extra_bytes or op.copies) or (op.target in INSIDE and op.graded)
+    return own or bool(op.extra_bytes or (op.copies and op.target not in ORDERED)) or (op.target in INSIDE and op.graded)
 
 
 def keepable(op: Op) -> bool:

@@ -65,10 +65,10 @@ def _backward_bytes(op: Op) -> float:
         return sum(out + tensor_bytes(t) for t in summed)
     if op.target is aten.embedding.default:  # rows are added to where they came from
         return 3 * out
-    kept = sum(tensor_bytes(op.tensors[i]) for i in op.saves) + op.extra_bytes
+    kept = sum(tensor_bytes(op.tensors[i]) for i in op.read_back) + op.extra_bytes
     if op.target in NORMS and len(grads) > 1:  # the gradients of weight and bias are a kernel of their own, which reads both again
         kept += out + tensor_bytes(op.call.ins[0])
-    passes = len(grads) if op.flops > 0 and len(op.saves) > 1 and op.target not in POINTWISE | ENDS else 1
+    passes = len(grads) if op.flops > 0 and len(op.read_back) > 1 and op.target not in POINTWISE | ENDS else 1
     return passes * out + kept + sum(tensor_bytes(t) for t in grads)
 
 

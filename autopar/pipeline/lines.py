@@ -1,16 +1,14 @@
-"""Where in a block its gathers begin and where compute waits for collectives: how much compute is between.
+"""What a stage of a pipeline waits for at the begin and at the end of each pass: it begins with nothing gathered, and waits at the end for all that it has
+sent, once per pass, however many blocks it has (`ends_s`).
 
-Gathers of the block behind begin when a block takes its first one (runtime.ahead), and collectives of one mesh axis run in the order in which they
-begin. So what compute waits for on that axis next is behind all of them: they hide under the compute before it. In a backward the order is the other
-way round, but where the block runs again first.
-
-A stage of a pipeline begins each pass with nothing gathered, and waits at the end for all that it has sent: once per pass, however many blocks it has (`ends_s`).
+Gathers of the block behind begin when a block takes its first one (runtime.ahead). Collectives of one mesh axis run in the order in which they begin, those in
+the background apart from those that compute waits for (runtime.mesh). In a backward the order is the other way round, but where the block runs again first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.layout import BUCKET_BYTES
@@ -67,22 +65,6 @@ class Stops:
         return stops[::-1] if back else stops
 
 
-def between_s(stops: Sequence[Stop]) -> Mapping[int, float]:
-    """By axis: seconds of compute from where a block takes its first weight to the first collective that it waits for there, in the next block
-    where there is none in its own. `stops` are those of a block in their order."""
-    found: dict[int, float] = {}
-    begun, passed_s = False, 0.0
-    for stop in (*stops, *stops):
-        for load in stop.events:
-            begun = begun or load is None
-            if begun and load is not None:
-                found.setdefault(load.axis, passed_s)
-        passed_s += stop.compute_s if begun else 0.0
-        for load in stop.behind if begun else ():
-            found.setdefault(load.axis, passed_s)
-    return found
-
-
 def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:
     """What a pass over so many blocks takes longer than all of them in the middle of others: seconds at its begin, where it waits for its first gathers,
     and at its end, for what it has sent. Each collective that runs then takes its share of the compute units, its `contention`, from nothing that computes."""
@@ -94,11 +76,11 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
         for load in stop.events:
             if load is None and not coming:
                 coming, now_s = _begun(stops, blocks, busy, now_s)
-            now_s = max(now_s, coming[taken]) if load is None else busy.way([load], now_s)
+            now_s = max(now_s, coming[taken]) if load is None else busy.way([load], now_s, behind=False)
             taken += load is None
         now_s += stop.compute_s
         for load in stop.behind:
-            now_s = busy.way([load], now_s)
+            now_s = busy.way([load], now_s, behind=False)
         for sent in stop.sends:
             busy.way(sent.way[:1], now_s)
             late.append(sent.way[1:])
@@ -126,22 +108,24 @@ def _begun(stops: Sequence[Stop], blocks: int, busy: _Axes, now_s: float) -> tup
 
 @dataclass(eq=False)
 class _Axes:
-    """Until when each mesh axis is busy."""
+    """Until when each mesh axis is busy, with what is in the background or is not."""
 
-    until_s: dict[int, float] = field(default_factory=dict)
+    until_s: dict[tuple[int, bool], float] = field(default_factory=dict)
 
-    def way(self, loads: Sequence[Load], now_s: float) -> float:
+    def way(self, loads: Sequence[Load], now_s: float, *, behind: bool = True) -> float:
         """When collectives have ended that begin now, one after the other."""
         for load in loads:
-            now_s = self.until_s[load.axis] = max(now_s, self.until_s.get(load.axis, 0.0)) + load.seconds
+            key = load.axis, behind
+            now_s = self.until_s[key] = max(now_s, self.until_s.get(key, 0.0)) + load.seconds
         return now_s
 
     @staticmethod
-    def total_s(stops: Sequence[Stop]) -> dict[int, float]:
+    def total_s(stops: Sequence[Stop]) -> dict[tuple[int, bool], float]:
         """How long each is busy with a block."""
-        found: dict[int, float] = {}
+        found: dict[tuple[int, bool], float] = {}
         for stop in stops:
             moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
-            for load in (*moved, *(load for _, load in stop.waits), *stop.behind):
-                found[load.axis] = found.get(load.axis, 0.0) + load.seconds
+            for behind, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind])):
+                for load in loads:
+                    found[load.axis, behind] = found.get((load.axis, behind), 0.0) + load.seconds
         return found

@@ -1,7 +1,7 @@
 """A solution under change, by what a step takes pass by pass (problem.passing): near enough to what pipeline.passes makes of it to say which moves are
 worth pricing, and as cheap to ask for all moves at once as the Problem's own seconds.
 
-Not seen: links that axes share, and where in a block its gathers are waited for; an even part of its compute is in front of each wait.
+Not seen: that small collectives take less of a link than large ones, and the buckets of gradients of each kind.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.layout import LEAVES_AHEAD
+from autopar.cost.comm import link_shares
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
 from autopar.problem.passing import COMPUTE, PASSES, SHOWN, WAITED, Passing
 from autopar.search.state import FIXED, State
 
@@ -22,8 +23,10 @@ class Passed(State):
     def __init__(self, passing: Passing, choice: Sequence[int]) -> None:
         self.passing = passing
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
-        runs = passing.model.links[0].program.runs
-        self.blocks = {scope: runs[scope].count if scope else 1 for scope in passing.scopes}
+        each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {} for axis in passing.model.prices.mesh.axes]
+        levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
+        self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels] of a link that a collective takes
+        self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
         super().__init__(passing.model.problem, tuple(choice))
 
     @property
@@ -33,34 +36,45 @@ class Passed(State):
     def seconds(self, totals: np.ndarray) -> np.ndarray:
         """Seconds of each column."""
         width, found = self.passing.width, totals[0].copy()
-        for scope, first in self.first.items():
+        for first in self.first.values():
             for way in PASSES:
-                found += self._together_s(totals[first + way * width:first + (way + 1) * width], self.blocks[scope])
+                found += self._together_s(totals[first + way * width:first + (way + 1) * width])
         return found
 
-    def _together_s(self, of: np.ndarray, blocks: int) -> np.ndarray:
+    def _together_s(self, of: np.ndarray) -> np.ndarray:
         """Seconds of one pass of a scope (problem.hiding.together_s), of all columns of quantities."""
         passing, axes = self.passing, self.passing.axes
-        ahead, behind, leaf, count = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.count))
+        ahead, behind, leaf, waits = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits))
         first = np.minimum(1.0, LEAVES_AHEAD / np.maximum(of[passing.buckets], 1e-9))
-        shown_s, ahead = of[SHOWN] + ((1.0 - first) * leaf).sum(0), ahead + first * leaf
-        if passing.model.prices.overlap == 0.0:
-            return np.asarray(shown_s + ahead.sum(0) + behind.sum(0))
+        shown_s, left = of[SHOWN] + ((1.0 - first) * leaf).sum(0), ahead + behind + first * leaf
+        if passing.model.prices.overlap == 0.0 or not axes:
+            return np.asarray(shown_s + left.sum(0))
         compute_s = of[COMPUTE]
-        room_s = np.where(count > 0, compute_s / (count / blocks + 1.0), np.inf)
-        hidden = np.minimum(ahead, np.maximum(room_s, 0.0))
-        late_s = (ahead - hidden).sum(0)
-        waited_s, left = of[WAITED] + late_s, np.sort(hidden + behind, axis=0)
-        done, took_s, moved_s = (np.zeros_like(compute_s) for _ in range(3))
-        for axis in range(axes):  # until the shortest of them is through
-            beside = (left[axis:] > moved_s).sum(0)
-            pace_s = compute_s / (1.0 - np.minimum(0.99, passing.model.prices.contention * beside)) + waited_s
-            share = np.divide(np.maximum(0.0, left[axis] - moved_s), pace_s, out=np.ones_like(pace_s), where=pace_s > 0)
-            share = np.minimum(share, 1.0 - done)
-            done, took_s, moved_s = done + share, took_s + share * pace_s, moved_s + share * pace_s
-        took_s = took_s + (1.0 - done) * (compute_s + waited_s)
-        rest_s = np.maximum(0.0, left[-1] - moved_s) if axes else 0.0
+        took_s, done = np.zeros_like(compute_s), np.zeros_like(compute_s)
+        for _ in range(axes):  # until one of them is through, or the work
+            pace_s, moved_s = self._pace(compute_s, waits, left > 0)
+            through = np.divide(left, moved_s, out=np.full_like(left, np.inf), where=(left > 0) & (moved_s > 0))
+            share = np.minimum(through.min(0), 1.0 - done)
+            done, took_s = done + share, took_s + share * pace_s
+            left = np.where(through <= share, 0.0, np.maximum(0.0, left - share * moved_s))
+        took_s = took_s + (1.0 - done) * (compute_s + waits.sum(0))
+        rest_s = np.maximum(left.max(0), (self.shares.T @ left).max(0))  # with nothing else to do
         return np.asarray(shown_s - compute_s - of[WAITED] + took_s + rest_s)
+
+    def _pace(self, compute_s: np.ndarray, waits: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[columns] seconds of all of the work with what is `running` of the background, [axes, columns] what of that moves meanwhile."""
+        taken = self.shares.T @ running  # [levels, columns] of each link
+        slower = [np.maximum(1.0, taken[used].max(0)) for used in self.used]
+        pace_s = compute_s / (1.0 - np.minimum(0.99, self.passing.model.prices.contention * running.sum(0)))
+        moved_s = pace_s / slower
+        for axis, wait_s in enumerate(waits):
+            if not wait_s.any():
+                continue
+            beside = taken + self.shares[axis][:, None]
+            seconds = wait_s * np.maximum(1.0, beside[self.used[axis]].max(0))
+            pace_s = pace_s + seconds
+            moved_s += seconds / [np.maximum(1.0, beside[used].max(0)) for used in self.used]
+        return pace_s, moved_s
 
     def _slots(self, t: int) -> slice | np.ndarray:
         return self._of(self.passing.nets[t].scope)

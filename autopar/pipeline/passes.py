@@ -18,12 +18,12 @@ from functools import cached_property
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
-from autopar.pipeline.lines import LAST, Sent, Stops, between_s, ends_s
+from autopar.pipeline.lines import LAST, Sent, Stops, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
-from autopar.problem.hiding import Load, Loads, in_line, merged, split, together_s
+from autopar.problem.hiding import Load, Loads, merged, split, together_s
 from autopar.problem.inner import Wait
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
@@ -123,16 +123,11 @@ class Passes:
         for name, did in self.did.items():
             for total, part in zip(scopes.setdefault(name if name in self.program.runs else "", [Pass() for _ in PASSES]), did.passes, strict=True):
                 total.add(part)
-        shows = {scope: [self._shown(scope, way, total, contention, shared) for way, total in enumerate(totals)] for scope, totals in scopes.items()}
+        shows = {scope: [_share(total, contention, shared) for total in totals] for scope, totals in scopes.items()}
         if not self.late and not shared:
             self._begins(scopes, shows, contention)
         return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shows[name if name in self.program.runs else ""], strict=True)]
                 for name, did in self.did.items()}
-
-    def _shown(self, scope: str, way: int, total: Pass, contention: float, shared: bool) -> float:
-        """The share of the collectives behind a pass of a scope by which it takes longer."""
-        behind_s = total.background_s
-        return 1.0 if shared and behind_s else _shown_s(total, self._room_s(scope, way, total), contention) / behind_s if behind_s else 0.0
 
     def _begins(self, scopes: Mapping[str, Sequence[Pass]], shows: Mapping[str, list[float]], contention: float) -> None:
         """A backward that follows its forward begins with the gathers of the block whose backward is the first one (runtime.regather): they hide under
@@ -141,25 +136,14 @@ class Passes:
         if first is None or "" not in scopes:
             return
         own, top = scopes[first][BACKWARD], scopes[""][BACKWARD]
-        share, room = 1.0 / self.program.runs[first].count, self._room_s(first, BACKWARD, own)
+        share = 1.0 / self.program.runs[first].count
         left, more = Pass(), Pass()
         for made, part in ((left, own), (more, top)):
             made.add(part)
         left.ahead = Loads(load.times(1.0 - share) for load in own.ahead.moving())
         more.ahead.add([load.times(share) for load in own.ahead.moving()])
-        took_s = _shown_s(left, {axis: room_s * (1.0 - share) for axis, room_s in room.items()}, contention)
-        took_s += _shown_s(more, self._room_s("", BACKWARD, more), contention) - _shown_s(top, self._room_s("", BACKWARD, top), contention)
+        took_s = _shown_s(left, contention) + _shown_s(more, contention) - _shown_s(top, contention)
         shows[first][BACKWARD] = min(shows[first][BACKWARD], took_s / own.background_s)
-
-    def _room_s(self, scope: str, way: int, total: Pass) -> Mapping[int, float]:
-        """Seconds of compute under which gathers that begin ahead on an axis hide before compute waits for something there; in no block an even
-        part of it."""
-        axes = [load.axis for load in total.ahead.moving() if total.waited.count(load.axis)]
-        run, compute_s = self.program.runs.get(scope), total.compute_s + total.waited.local_s
-        if run is None or not axes:
-            return {axis: compute_s / (total.waited.count(axis) + 1) for axis in axes}
-        between = between_s(self.stops.of(scope, back=way != FORWARD and self.model.plain is None))
-        return {axis: run.count * between[axis] for axis in axes if axis in between}
 
     def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
         """Seconds that the forward of a stage that begins with so many blocks of `scope` takes longer than all of them, the backward of one that ends
@@ -382,11 +366,16 @@ def _sum_s(loads: Sequence[Load]) -> float:
     return sum(load.seconds for load in loads)
 
 
-def _shown_s(total: Pass, room_s: Mapping[int, float], contention: float) -> float:
+def _share(total: Pass, contention: float, shared: bool) -> float:
+    """The share of the collectives behind a pass of a scope by which it takes longer."""
+    behind_s = total.background_s
+    return 1.0 if shared and behind_s else _shown_s(total, contention) / behind_s if behind_s else 0.0
+
+
+def _shown_s(total: Pass, contention: float) -> float:
     """Seconds by which the collectives behind a pass of a scope make it longer."""
     if not total.background_s:
         return 0.0
     compute_s = total.compute_s + total.waited.local_s
-    late, ahead = in_line(room_s, total.ahead)
-    took_s = together_s(compute_s, [*total.waited.moving(), *late], merged([*ahead, *total.behind.moving()]), contention)
+    took_s = together_s(compute_s, total.waited.moving(), merged([*total.ahead.moving(), *total.behind.moving()]), contention)
     return took_s - compute_s - total.waited.moving_s

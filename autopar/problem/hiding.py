@@ -46,7 +46,6 @@ class Loads:
     def __init__(self, loads: Iterable[Load] = ()) -> None:
         self._seconds: dict[int, float] = {}
         self._taken: dict[int, dict[str, float]] = {}
-        self._count: dict[int, float] = {}
         self.add(loads)
 
     def add(self, loads: Iterable[Load], factor: float = 1.0) -> None:
@@ -54,7 +53,6 @@ class Loads:
         for load in loads:
             seconds = load.seconds * factor
             self._seconds[load.axis] = self._seconds.get(load.axis, 0.0) + seconds
-            self._count[load.axis] = self._count.get(load.axis, 0.0) + factor
             taken = self._taken.setdefault(load.axis, {})
             for level, share in load.shares.items():
                 taken[level] = taken.get(level, 0.0) + share * seconds
@@ -63,7 +61,6 @@ class Loads:
         """All of another."""
         for axis, seconds in other._seconds.items():
             self._seconds[axis] = self._seconds.get(axis, 0.0) + seconds
-            self._count[axis] = self._count.get(axis, 0.0) + other._count[axis]
             taken = self._taken.setdefault(axis, {})
             for level, share_s in other._taken[axis].items():
                 taken[level] = taken.get(level, 0.0) + share_s
@@ -82,10 +79,6 @@ class Loads:
     def all_s(self) -> float:
         """Seconds of both, one after the other."""
         return sum(self._seconds.values())
-
-    def count(self, axis: int) -> float:
-        """How many collectives there are on an axis."""
-        return self._count.get(axis, 0.0)
 
     def moving(self) -> list[Load]:
         """One load for each axis."""
@@ -111,18 +104,6 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
         total_s, done = total_s + share * pace_s, done + share
         left = [load.times(1.0 - share * by / load.seconds) for i, (load, by) in enumerate(zip(left, moved, strict=True)) if i != first]
     return total_s + (1.0 - done) * alone_s
-
-
-def in_line(room_s: Mapping[int, float], ahead: Loads) -> tuple[list[Load], list[Load]]:
-    """What shows, and what hides, of collectives that begin `ahead` in the background. Those of one axis run in the order in which they begin, so that
-    the first one on that axis that compute waits for is behind them: they hide under what computes before it, so many seconds where there is one."""
-    shown: list[Load] = []
-    hidden: list[Load] = []
-    for load in ahead.moving():
-        share = min(1.0, room_s[load.axis] / load.seconds) if load.axis in room_s else 1.0
-        hidden += [load.times(share)] if share > 0 else []
-        shown += [load.times(1 - share)] if share < 1 else []
-    return shown, hidden
 
 
 def merged(loads: Iterable[Load]) -> list[Load]:

@@ -8,7 +8,7 @@ that a bound can be found over all of them.
     AHEAD     of each mesh axis: gathers that begin in the background with their block
     BEHIND    of each mesh axis: other collectives in the background
     LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those of BUCKETS after the first few when the rest is done
-    COUNT     of each mesh axis: how many collectives compute waits for
+    WAITS     of each mesh axis: its part of WAITED
     BUCKETS   how many buckets of leaves each block fills
 
 Of a solution the entries add up to no more than what pipeline.passes finds for it. They are the same but for: sums of gradients in the background, which hide as if all
@@ -79,8 +79,8 @@ class Passing:
         """The quantity BEHIND of an axis."""
         return PLAIN + self.axes + axis
 
-    def count(self, axis: int) -> int:
-        """The quantity COUNT of an axis."""
+    def waits(self, axis: int) -> int:
+        """The quantity WAITS of an axis."""
         return PLAIN + 3 * self.axes + axis
 
     def leaf(self, axis: int) -> int:
@@ -94,7 +94,7 @@ class Passing:
 
     def background_s(self, quantities: np.ndarray) -> float:
         """Seconds of all that may hide."""
-        return float(quantities[PLAIN:self.count(0)].sum())
+        return float(quantities[PLAIN:self.waits(0)].sum())
 
     @property
     def scopes(self) -> list[str]:
@@ -119,7 +119,7 @@ class Passing:
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
             elif not table.scope:
-                table.each[..., PLAIN:self.count(0)] = 0.0
+                table.each[..., PLAIN:self.waits(0)] = 0.0
         return found
 
     def _scope(self, scope: str) -> str:
@@ -161,7 +161,7 @@ class Passing:
         for passed, waits in zip(PASSES, self.model.prices.waits(member.op, way), strict=True):
             for wait in waits:
                 found[passed, WAITED] += member.op.count * wait.seconds
-                found[passed, self.count(wait.axis)] += member.op.count
+                found[passed, self.waits(wait.axis)] += member.op.count * wait.seconds
         return found
 
     def _net(self, link: Link, net: Net) -> Table:
@@ -229,13 +229,12 @@ class Passing:
         return Moved(self.model.prices.routes.table(ways, size_bytes, bucket_bytes, self._of_loads), ways.at, self.axes)
 
     def _of_loads(self, loads: Sequence[Load]) -> list[float]:
-        found = [0.0] * (1 + 5 * self.axes)
+        found = [0.0] * (1 + 4 * self.axes)
         waited, moving = split(loads)
         for number, load in enumerate(moving):
             other = self.axes * (load.kind != "all_gather")
             found[1 + other + load.axis] += load.seconds
             found[1 + 2 * self.axes + other + load.axis] += load.seconds * bool(number)
-            found[1 + 4 * self.axes + load.axis] += 1
         found[0] = sum(load.seconds for load in waited)
         return found
 
@@ -244,7 +243,7 @@ class Passing:
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
         each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
-        each[:, self.count(0):self.buckets] = moved.by_axis[:, 4]
+        each[:, self.waits(0):self.buckets] = moved.by_axis[:, :2].sum(1)
         _add(found, each, moved.at, times)
 
     def _hides(self, found: np.ndarray, moved: Moved, times: np.ndarray, last: float = 0.0) -> None:
@@ -266,8 +265,8 @@ class Passing:
 
 @dataclass(eq=False)
 class Moved:
-    """Of `each` distinct way the seconds of local copies; by axis those of gathers, of other collectives, both but for the first collective of the way; and
-    how many there are. `at` [...] says which way is where."""
+    """Of `each` distinct way the seconds of local copies; by axis those of gathers, of other collectives, and both but for the first collective of the way.
+    `at` [...] says which way is where."""
 
     each: np.ndarray
     at: np.ndarray
@@ -280,8 +279,8 @@ class Moved:
 
     @property
     def by_axis(self) -> np.ndarray:
-        """[ways, 5, axes] of all else."""
-        return self.each[:, 1:].reshape(len(self.each), 5, self.axes)
+        """[ways, 4, axes] of all else."""
+        return self.each[:, 1:].reshape(len(self.each), 4, self.axes)
 
     @cached_property
     def all_s(self) -> np.ndarray:

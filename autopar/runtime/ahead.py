@@ -178,7 +178,7 @@ class Going:
     def _chain(self, call: Call, held: Held) -> tuple[Chain, int]:
         if held.ready is not None:
             held.ready()
-        return Chain(call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name), held.leaf._version
+        return Chain(call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name, behind=True), held.leaf._version
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:

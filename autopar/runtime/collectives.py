@@ -1,5 +1,7 @@
 """Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
 
+Those that start `behind` do not wait for others of the axis that do not, nor these for them (Mesh.behind).
+
 All are exact for every dtype: booleans, which the backends reduce each in its own way, travel as bytes.
 """
 
@@ -30,15 +32,15 @@ def all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Tensor:
     return start_all_reduce(x, axis, mesh, entry)()
 
 
-def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P") -> Later:
+def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P", *, behind: bool = False) -> Later:
     """`all_reduce` in the background; the result comes from calling what this returns."""
     if mesh.sizes[axis] == 1:
         return lambda: x
     if x.dtype == torch.bool:
-        done = start_all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry)
+        done = start_all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry, behind=behind)
         return lambda: done().to(torch.bool)
     out = x.clone(memory_format=torch.contiguous_format)
-    return _then(dist.all_reduce(out, OPS[entry], group=mesh.group(axis), async_op=True), lambda: out)
+    return _then(dist.all_reduce(out, OPS[entry], group=mesh.group(axis, behind=behind), async_op=True), lambda: out)
 
 
 def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
@@ -46,11 +48,11 @@ def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
     return start_broadcast(x, source, axis, mesh)()
 
 
-def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Later:
+def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
     """`broadcast` in the background; the result comes from calling what this returns."""
     out = x.contiguous()
     sent = out.view(torch.uint8) if out.dtype == torch.bool else out
-    return _then(dist.broadcast(sent, group=mesh.group(axis), group_src=source, async_op=True), lambda: out)
+    return _then(dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), lambda: out)
 
 
 def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -58,11 +60,11 @@ def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return start_all_gather(x, axis, mesh)()
 
 
-def start_all_gather(x: Tensor, axis: int, mesh: Mesh) -> Later:
+def start_all_gather(x: Tensor, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
     """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
-    return _then(_all_gather(out, x, group=mesh.group(axis), async_op=True), lambda: out.view(mesh.sizes[axis], *x.shape))
+    return _then(_all_gather(out, x, group=mesh.group(axis, behind=behind), async_op=True), lambda: out.view(mesh.sizes[axis], *x.shape))
 
 
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -70,15 +72,15 @@ def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return start_reduce_scatter(x, axis, mesh)()
 
 
-def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None) -> Later:
+def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None, *, behind: bool = False) -> Later:
     """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this returns. `x` must not
     change until then."""
     if x.dtype == torch.bool:
-        done = start_reduce_scatter(x.to(torch.int32), axis, mesh)
+        done = start_reduce_scatter(x.to(torch.int32), axis, mesh, behind=behind)
         return lambda: done() > 0
     x = x.contiguous()
     into = x.new_empty(x.shape[1:]) if out is None else out
-    return _then(_reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis), async_op=True), lambda: into)
+    return _then(_reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), lambda: into)
 
 
 def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> list[Tensor]:
@@ -86,12 +88,12 @@ def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, me
     return start_all_to_all(parts, shapes, axis, mesh)()
 
 
-def start_all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> Callable[[], list[Tensor]]:
+def start_all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh, *, behind: bool = False) -> Callable[[], list[Tensor]]:
     """`all_to_all` in the background; the result comes from calling what this returns."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     out = flat.new_empty(sum(sizes))
-    work = dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis), async_op=True)
+    work = dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis, behind=behind), async_op=True)
     return _then(work, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
 
 

@@ -154,7 +154,7 @@ class GradSync:
         self.pending[held.name] = held
         dtype = held.local.dtype
         grad = to.turn.summed(grad, dtype)
-        scatter = Scatter(Chain(grad, src, to.rest, to.shape, self.mesh, name), lambda grad: done(held, to.turn.back(grad, dtype)))
+        scatter = Scatter(Chain(grad, src, to.rest, to.shape, self.mesh, name, behind=True), lambda grad: done(held, to.turn.back(grad, dtype)))
         if scatter.chain.more:
             scatter.chain.go_on()
         del grad  # the chain lets go of it when its first collective is over

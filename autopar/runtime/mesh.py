@@ -115,9 +115,16 @@ class Mesh:
         device_mesh = self.device_mesh
         return tuple(None if device_mesh is None else device_mesh.get_group(axis) for axis in range(len(self.sizes)))
 
-    def group(self, axis: int) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`."""
-        return self.groups[axis]
+    @cached_property
+    def behind(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Second process groups of the same ranks, for what runs in the background: a group runs its collectives one after the other, so what compute
+        waits for would wait behind gathers for later blocks (as Megatron-LM's --create-all-gather-group). Made on first use by the ranks of each group alone."""
+        return tuple(None if group is None or size == 1 else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+                     for group, size in zip(self.groups, self.sizes, strict=True))
+
+    def group(self, axis: int, *, behind: bool = False) -> dist.ProcessGroup | None:
+        """The process group of this rank along `axis`; for what runs in the background the one `behind`."""
+        return (self.behind if behind else self.groups)[axis]
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +154,7 @@ class Mesh:
 
     def forget(self) -> None:
         """Drop the process groups, for programs that shut torch.distributed down and start it again."""
-        for name in ("device_mesh", "coord", "groups", "pipeline_group"):
+        for name in ("device_mesh", "coord", "groups", "behind", "pipeline_group"):
             self.__dict__.pop(name, None)
 
 

@@ -39,11 +39,12 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
 
 class Chain:
     """`relayout` whose collectives run in the background one after the other, leg by leg (`layout.legs`): `go_on` waits for the one that runs
-    and begins the next one, `finish` does all that is left. `x` must not change until its first one is over."""
+    and begins the next one, `finish` does all that is left. `x` must not change until its first one is over. `behind`: other collectives of these
+    axes do not wait for them (Mesh.behind)."""
 
-    def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "") -> None:
+    def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
-        self.shape, self.mesh, self.name = shape, mesh, name
+        self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
         self.nbytes = x.numel() * x.element_size()
         """Bytes of what the collective that runs takes, or of what is there."""
         *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
@@ -63,7 +64,7 @@ class Chain:
         _note(x, last, self.shape, self.mesh, self.name)
         marked = _marked(x, last, self.shape, self.mesh)
         with mark(*marked):
-            done = _START[last.kind](x, last, self.shape, self.mesh)
+            done = _START[last.kind](x, last, self.shape, self.mesh, behind=self.behind)
 
         def come() -> Tensor:
             with mark(*marked):
@@ -107,21 +108,21 @@ def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
     return torch.Size(local_shape(shape, layout, mesh.sizes, mesh.coord)).numel() * itemsize
 
 
-def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
+def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     dim = dim_of(step.before[step.axis])
     how = cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
     plain = how.even and dim == 0
-    finish = start_all_gather(x if plain else pad(x, dim, max(how.lengths)), step.axis, mesh)
+    finish = start_all_gather(x if plain else pad(x, dim, max(how.lengths)), step.axis, mesh, behind=behind)
     return (lambda: finish().flatten(0, 1)) if plain else (lambda: join(finish().unbind(0), dim, how))
 
 
-def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
-    return start_all_reduce(x, step.axis, mesh, step.before[step.axis])
+def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
+    return start_all_reduce(x, step.axis, mesh, step.before[step.axis], behind=behind)
 
 
-def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
+def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     parts, dim, length = scatter_parts(x, step, shape, mesh)
-    finish = start_reduce_scatter(parts, step.axis, mesh)
+    finish = start_reduce_scatter(parts, step.axis, mesh, behind=behind)
     return lambda: finish().narrow(dim, 0, length)
 
 
@@ -136,7 +137,7 @@ def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tens
     return torch.stack([pad(take(x, dim, ranges), dim, longest) for ranges in how.ranges]), dim, own_length
 
 
-def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
+def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     old, new = dim_of(step.before[step.axis]), dim_of(step.after[step.axis])
     send = cut(shape[new], step.before, step.after, new, step.axis, mesh.sizes, mesh.coord)
     receive = cut(shape[old], step.after, step.before, old, step.axis, mesh.sizes, mesh.coord)
@@ -146,13 +147,13 @@ def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
         got = list(x.shape)
         got[old], got[new] = length, mine
         shapes.append(tuple(got))
-    finish = start_all_to_all([take(x, new, ranges) for ranges in send.ranges], shapes, step.axis, mesh)
+    finish = start_all_to_all([take(x, new, ranges) for ranges in send.ranges], shapes, step.axis, mesh, behind=behind)
     return lambda: join(finish(), old, receive)
 
 
-def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Later:
+def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     source = placed_on(step.before[step.axis])
-    return start_broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh)
+    return start_broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh, behind=behind)
 
 
 def _blank(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
@@ -178,7 +179,7 @@ def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
 
 
 _LOCAL: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {"mask": _mask, "slice": _slice}
-_START: dict[str, Callable[[Tensor, Step, Shape, Mesh], Later]] = {
+_START: dict[str, Callable[..., Later]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
     "all_to_all": _exchange,

@@ -76,7 +76,7 @@ class Together:
 
 def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     flat = torch.cat([x.reshape(-1) for x in tensors])
-    work = dist.all_reduce(flat, group=mesh.group(steps[0].axis), async_op=True)
+    work = dist.all_reduce(flat, group=mesh.group(steps[0].axis, behind=True), async_op=True)
     sizes = [tuple(x.shape) for x in tensors]
 
     def finish() -> list[Tensor]:
@@ -90,7 +90,7 @@ def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
 def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
     sizes = [tuple(piece.shape[1:]) for piece, _, _ in cuts]
-    done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh)
+    done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh, behind=True)
 
     def finish() -> list[Tensor]:
         pieces = zip(_split(done(), sizes), sizes, cuts, strict=True)
@@ -105,7 +105,7 @@ def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
             for step, shape, dim in zip(steps, shapes, dims, strict=True)]
     padded = [pad(x, dim, max(how.lengths)) for x, dim, how in zip(tensors, dims, cuts, strict=True)]
     sizes = [tuple(x.shape) for x in padded]
-    done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh)
+    done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh, behind=True)
 
     def finish() -> list[Tensor]:
         pieces = zip(_split(done(), sizes), sizes, dims, cuts, strict=True)

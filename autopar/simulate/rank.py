@@ -3,6 +3,7 @@
     blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
     inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are; what shows of others is compute
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
+    in the background   on a stream of their own beside it (runtime.mesh)
     gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
                         scattered in the background (runtime.late)
     leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
@@ -175,7 +176,7 @@ class Rank:
     def collective(self, piece: Piece, during: str = "") -> int:
         """Begin a collective in the background; `during` another pass."""
         before, self.during = self.during, during or self.during
-        task = self._collective(piece)
+        task = self._collective(piece, behind=True)
         self.during = before
         return task
 
@@ -199,12 +200,13 @@ class Rank:
         if lane is None:
             self._waiting.clear()
 
-    def _collective(self, piece: Piece) -> int:
+    def _collective(self, piece: Piece, *, behind: bool = False) -> int:
         axis = self.mesh.axes[piece.axis]
         links = {"cores": 1.0} if self.shared else link_shares(piece.kind, piece.nbytes, axis)
         after = (*dict.fromkeys((*self._waiting, *self._last.values())),)
         units, takes = ("", 0.0) if self.shared else ("device", self.pieces.prices.contention)
-        return self._add(Task(piece.name, axis.name, piece.seconds, after, tuple(links), units, takes, tuple(links.values())), piece)
+        stream = f"{axis.name} behind" if behind else axis.name  # runtime.mesh has a group for each
+        return self._add(Task(piece.name, stream, piece.seconds, after, tuple(links), units, takes, tuple(links.values())), piece)
 
     def _add(self, task: Task, piece: Piece) -> int:
         self.tasks.append(task)

@@ -162,7 +162,7 @@ FULL = 0.9  # of memory: what uses more may have been pushed there
 RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
 GLANCE_S = 2.0  # seconds for the first look at a mesh
 HONED = 1.1  # times the fastest: what is farther off does not become the fastest by descent
-MOST_HONED = 2  # meshes
+MOST_HONED = 3  # meshes
 FAR = 4  # times the least work: what takes longer tells nothing of what there is
 WINS = 0.1  # relative: stages that are so much faster at first sight win in the end
 CLOSE = 0.01  # relative: prices are less exact than this
@@ -250,8 +250,8 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
 
 def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float,
                 elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, then solve them, the most promising first, as long as their bounds promise better than the best, `known`
-    seconds, and what is `elsewhere`."""
+    """Glance at every mesh, and hone what is nearest to the best; then solve those whose bounds promise better than that, than `known` seconds and than what is
+    `elsewhere`, the most promising first, and hone those answers too."""
     request = planner.request
     seen: list[Candidate] = []
     if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
@@ -267,6 +267,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
     if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
         known = min(known, elsewhere.asked(known))
         known = min(known, elsewhere.searched(min(first.cost.time_s for first in seen)))
+    honed = _honed(planner, list(fit.values()), known, deadline)
+    known = min([known, *(each.cost.time_s for each in honed)])
     for first in sorted(seen, key=lambda c: c.cost.time_s):
         left = deadline - time.monotonic()
         if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
@@ -279,18 +281,18 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
             here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
         bounds.append(max(first.solution.bound_s, here.solution.bound_s))
         known = min(known, here.cost.time_s)
-        if first.peak_bytes is None or here.cost.time_s < first.cost.time_s:
-            fit[first.mesh.sizes] = here
-    return _honed(planner, list(fit.values()), known, deadline), min(bounds, default=0.0)
+        if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
+            honed += [here, *_honed(planner, [here], known, deadline)]
+    return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
 
 
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, deadline: float) -> Candidate | None:
-    """The fastest of those that `fit`, with those honed that may become the fastest: linear prices do not see what hides in which pass."""
+def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, deadline: float) -> list[Candidate]:
+    """Those that may become the fastest, honed: linear prices do not see what hides in which pass."""
     honed = []
     for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
         planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
         honed.append(planner.honed(each, lambda: time.monotonic() > deadline))
-    return min((*fit, *honed), key=lambda c: c.cost.time_s, default=None)
+    return honed
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

@@ -39,7 +39,7 @@ from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
-from autopar.search.honing import honed
+from autopar.search.tangents import roamed
 
 HONINGS = 3
 """How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
@@ -232,7 +232,7 @@ class Planner:
         return any(role in roles.GATHERING and self.tiles(op, ways) for role, ways in zip(used, sizes, strict=True) for op in self.program.ops.values())
 
     def honed(self, found: Candidate, late: Callable[[], bool]) -> Candidate:
-        """The choices of a Candidate that fits, or those that descent by the price of a step (search.honing) makes of them, where these fit; it ends early where it is `late`."""
+        """The choices of a Candidate that fits, or those that descent by the price of a step (search.tangents) makes of them, where these fit; it ends early where it is `late`."""
         limit_bytes, forward = self.request.limit_bytes, self._forward(found.mesh)
         if found.model.prices.overlap == 0.0:
             return found  # nothing hides, so that its Problem has the seconds of a step
@@ -244,7 +244,7 @@ class Planner:
             held_bytes = model.problem.price(start).memory_bytes
             # as much as now lives for a moment only, or more
             state.limit_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)
-            choice, seconds = honed(state, start, price_s, late)
+            choice, seconds = roamed(state, start, price_s, late)
             if seconds >= found.cost.time_s:
                 break
             made = self.counted(replace(found, model=model).refined(replace(found.solution, choice=choice, optimal=False)))

@@ -18,7 +18,7 @@ from autopar.search.state import Penalty, State
 
 Choice = tuple[int, ...]
 
-TRIED = 32
+TRIED = 16
 """So many moves are priced before it is given up that one is faster."""
 
 SHORT = 160

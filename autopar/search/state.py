@@ -16,6 +16,7 @@ import numpy as np
 from autopar.problem.types import Net, Problem
 
 TOLERANCE = 1e-12  # relative: differences below are rounding
+SECONDS, BYTES, FORBIDDEN = range(3)
 FIXED = 3
 """Seconds, bytes and forbidden pairs; the groups follow."""
 

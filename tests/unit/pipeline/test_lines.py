@@ -1,10 +1,10 @@
-"""How much compute is between the gathers that a block begins and what it waits for behind them."""
+"""What a stage waits for at the begin and the end of each pass."""
 
 from __future__ import annotations
 
 import pytest
 
-from autopar.pipeline.lines import LAST, Sent, Stop, between_s, ends_s
+from autopar.pipeline.lines import Sent, Stop, ends_s
 from autopar.pipeline.once import Update
 from autopar.problem.hiding import Load
 
@@ -17,29 +17,18 @@ def _sent(*loads: Load, nbytes: float = 1e9) -> Sent:
     return Sent(loads, nbytes)
 
 
-def test_a_wait_behind_the_first_gather_ends_what_hides() -> None:
-    weight = _sent(_on(0))
-    stops = [Stop(1.0), Stop(2.0, takes=[(1, weight)]), Stop(4.0, waits=[(0, _on(0))]), Stop(8.0, takes=[(1, weight)], waits=[(0, _on(1))], behind=[_on(0)])]
-    assert between_s(stops) == pytest.approx({0: 2.0, 1: 6.0})
-
-
-def test_a_wait_in_front_of_the_first_gather_counts_in_the_next_block() -> None:
-    stops = [Stop(1.0, waits=[(0, _on(0))]), Stop(2.0, takes=[(1, _sent(_on(0)))], waits=[(0, _on(1))]), Stop(4.0)]
-    assert between_s(stops) == pytest.approx({0: 6.0, 1: 7.0})
-
-
-def test_what_an_operator_waits_for_inside_is_behind_its_operands() -> None:
-    weight = _sent(_on(0))
-    assert between_s([Stop(2.0, takes=[(3, weight)], waits=[(LAST, _on(0))])]) == {0: 0.0}
-    assert between_s([Stop(2.0, takes=[(3, weight)], behind=[_on(0)])]) == {0: 2.0}
-    assert between_s([Stop(2.0, waits=[(0, _on(0))])]) == {}
-
-
 def test_a_stage_waits_for_its_first_gathers_and_the_last_of_what_it_sends() -> None:
     stops = [Stop(2.0, takes=[(1, _sent(_on(0)))]), Stop(8.0, sends=[_sent(_on(0, 3.0))])]
     assert ends_s(stops, 1, 0.0) == ends_s(stops, 3, 0.0) == pytest.approx((1.0, 3.0))
     assert ends_s(stops, 1, 0.1) == pytest.approx((0.9, 2.7))  # what runs then takes compute units from nothing
     assert ends_s([Stop(2.0)], 1, 0.0) == (0.0, 0.0)
+
+
+def test_what_compute_waits_for_is_not_behind_gathers_of_its_axis() -> None:
+    """It has a line of its own: only the second collective of the two that compute waits for is behind the first."""
+    taken, waited = _sent(_on(0, 5.0)), (0, _on(0))
+    alone, behind = (ends_s([Stop(20.0, takes=[(1, taken)]), Stop(1.0, waits=waits)], 3, 0.0) for waits in ([], [waited, waited]))
+    assert alone == behind == pytest.approx((5.0, 0.0))
 
 
 def test_over_two_axes_all_that_is_begun_together_waits_for_its_first_collectives() -> None:

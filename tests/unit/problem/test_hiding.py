@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.problem.hiding import Load, Loads, in_line, merged, together_s
+from autopar.problem.hiding import Load, merged, together_s
 from autopar.simulate.engine import Task, run
 
 CONTENTION = 0.15
@@ -49,14 +49,6 @@ def test_it_is_the_event_engine(seed: int) -> None:
 
     compute_s, waited, behind = rng.uniform(1.0, 6.0), [load(0)][:rng.randint(0, 1)], [load(axis) for axis in range(1, rng.randint(2, 3))]
     assert together_s(compute_s, waited, behind, CONTENTION) == pytest.approx(_engine_s(compute_s, waited, behind), rel=0.02)
-
-
-def test_gathers_are_in_line_before_what_a_block_waits_for_on_the_same_axis() -> None:
-    gathers = Loads([Load(0, 5.0, {"gpu": 1.0})])
-    shown, hidden = in_line({}, gathers)
-    assert not shown and hidden[0].seconds == pytest.approx(5.0)
-    shown, hidden = in_line({0: 2.0, 1: 9.0}, gathers)
-    assert hidden[0].seconds == pytest.approx(2.0) and shown[0].seconds == pytest.approx(3.0)
 
 
 def test_loads_of_an_axis_are_one() -> None:

@@ -12,6 +12,7 @@ passes, with nothing hidden, are those of the Problem but for the starts that bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,6 +127,8 @@ class Passes:
         shows = {scope: [_share(total, contention, shared) for total in totals] for scope, totals in scopes.items()}
         if not self.late and not shared:
             self._begins(scopes, shows, contention)
+        if self.apart and not shared and "" in scopes:
+            shows[""][FORWARD] = self._fetched(scopes, shows[""][FORWARD], contention)
         return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shows[name if name in self.program.runs else ""], strict=True)]
                 for name, did in self.did.items()}
 
@@ -144,6 +147,18 @@ class Passes:
         more.ahead.add([load.times(share) for load in own.ahead.moving()])
         took_s = _shown_s(left, contention) + _shown_s(more, contention) - _shown_s(top, contention)
         shows[first][BACKWARD] = min(shows[first][BACKWARD], took_s / own.background_s)
+
+    def _fetched(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
+        """The share that shows of what a stage gathers behind its blocks: it begins with the last of them, or a few before (runtime.ahead), and hides under what these
+        leave; `share` where there are no blocks."""
+        own, last = scopes[""][FORWARD], next((scope for scope in reversed(self.program.runs) if scope in scopes), None)
+        if last is None or not own.background_s:
+            return share
+        block, count = scopes[last][FORWARD], self.program.runs[last].count
+        nbytes = sum(sent.nbytes for stop in self.stops.of(last, back=False) for _, sent in stop.takes)
+        reached = min(count, math.ceil(BUCKET_BYTES / max(1.0, nbytes)))
+        hidden_s = min(own.background_s, max(0.0, block.work_s - block.background_s) * reached / count)
+        return 1.0 - (1.0 - contention) * hidden_s / own.background_s
 
     def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
         """Seconds that the forward of a stage that begins with so many blocks of `scope` takes longer than all of them, the backward of one that ends

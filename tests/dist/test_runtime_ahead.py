@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.runtime import Block, Mesh, Param, ShardedModule, count, gather, remat, reshard
+from autopar.runtime.collectives import start_all_gather, start_all_reduce
 from autopar.runtime.count import record
 from tests.helpers.ranks import living
 
@@ -151,3 +152,23 @@ def _changing():
 
 def test_what_changes_between_steps_is_learned_anew() -> None:
     living(4).run(_changing)
+
+
+def _crossing(_):
+    """Two ranks begin what is in the background and what is not in different orders."""
+    mesh = Mesh((2,), ("z",), "cpu")
+    mine = torch.full((3,), float(mesh.coord[0] + 1), dtype=torch.float64)
+    begin = [lambda: start_all_gather(mine, 0, mesh, behind=True), lambda: start_all_reduce(10 * mine, 0, mesh)]
+    if mesh.coord[0]:
+        begun = [begin[1](), begin[0]()][::-1]
+    else:
+        begun = [start() for start in begin]
+    return [finish().tolist() for finish in begun[::-1]], mesh.group(0, behind=True) is mesh.group(0)
+
+
+def test_what_compute_waits_for_does_not_wait_for_the_background() -> None:
+    """In one group the two would take each other's data, or wait forever."""
+    for (summed, gathered), same in living(2).run(_crossing, None):
+        assert summed == [30.0] * 3
+        assert gathered == [[1.0] * 3, [2.0] * 3]
+        assert not same

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.cluster import Cluster
+from autopar.cost.comm import link_shares
+from autopar.layout import BUCKET_BYTES
 from autopar.pipeline.alone import step_cost
 from autopar.pipeline.passed import Passed
 from autopar.planner import Candidate, Planner
-from autopar.problem.passing import Passing
+from autopar.problem.hiding import Load, together_s
+from autopar.problem.passing import COMPUTE, SHOWN, WAITED, Passing
 from autopar.problem.settings import Settings
 from autopar.problem.types import Problem
 from autopar.recipes.free import space
@@ -67,6 +70,26 @@ def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner,
     assert np.allclose(state.totals, Passed(passing, tuple(state.choice)).totals, rtol=1e-9, atol=1e-12)
 
 
+def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candidate) -> None:
+    """Of loads that take of each link what large ones take; the rest alone at the end is rounded up to what links can move."""
+    passing = Passing(found.model, planner._forward(found.mesh), late=False)
+    state, rng = Passed(passing, found.solution.choice), np.random.default_rng(0)
+    each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) for axis in found.mesh.axes]
+    of = np.zeros((passing.width, 200))
+    of[COMPUTE] = rng.uniform(1.0, 10.0, 200)
+    of[passing.behind(0):passing.behind(0) + 2] = rng.uniform(0.0, 8.0, (2, 200)) * rng.integers(0, 2, (2, 200))
+    of[passing.ahead(0):passing.ahead(0) + 2] = rng.uniform(0.0, 2.0, (2, 200))
+    of[passing.waits(0):passing.waits(0) + 2] = rng.uniform(0.0, 3.0, (2, 200)) * rng.integers(0, 2, (2, 200))
+    of[WAITED] = of[passing.waits(0):passing.waits(0) + 2].sum(0)
+    of[SHOWN] = of[COMPUTE] + of[WAITED]
+    took_s = state._together_s(of)
+    for column in range(200):
+        behind = [Load(axis, of[passing.ahead(axis), column] + of[passing.behind(axis), column], each[axis]) for axis in range(2)]
+        waited = [Load(axis, of[passing.waits(axis), column], each[axis]) for axis in range(2)]
+        priced_s = together_s(of[COMPUTE, column], [load for load in waited if load.seconds], behind, passing.model.prices.contention)
+        assert took_s[column] == pytest.approx(priced_s, rel=0.01)
+
+
 def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
     """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
     model, forward = found.model.with_limit(math.inf), planner._forward(found.mesh)
@@ -84,7 +107,7 @@ def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: C
             off.append(seconds[column] / step_cost(model, choice, forward).time_s - 1)
             asked += 1
     assert asked > 20
-    assert np.abs(off).max() < 0.1 and np.std(off) < 0.03
+    assert np.abs(off).max() < 0.1 and np.std(off) < 0.02
 
 
 @pytest.mark.parametrize("room", [1.0, 1.3])

@@ -5,6 +5,7 @@
                    the best shape whose neighbours were not visited
     polish         solve the best shape to the end, and walk its memory; then those that are near it and may be faster, and the next best where that
                    makes another one the best
+    hone           what comes of it by what the whole step takes (joint.honed)
 
 Nothing is visited whose floor (no work sent, no time waited but what the timetable makes everyone wait) is above what is known, and
 nothing looked at closer whose bound is.
@@ -19,12 +20,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
+from autopar.joint.honed import honed
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.pricing import Beaten, Pricing
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
-from autopar.onestage import CLOSE
+from autopar.onestage import CLOSE, HONED
 
 
 @dataclass(eq=False)
@@ -106,8 +108,16 @@ class Explorer:
             best = self.best
             rough = None if best is None or self.pricing.proven[best.shape] >= self.known_s * (1 - CLOSE) else self._rough(best)
             if rough is None:
-                return best
+                return self._honed(best)
             self._polish(rough)
+
+    def _honed(self, best: Found | None) -> Found | None:
+        """The answer, honed where it may become the fastest that is known."""
+        if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
+            return best
+        self.inner.request.say(f"honing {best.shape}")
+        made = self.found[best.shape] = honed(self.inner, self.space.name, best, self._late)
+        return made
 
     def searched(self, known_s: float) -> float:
         """Seconds of what `run` finds, given the step that others have by now."""

@@ -13,21 +13,24 @@ import numpy as np
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
 from autopar.problem.passing import COMPUTE, PASSES, SHOWN, WAITED, Passing
+from autopar.problem.types import Problem
 from autopar.search.state import FIXED, State
 
 
 class Passed(State):
-    """A step of one stage and one microbatch (pipeline.alone). Totals are [seconds of updates, bytes, forbidden pairs, quantities of each pass of each scope].
-    `limit_bytes` may be set to other room in memory."""
+    """A step of one stage and one microbatch (pipeline.alone), or one that is `times` as long as the passes of a microbatch, with `own_s` seconds beside them by
+    node and choice, and the memory of `problem`, which has the nodes of `passing` and behind its nets those of what is once per step.
 
-    def __init__(self, passing: Passing, choice: Sequence[int]) -> None:
-        self.passing = passing
+    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope]. `limit_bytes` may be set to other room in memory."""
+
+    def __init__(self, passing: Passing, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = ()) -> None:
+        self.passing, self.times, self.own_s = passing, times, own_s or passing.updates_s
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
         each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {} for axis in passing.model.prices.mesh.axes]
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
         self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels] of a link that a collective takes
         self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
-        super().__init__(passing.model.problem, tuple(choice))
+        super().__init__(problem or passing.model.problem, tuple(choice))
 
     @property
     def _rows(self) -> int:
@@ -38,7 +41,7 @@ class Passed(State):
         width, found = self.passing.width, totals[0].copy()
         for first in self.first.values():
             for way in PASSES:
-                found += self._together_s(totals[first + way * width:first + (way + 1) * width])
+                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width])
         return found
 
     def _together_s(self, of: np.ndarray) -> np.ndarray:
@@ -77,7 +80,7 @@ class Passed(State):
         return pace_s, moved_s
 
     def _slots(self, t: int) -> slice | np.ndarray:
-        return self._of(self.passing.nets[t].scope)
+        return self._of(self.passing.nets[t].scope) if t < len(self.passing.nets) else slice(FIXED)
 
     def _of(self, scope: str) -> np.ndarray:
         """The totals of what belongs to a scope."""
@@ -86,15 +89,16 @@ class Passed(State):
     def _node_features(self, v: int) -> np.ndarray:
         node, table = self.problem.nodes[v], self.passing.nodes[v]
         forbidden, own = np.isinf(node.cost_s), np.zeros((self._rows, len(node.cost_s)))
-        own[0], own[1], own[2] = np.where(forbidden, 0.0, self.passing.updates_s[v]), node.memory_bytes, forbidden
+        own[0], own[1], own[2] = np.where(forbidden, 0.0, self.own_s[v]), node.memory_bytes, forbidden
         own[self._of(table.scope)[FIXED:]] = _of_passes(table.each)
         return own
 
     def _net_features(self, t: int) -> np.ndarray:
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
-        fixed = np.stack([np.zeros(forbidden.shape), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
-        return np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
+        once = t >= len(self.passing.nets)
+        fixed = np.stack([np.where(forbidden, 0.0, once * net.cost_s), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
+        return fixed if once else np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
 
 
 def _of_passes(each: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from autopar.search.state import Penalty, State
 Choice = tuple[int, ...]
 
 TRIED = 16
-"""So many moves are priced before it is given up that one is faster."""
+"""So many moves of each kind are priced before it is given up that one is faster."""
 
 SHORT = 160
 """So many choices of each kind are tried in pairs."""
@@ -34,10 +34,11 @@ LARGEST = 4096
 """Pairs that are asked for at once: more would not fit into a cache."""
 
 
-def honed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False) -> tuple[Choice, float]:
-    """A solution that fits and no slower than `start`, which fits, and its seconds by `price_s`; it ends early where it is `late`."""
+def honed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
+    """A solution that fits and no slower than `start`, which fits, and its seconds by `price_s`; it ends early where it is `late`. So many moves are `tried` before it is
+    given up that one is faster."""
     state.reset(start)
-    honing = _Honing(state, price_s, start, price_s(start))
+    honing = _Honing(state, price_s, late, tried, start, price_s(start))
     while not late() and (honing.moved(honing.singles()) or honing.moved(honing.pairs())):
         pass
     return honing.best, honing.best_s
@@ -49,6 +50,8 @@ class _Honing:
 
     state: State
     price_s: Callable[[Choice], float]
+    late: Callable[[], bool]
+    tried: int
     best: Choice
     best_s: float
     seen: set[Choice] = field(default_factory=set)
@@ -76,7 +79,7 @@ class _Honing:
                 self.state.reset(made)
                 return True
             priced += 1
-            if priced == TRIED:
+            if priced == self.tried or self.late():
                 break
         return False
 

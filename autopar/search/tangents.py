@@ -19,7 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.problem.types import Net, Node, Problem
 from autopar.search import ilp
 from autopar.search.descent import descend
-from autopar.search.honing import GAIN, Choice, honed
+from autopar.search.honing import GAIN, TRIED, Choice, honed
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, State
 
 SPREADS = (0.003, 0.03, 0.1, 0.3)
@@ -29,11 +29,11 @@ GLANCE_S = 10.0
 """For one Problem at most; it takes a fraction of a second."""
 
 
-def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False) -> tuple[Choice, float]:
+def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
     """As `honing.honed`: a solution that fits and no slower than `start`, which fits, and its seconds by `price_s`."""
     best, start_s = _valley(state, start, late), price_s(start)
-    found, found_s = honed(state, best, price_s, late)
-    return (found, found_s) if found_s < start_s or best == start else honed(state, start, price_s, late)
+    found, found_s = honed(state, best, price_s, late, tried)
+    return (found, found_s) if found_s < start_s or best == start else honed(state, start, price_s, late, tried)
 
 
 def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:

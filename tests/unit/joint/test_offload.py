@@ -69,7 +69,7 @@ GPUS = Cluster.parse("h100:1x4")
 
 
 def _searched(memory_bytes: float, cluster: Cluster = GPUS, batch: int = 256) -> Plan:
-    request = Request(cluster, Settings(), mesh=(4,), memory_bytes=memory_bytes, time_limit_s=20.0)
+    request = Request(cluster, Settings(), mesh=(4,), memory_bytes=memory_bytes, time_limit_s=60.0)
     return joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
 
 
@@ -115,7 +115,7 @@ def _slow_links() -> Cluster:
 @pytest.mark.parametrize(("held", "memory_bytes", "batch"), [("optimizer", 60e6, 16), ("parameters", 50e6, 64)])
 def test_pipelines_rest_on_the_host(held: str, memory_bytes: float, batch: int) -> None:
     """Each place steps what its own stages have; the step ends when the slowest has, in the simulation too."""
-    request = Request(_slow_links(), Settings(), memory_bytes=memory_bytes, time_limit_s=20.0)
+    request = Request(_slow_links(), Settings(), memory_bytes=memory_bytes, time_limit_s=60.0)
     made = joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
     assert (made.offload, made.places, made.strategy) == (held, 2, f"search, {held} on the host")
     assert made.predicted.memory_bytes <= memory_bytes and "on the host, up to 0.0" in made.notes[-1] and "because nothing else fits" in made.notes[-1]
@@ -133,7 +133,7 @@ def test_pipelines_rest_on_the_host(held: str, memory_bytes: float, batch: int) 
 
 def test_the_host_of_a_node_is_for_the_ranks_of_all_its_places() -> None:
     """A head of its own place has little on the host: the node has room for it and the blocks, a node of one device has not."""
-    request = Request(_slow_links(), Settings(), memory_bytes=60e6, time_limit_s=20.0)
+    request = Request(_slow_links(), Settings(), memory_bytes=60e6, time_limit_s=60.0)
     made = joint.plan(graph(), {"b": 16}, request, model="stack", graph_hash="0" * 64)
     uneven = replace(made, stages=(replace(made.stages[0], blocks={"layers_0": (0, 4)}), replace(made.stages[1], blocks={})))
     program = read(graph(), made.hints, training=True)
@@ -147,14 +147,14 @@ def test_what_fits_no_way_says_what_hosts_lack() -> None:
     cluster = _slow_links()
     small = replace(cluster, device=replace(cluster.device, host_memory_bytes=30_000_000))
     with pytest.raises(InfeasibleError) as failed:
-        joint.plan(graph(), {"b": 16}, Request(small, Settings(), memory_bytes=60e6, time_limit_s=20.0), model="stack", graph_hash="0" * 64)
+        joint.plan(graph(), {"b": 16}, Request(small, Settings(), memory_bytes=60e6, time_limit_s=60.0), model="stack", graph_hash="0" * 64)
     assert re.search(r"parameters on the host needs 0\.06 GiB of the host for each device, 0\.03 GiB are there", str(failed.value))
 
 
 def test_what_a_step_can_gain_at_most() -> None:
     """With 50 times as many bytes of activations as of state, room for the state is had for a fiftieth of what running all blocks again takes, twice that
     to be sure; nothing is known of plans that run all of them again, nor where too little is kept to make room."""
-    inner = Inner(graph(), {"b": 1 << 15}, Request(GPUS, Settings(), time_limit_s=20.0))
+    inner = Inner(graph(), {"b": 1 << 15}, Request(GPUS, Settings(), time_limit_s=60.0))
     there, alone = inner.hosted("optimizer"), Shape(1, (4,), 1)
     assert worth.least_s(there, alone, "none") == 0  # nothing to compare with
     inner.best_s = 1.0
@@ -171,16 +171,16 @@ def test_what_a_step_can_gain_at_most() -> None:
 
 def test_less_memory_of_devices_for_more_time() -> None:
     """The frontier goes on where all of it on devices ends."""
-    plans = frontier(graph(), {"b": 64}, Request(Cluster.parse("h100:1x1"), Settings(), time_limit_s=20.0), model="stack", graph_hash="0" * 64)
+    plans = frontier(graph(), {"b": 64}, Request(Cluster.parse("h100:1x1"), Settings(), time_limit_s=60.0), model="stack", graph_hash="0" * 64)
     assert [plan.offload for plan in plans] == ["", "optimizer"]
     assert plans[0].predicted.step_s < plans[1].predicted.step_s and plans[0].predicted.memory_bytes > plans[1].predicted.memory_bytes
-    forced = Request(Cluster.parse("cpu:1x4"), Settings(), recipe="optimizer_offload", time_limit_s=20.0)
+    forced = Request(Cluster.parse("cpu:1x4"), Settings(), recipe="optimizer_offload", time_limit_s=60.0)
     assert {plan.strategy for plan in frontier(graph(), {"b": 64}, forced, model="stack", graph_hash="0" * 64)} == {"optimizer_offload"}
 
 
 def test_what_is_to_be_run_again_is_so_on_the_host_too() -> None:
     """A host as fast as the device makes running nothing again on it faster, which is not what was asked for."""
     fast = replace(GPUS, device=replace(GPUS.device, host_link_bytes_s=450e9, host_bandwidth_bytes_s=3e12))
-    request = Request(fast, Settings(), mesh=(4,), memory_bytes=60e6, time_limit_s=20.0, remat="full")
+    request = Request(fast, Settings(), mesh=(4,), memory_bytes=60e6, time_limit_s=60.0, remat="full")
     made = joint.plan(graph(), {"b": 256}, request, model="stack", graph_hash="0" * 64)
     assert set(made.remat) == {"layers_0"}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.layout import NO_GRAD, Layout, Step, is_placed, parse, show, steps
+from autopar.layout import NO_GRAD, Layout, Step, crosses, is_placed, parse, show, steps
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.rerun import Rerun, check, rerun, saves_results
@@ -141,6 +141,16 @@ class Edges:
         if op.name in about.skipped:
             return "skip"
         return "keep" if op.name in self.as_made or saves_results(op) else "skip"
+
+    def behind(self, plan: Plan) -> tuple[int, ...]:
+        """The mesh axes on which something runs in the background (gathers of weights, sums and scatters of gradients) and compute waits for something else."""
+        sizes, behind, waited = tuple(plan.mesh), set[int](), set[int]()
+        for reshard in self.reshards:
+            moved = {step.axis for step in (*reshard.forward(sizes), *reshard.backward(sizes)) if crosses(step, sizes)}
+            (behind if reshard.role == "sync" or reshard.fetches(sizes) else waited).update(moved)
+        behind.update(axis for axes in self.sync.values() for axis in axes)
+        waited.update(axis for runs in plan.runs.values() for axis, run in enumerate(runs) if run)
+        return tuple(sorted(axis for axis in behind & waited if sizes[axis] > 1))
 
     def between(self, ref: Ref, dst: Pair, role: str = "edge", scope: str | None = None) -> Reshard | None:
         """The reshard from `ref` to `dst` that readers in `scope` share, or None where none is needed."""

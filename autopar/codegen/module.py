@@ -63,6 +63,7 @@ def _header(context: Context) -> str:
     again = "".join(f", {name}" for name in (*context.marks, *(["remat"] if plan.remat else [])))
     bases = "Pipeline, PipelinedModule, Stage" if plan.pipelined else "ShardedModule"
     places = f", places={plan.places}" if plan.places > 1 else ""
+    behind = f", behind={axes}" if (axes := context.edges.behind(plan)) else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
     return f'''"""{plan.model} on {cluster} | mesh {mesh or "of one device"} | {plan.strategy} | {plan.mode}
 
@@ -78,7 +79,7 @@ import torch.nn.functional as F
 
 from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{again}
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
-MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places})
+MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})
 '''
 
 

@@ -97,7 +97,7 @@ class Passed(State):
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
         once = t >= len(self.passing.nets)
-        fixed = np.stack([np.where(forbidden, 0.0, once * net.cost_s), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
+        fixed = np.stack([np.where(forbidden | (not once), 0.0, net.cost_s), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
         return fixed if once else np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
 
 

@@ -1,6 +1,6 @@
 """Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
 
-Those that start `behind` do not wait for others of the axis that do not, nor these for them (Mesh.behind).
+Those that start `behind` do not wait for others of the axis that do not, nor these for them, where the axis has a group for it (Mesh.behind).
 
 All are exact for every dtype: booleans, which the backends reduce each in its own way, travel as bytes.
 """

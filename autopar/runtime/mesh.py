@@ -26,8 +26,8 @@ class Mesh:
     """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
 
     With `places` above 1 there are that many such meshes, one per place of a pipeline axis that stands in front of the
-    others; this rank sees the mesh of its own place. Two meshes with the same sizes and names are the same object, so that
-    they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
+    others; this rank sees the mesh of its own place. The axes `behind` have a second process group each, for what runs in the
+    background. Two meshes with the same of all these are the same object, so that they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
     """
 
     sizes: tuple[int, ...]
@@ -35,23 +35,25 @@ class Mesh:
     device_type: str
     places: int
     number: int
+    behind: tuple[int, ...]
     pipeline: dist.ProcessGroup
+    _second: dict[int, dist.ProcessGroup]
 
-    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu", places: int = 1) -> Mesh:
-        key = (tuple(sizes), tuple(names), device_type, places)
+    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu", places: int = 1, behind: Sequence[int] = ()) -> Mesh:
+        key = (tuple(sizes), tuple(names), device_type, places, tuple(behind))
         for known in _MESHES:
-            if (known.sizes, known.names, known.device_type, known.places) == key:
+            if (known.sizes, known.names, known.device_type, known.places, known.behind) == key:
                 return known
         if len(key[0]) != len(key[1]) or any(n < 1 for n in key[0]):
             raise RunError(f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more")
         mesh = super().__new__(cls)
-        mesh.sizes, mesh.names, mesh.device_type, mesh.places = key
+        mesh.sizes, mesh.names, mesh.device_type, mesh.places, mesh.behind = key
         mesh.number = len(_MESHES)
         _MESHES.append(mesh)
         return mesh
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mesh, (self.sizes, self.names, self.device_type, self.places)
+        return Mesh, (self.sizes, self.names, self.device_type, self.places, self.behind)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
@@ -74,11 +76,23 @@ class Mesh:
             raise RunError(f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
                            f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks")
         sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
+        if self.places > 1:
+            sizes, names = (self.places, *sizes), (PIPELINE, *names)
+        whole = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+        self._second = self._again(sizes, names, whole)
         if self.places == 1:
-            return init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
-        whole = init_device_mesh(self.device_type, (self.places, *sizes), mesh_dim_names=(PIPELINE, *names))
+            return whole
         self.pipeline = whole.get_group(PIPELINE)
-        return whole[names]
+        return whole[names[1:]]
+
+    def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
+        """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them runs later."""
+        if not self.behind:
+            return {}
+        whole, more = init_device_mesh(self.device_type, sizes, mesh_dim_names=names), len(sizes) - len(self.sizes)
+        made = {axis: (whole.get_group(axis + more), first.get_group(axis + more)) for axis in self.behind}
+        # torch gives an axis of all ranks the default group every time
+        return {axis: dist.new_group() if second is known else second for axis, (second, known) in made.items()}
 
     @property
     def place(self) -> int:
@@ -116,15 +130,14 @@ class Mesh:
         return tuple(None if device_mesh is None else device_mesh.get_group(axis) for axis in range(len(self.sizes)))
 
     @cached_property
-    def behind(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Second process groups of the same ranks, for what runs in the background: a group runs its collectives one after the other, so what compute
-        waits for would wait behind gathers for later blocks (as Megatron-LM's --create-all-gather-group). Made on first use by the ranks of each group alone."""
-        return tuple(None if group is None or size == 1 else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-                     for group, size in zip(self.groups, self.sizes, strict=True))
+    def behind_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Those for what runs in the background. A group runs its collectives one after the other: what compute waits for would wait behind gathers for later
+        blocks, so that the axes `behind` have a second group of the same ranks (as Megatron-LM's --create-all-gather-group)."""
+        return tuple(self._second.get(axis, group) for axis, group in enumerate(self.groups)) if self.device_mesh is not None else self.groups
 
     def group(self, axis: int, *, behind: bool = False) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`; for what runs in the background the one `behind`."""
-        return (self.behind if behind else self.groups)[axis]
+        """The process group of this rank along `axis`; for what runs in the background the one `behind` where there is one."""
+        return (self.behind_groups if behind else self.groups)[axis]
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +167,7 @@ class Mesh:
 
     def forget(self) -> None:
         """Drop the process groups, for programs that shut torch.distributed down and start it again."""
-        for name in ("device_mesh", "coord", "groups", "behind", "pipeline_group"):
+        for name in ("device_mesh", "coord", "groups", "behind_groups", "pipeline_group"):
             self.__dict__.pop(name, None)
 
 

@@ -20,7 +20,7 @@ RERUN, PLAIN, TURNED = "run again", "kept", "turned, and cast"
 def _model(how):
     """Blocks of two gathered weights, one of which ranks sum over as well (HSDP); marks say when a block computes, forward and back. `TURNED`: the first
     one is read with its dims the other way round, the second one rests in another dtype."""
-    mesh = Mesh((2, 2), ("x", "y"), "cpu")
+    mesh = Mesh((2, 2), ("x", "y"), "cpu", behind=(0, 1))
     square = {"shape": (WIDTH, WIDTH), "mesh": mesh}
 
     class Mark(torch.autograd.Function):
@@ -156,7 +156,7 @@ def test_what_changes_between_steps_is_learned_anew() -> None:
 
 def _crossing(_):
     """Two ranks begin what is in the background and what is not in different orders."""
-    mesh = Mesh((2,), ("z",), "cpu")
+    mesh = Mesh((2,), ("z",), "cpu", behind=(0,))
     mine = torch.full((3,), float(mesh.coord[0] + 1), dtype=torch.float64)
     begin = [lambda: start_all_gather(mine, 0, mesh, behind=True), lambda: start_all_reduce(10 * mine, 0, mesh)]
     if mesh.coord[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,7 +23,8 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.simulate import simulate
-from autopar.simulate.pieces import Piece
+from autopar.simulate.pieces import Piece, Pieces
+from autopar.simulate.rank import Rank
 from autopar.simulate.stages import Stages
 
 CLOSE = 0.03
@@ -106,9 +108,23 @@ def test_stacks_that_are_turned_are_gathered_ahead() -> None:
             assert sum(begin < computes for begin in gathered) >= 3, (during, name)
 
 
+def test_what_is_waited_for_is_not_behind_gathers_of_its_axis() -> None:
+    """What is in the background has a stream of its own, as it has a process group (runtime.mesh); the two share the links of their axis."""
+    cluster = Cluster.parse("h100:1x4")
+    rank = Rank(Pieces(cluster.mesh((4,)), cluster.device, Settings()))
+    moved = Piece("rows", "all_gather", 0, 1.0, 1e9)
+    for number in range(2):
+        rank.collective(replace(moved, name=f"weight {number}"))
+    rank.do([moved, Piece("work", "compute", -1, 1.0)])
+    ran = rank.run()
+    spans = {mark.piece.name: span for mark, span in zip(ran.marks, zip(ran.timeline.begin_s, ran.timeline.end_s, strict=True), strict=True)}
+    assert spans["rows"][0] == 0.0 and 1.5 < spans["rows"][1] <= 2.0  # beside the first weight
+    assert spans["weight 1"][0] == pytest.approx(spans["weight 0"][1]) and spans["work"][0] == spans["rows"][1]
+
+
 @pytest.mark.parametrize("made", [lambda: _planned("ep"), *(lambda recipe=recipe: _planned(recipe) for recipe in ("ddp", "zero3", "hsdp")), _both_on_one_axis, _taken_apart],
                          ids=["ep", "ddp", "zero3", "hsdp", "ep and zero3", "taken apart"])
 def test_the_price_is_what_the_simulation_takes(made: object) -> None:
-    """Gathers of the axis stand in line with what goes to experts; stacks that are turned have their gradients summed in buckets, as all others (ddp, hsdp)."""
+    """Gathers of the axis share its links with what goes to experts; stacks that are turned have their gradients summed in buckets, as all others (ddp, hsdp)."""
     plan = made()  # type: ignore[operator]
     assert simulate(_mixtral().gm, plan).step_s == pytest.approx(plan.predicted.step_s, rel=CLOSE)

@@ -247,6 +247,8 @@ def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: b
     """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
     blocks = sum(bool(c.ends_s) for c in part)
     (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
+    if not blocks:  # there is nothing else to hide under
+        begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
     back_s = first_s + last_s
     seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
     if split and training:

@@ -22,7 +22,7 @@ class Cost:
     step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
     of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
     one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
-    where it begins with it."""
+    where it begins with it. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -34,6 +34,7 @@ class Cost:
     weights_s: float = 0.0
     both_s: float = 0.0
     ends_s: tuple[tuple[float, float, float], ...] = ()
+    hidden_s: tuple[float, float] = (0.0, 0.0)
 
 
 def memory_bytes(costs: Sequence[Cost], in_flight: int) -> float:

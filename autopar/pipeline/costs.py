@@ -54,8 +54,14 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
     ends = {scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)]) for scope in count if apart and micro.prices.overlap > 0.0}
-    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()))
-            for unit in did.pieces]
+    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()),
+                    hidden_s=(0.0, 0.0) if unit.name in count or not count else _hidden_s(did.did[unit.name], seconds[unit.name])) for unit in did.pieces]
+
+
+def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
+    """What of the forward and of the backward of a piece does not show."""
+    forward_s, backward_s = (max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2]))
+    return forward_s, backward_s
 
 
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:

@@ -14,22 +14,17 @@ from passes import edit, facts
 
 aten = torch.ops.aten
 
-ORDERED = (aten.einsum.default,)
+ORDERED = (aten.einsum.default, aten.linear.default, aten.matmul.default)
 """Ops of two tensors that are reordered in front of the kernel."""
 
 
 def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of its own."""
+    """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of its own: torch is
+    asked, at example sizes. Each is kept for the gradient of the other."""
     operands = edit.tensor_operands(node)
     if node.target not in ORDERED or len(operands) != 2:
         return ()
-    return tuple(position for position in positions if _is_copied(node, operands, position))
-
-
-def _is_copied(node: fx.Node, operands: list[fx.Node], position: int) -> bool:
-    """Ask torch, at example sizes: what is kept for the gradient of the other operand alone is no view of this one."""
-    tensors = [_alike(node, operand) for operand in operands]
-    tensors[1 - position].requires_grad_()
+    tensors = [_alike(node, operand).requires_grad_(1 - position in positions) for position, operand in enumerate(operands)]
     kept: list[Tensor] = []
     queue: Iterator[Tensor] = iter(tensors)
 
@@ -38,8 +33,9 @@ def _is_copied(node: fx.Node, operands: list[fx.Node], position: int) -> bool:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        node.target(*fx.map_arg(node.args, lambda _: next(queue)))  # type: ignore[operator]
-    return not any(tensor.untyped_storage() is tensors[position].untyped_storage() for tensor in kept)
+        node.target(*fx.map_arg(node.args, lambda _: next(queue)))
+    storages = [tensor.untyped_storage() for tensor in kept]
+    return tuple(position for position in positions if not any(tensors[position].untyped_storage() is storage for storage in storages))
 
 
 def _alike(node: fx.Node, operand: fx.Node) -> Tensor:

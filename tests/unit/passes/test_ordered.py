@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from passes import ANNOTATE, NORMALIZE, edit, run
+from passes.ordered import ORDERED
 from tests.helpers.export import export_graph
 
-aten = torch.ops.aten
+Make = Callable[[Tensor, Tensor], Tensor]
 
 
 class Product(nn.Module):
-    """The product of what comes in, with a weight added, and another weight."""
+    """A product of what comes in, with a weight added, and another weight."""
 
-    def __init__(self, equation: str, weight: tuple[int, ...], like: Tensor) -> None:
+    def __init__(self, make: Make, weight: Tensor, like: Tensor) -> None:
         super().__init__()
-        self.equation = equation
-        self.added, self.weight = nn.Parameter(torch.randn_like(like)), nn.Parameter(torch.randn(weight))
+        self.make = make
+        self.added, self.weight = nn.Parameter(torch.randn_like(like)), nn.Parameter(weight)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x + self.added, self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum(self.equation, self.operands(x))
+        return self.make(*self.operands(x))
 
 
-@pytest.mark.parametrize(("equation", "weight", "turned", "copies"), [
-    ("becd,edh->bech", (4, 5, 6), False, (0,)),  # slots of one expert are not beside each other in all samples
-    ("becd,edh->bech", (4, 5, 6), True, ()),  # where experts come first in memory they are
-    ("becd,be->bcd", (2, 4), False, ()),
-    ("becd,dh->bech", (5, 6), False, ()),
-    ("becd,hdc->beh", (6, 5, 3), False, (1,)),  # two dims that are summed, in another order in the weight
-    ("becd,becd->becd", (2, 4, 3, 5), False, ()),
-])  # fmt: skip
-def test_operands_in_another_order_are_kept_as_copies(equation: str, weight: tuple[int, ...], turned: bool, copies: tuple[int, ...]) -> None:
-    x = torch.randn(4, 2, 3, 5).transpose(0, 1) if turned else torch.randn(2, 4, 3, 5)
-    model = Product(equation, weight, x)
-    (product,) = edit.calls(run(export_graph(model, (x,)), (*NORMALIZE, *ANNOTATE)), aten.einsum.default)
+def einsum(equation: str) -> Make:
+    return lambda x, w: torch.einsum(equation, x, w)
+
+
+PLAIN, TURNED = torch.randn(2, 4, 3, 5), torch.randn(4, 2, 3, 5).transpose(0, 1)
+CASES: list[tuple[Make, Tensor, tuple[int, ...], tuple[int, ...]]] = [
+    (einsum("becd,edh->bech"), PLAIN, (4, 5, 6), (0,)),  # slots of one expert are not beside each other in all samples
+    (einsum("becd,edh->bech"), TURNED, (4, 5, 6), ()),  # where experts come first in memory they are
+    (einsum("becd,be->bcd"), PLAIN, (2, 4), ()),
+    (einsum("becd,dh->bech"), PLAIN, (5, 6), ()),
+    (einsum("becd,hdc->beh"), PLAIN, (6, 5, 3), (1,)),  # two dims that are summed, in another order in the weight
+    (einsum("becd,becd->becd"), PLAIN, (2, 4, 3, 5), ()),
+    (torch.matmul, PLAIN, (2, 4, 5, 6), ()),
+    (torch.matmul, TURNED, (2, 4, 5, 6), (0,)),  # heads that come from the middle of the memory, as in attention
+    (F.linear, PLAIN, (6, 5), ()),
+    (F.linear, TURNED, (6, 5), (0,)),
+]
+
+
+@pytest.mark.parametrize(("make", "x", "weight", "copies"), CASES)
+def test_operands_in_another_order_are_kept_as_copies(make: Make, x: Tensor, weight: tuple[int, ...], copies: tuple[int, ...]) -> None:
+    model = Product(make, torch.randn(weight), x)
+    *_, product = (node for node in edit.calls(run(export_graph(model, (x,)), (*NORMALIZE, *ANNOTATE)), *ORDERED))
     assert product.meta["saved"].copies == copies
 
     operands = model.operands(x)
@@ -49,7 +64,7 @@ def test_operands_in_another_order_are_kept_as_copies(equation: str, weight: tup
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = torch.einsum(equation, operands)
+        result = make(*operands)
     own = sum(held.pop(operands[i].untyped_storage().data_ptr()) for i in product.meta["saved"].positions)
     assert own + sum(held.values()) == sum(tensor.nbytes for tensor in operands)
     assert sum(held.values()) == sum(operands[i].nbytes for i in copies)

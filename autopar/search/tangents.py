@@ -1,4 +1,4 @@
-"""Descent from many starts: a State that is not linear is so near where it is, and the optimum of that Problem lies in another valley.
+"""Descent from other starts: near a solution a State is nearly linear, and the optimum of that linear Problem mostly lies in another valley.
 
     tangent     the Problem whose seconds grow as those of the State do there, over a small spread or a wide one: what is steep near by may be flat farther off
     glance      a solution of it; descent by the State from there. Where that is faster than all before, once more from there

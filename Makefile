@@ -1,6 +1,6 @@
 # make demo      set up .venv, plan GPT-2 small for 4 CPU ranks, run one training step, compare with one device
-# make test      set up .venv, lint, type-check, fast tests
-# make test-all  as test, with the full matrix
+# make test      set up .venv, lint, type-check, fast tests on the same examples every time
+# make test-all  as test, with the full matrix, on new examples
 PY    ?= python3
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -29,7 +29,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu'
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --hypothesis-profile repeatable -m 'not slow and not gpu'
 
 test-all: lint types
 	$(BIN)/pytest -n $(JOBS) -m 'not gpu'

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
-settings.load_profile("without deadlines")
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)  # of `make test`, which judges a change: the same examples every time
+settings.load_profile("without deadlines")  # of all else, which looks for what is wrong: new examples every time
 gc.set_threshold(20_000, 20, 20)  # most of what capturing and planning makes lives on: to look through it seldom is enough
 
 

@@ -40,7 +40,7 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
     """The fastest by the State of what is reached from `start`, tangent by tangent."""
     state.reset(start)
     best, best_s, before_s = start, float(state.seconds(state.totals)[0]), math.inf
-    while best_s < before_s * (1 - GAIN) and not late():
+    while 0.0 < best_s < before_s * (1 - GAIN) and not late():
         before_s = best_s
         state.reset(best)
         for problem in [tangent(state, spread) for spread in SPREADS]:
@@ -59,7 +59,8 @@ def _descended(problem: Problem, state: State) -> Choice | None:
 
 
 def tangent(state: State, spread: float) -> Problem:
-    """The Problem whose seconds grow with each total as those of `state` do where it is, within `spread` of them; memory and what is forbidden are its own."""
+    """The Problem whose seconds grow with each total as those of `state` do where it is, within `spread` of them; memory and what is forbidden are its own.
+    ValueError where it takes no time: there is nothing to take a share of."""
     slopes = _slopes(state, spread)
     nodes = [Node(node.name, node.labels, _limited(own, slopes), own[BYTES], np.zeros(own.shape[1])) for node, own in zip(state.problem.nodes, state.own, strict=True)]
     nets = [Net(net.name, net.producer, net.row, net.uses, _limited(table, slopes[state.slots[t]]), table[BYTES])
@@ -76,6 +77,8 @@ def _slopes(state: State, spread: float) -> np.ndarray:
     """By total, how much longer a step takes for one more of it; nothing for bytes and what is forbidden."""
     totals = state.totals
     step = spread * float(state.seconds(totals)[0])
+    if step <= 0.0:
+        raise ValueError("a solution that takes no time has no tangent: there is nothing to take a share of")
     moved = np.arange(len(totals))
     less = np.minimum(step, np.maximum(totals[:, 0], 0.0)) * (moved >= FIXED)
     up, down = np.repeat(totals, len(totals), 1), np.repeat(totals, len(totals), 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,6 +56,16 @@ def test_it_is_no_worse_than_the_start_and_no_move_is_better(problem: Problem) -
     best, best_s = roamed(state, start, price_s)
     assert fits(problem, best) and best_s == price_s(best) <= price_s(start)
     assert honed(state, best, price_s)[1] >= best_s * (1 - 1e-4)
+
+
+def test_what_takes_no_time_stays() -> None:
+    """Four choices of two nodes, none of which costs anything."""
+    free = random_problem(0, nodes=2)
+    free = replace(free, nodes=tuple(replace(node, cost_s=np.zeros_like(node.cost_s), hide_s=np.zeros_like(node.hide_s), group=-1) for node in free.nodes), nets=(), groups=0)
+    state = State(free, (0, 0))
+    assert roamed(state, (0, 0), lambda choice: 0.0) == ((0, 0), 0.0)
+    with pytest.raises(ValueError, match="no time"):
+        tangent(state, SPREADS[0])
 
 
 def test_it_reaches_most_optima_that_descent_alone_does_not() -> None:

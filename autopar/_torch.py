@@ -55,7 +55,7 @@ def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=trainable)
     tensor.requires_grad_(trainable)
     tensor._is_param = True
-    return tensor  # type: ignore[return-value]
+    return tensor  # type: ignore[return-value]  # isinstance looks at that attribute
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:

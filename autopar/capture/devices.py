@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 
 LITERALS = (torch.tensor, torch.as_tensor)
-DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a property in C, which stubs have as a plain attribute
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
-
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found, lay
@@ -32,7 +30,7 @@ def honed(inner: Inner, name: str, found: Found, late: Callable[[], bool]) -> Fo
         return found
 
     def laid(choice: tuple[int, ...], *, whole: bool) -> Found | None:
-        made = Chosen(chosen.models, chosen.model, replace(chosen.solution, choice=choice, optimal=False), chosen.level, chosen.apart, chosen.all_again, chosen.bound_s)
+        made = replace(chosen, solution=replace(chosen.solution, choice=choice, optimal=False))
         try:
             return lay(inner, name, found.shape, found.table, found.ground, made, whole=whole)
         except InfeasibleError:
@@ -52,5 +50,5 @@ def _state(found: Found) -> Passed:
     """A step as the Problem weighs it, but for what hides in which pass."""
     chosen, table = found.chosen, found.table
     passing = Passing(chosen.models.at(chosen.level), chosen.models.forward, late=True)
-    own_s = [np.where(np.isfinite(node.cost_s), node.cost_s, 0.0) / table.places for node in chosen.models.once.problem.nodes]
+    own_s = [node.cost_s / table.places for node in chosen.models.once.problem.nodes]
     return Passed(passing, chosen.solution.choice, chosen.model.problem, table.length, own_s)

@@ -14,7 +14,7 @@ from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
 from autopar.problem.passing import COMPUTE, PASSES, SHOWN, WAITED, Passing
 from autopar.problem.types import Problem
-from autopar.search.state import FIXED, State
+from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 
 class Passed(State):
@@ -38,7 +38,7 @@ class Passed(State):
 
     def seconds(self, totals: np.ndarray) -> np.ndarray:
         """Seconds of each column."""
-        width, found = self.passing.width, totals[0].copy()
+        width, found = self.passing.width, totals[SECONDS].copy()
         for first in self.first.values():
             for way in PASSES:
                 found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width])
@@ -89,7 +89,7 @@ class Passed(State):
     def _node_features(self, v: int) -> np.ndarray:
         node, table = self.problem.nodes[v], self.passing.nodes[v]
         forbidden, own = np.isinf(node.cost_s), np.zeros((self._rows, len(node.cost_s)))
-        own[0], own[1], own[2] = np.where(forbidden, 0.0, self.own_s[v]), node.memory_bytes, forbidden
+        own[SECONDS], own[BYTES], own[FORBIDDEN] = np.where(forbidden, 0.0, self.own_s[v]), node.memory_bytes, forbidden
         own[self._of(table.scope)[FIXED:]] = _of_passes(table.each)
         return own
 

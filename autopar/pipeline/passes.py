@@ -195,21 +195,22 @@ class Passes:
         self._again(self.home[cluster.root.name], max(0.0, left_s), ahead_s, inside)
 
     def _stops(self, op: Op, forward_s: float, back_s: float) -> None:
-        """Compute of an operator where it stands in its block."""
-        if op.scope in self.program.runs:
+        """Compute of an operator where it stands in its block; only stages ask what is where in a block (`ends_s`, `_fetched`)."""
+        if self.apart and op.scope in self.program.runs:
             for seconds, back in ((forward_s, False), (back_s, True)):
                 self.stops.at(op, back=back).compute_s = seconds / self.program.runs[op.scope].count
 
     def _inside(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
         """Collectives inside an operator, where it stands in its block."""
-        for way, back in zip(waits, (False, True), strict=True):
+        for way, back in zip(waits, (False, True), strict=True) if self.apart else ():
             stop = self.stops.at(op, back=back)
             stop.waits += [(LAST, self._load(wait)) for wait in way if not wait.last]
             stop.behind += [self._load(wait) for wait in way if wait.last]
 
     def _reads(self, link: Link, net: Net, column: int) -> list[tuple[Op, int]]:
-        """Who in a block reads a value as `column` has it, in order, each with the number of the operand; what is fed to a block is its first one."""
-        return [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)
+        """Who in a block reads a value as `column` has it, in order, each with the number of the operand; what is fed to a block is its first one. Only of
+        pieces that are `apart` it is asked what is where in a block."""
+        return [] if not self.apart else [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)
                 if op.scope in self.program.runs and int(use.column[self.choice[use.node]]) == column]
 
     def _load(self, wait: Wait) -> Load:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.state import Penalty, State
+from autopar.search.state import BYTES, Penalty, State
 
 Choice = tuple[int, ...]
 
@@ -112,7 +112,7 @@ class _Honing:
         fits_s, roomy_s = self._seconds(self.fits), self._seconds(self.roomy)
         found = [np.argsort(fits_s, kind="stable")[:SHORT], np.argsort(roomy_s, kind="stable")[:SHORT]]
         if np.isfinite(self.state.limit_bytes):
-            freed = -self.state.changes()[1]
+            freed = -self.state.changes()[BYTES]
             frees = np.flatnonzero((freed > 0) & (roomy_s < self.fits.forbidden_s))
             rate = (roomy_s[frees] - self.best_s) / freed[frees]
             found.append(frees[np.argsort(rate, kind="stable")[:SHORT // 2]])

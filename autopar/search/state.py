@@ -115,18 +115,18 @@ class State:
 
     def score(self, totals: np.ndarray, penalty: Penalty) -> np.ndarray:
         """Seconds of each column, penalties included."""
-        over = np.maximum(0.0, totals[1] - self.limit_bytes * (1 + 1e-12))
-        return np.asarray(self.seconds(totals) + penalty.byte_s * over + penalty.forbidden_s * totals[2])
+        over = np.maximum(0.0, totals[BYTES] - self.limit_bytes * (1 + 1e-12))
+        return np.asarray(self.seconds(totals) + penalty.byte_s * over + penalty.forbidden_s * totals[FORBIDDEN])
 
     def seconds(self, totals: np.ndarray) -> np.ndarray:
         """Seconds of each column."""
         groups = FIXED + self.problem.groups
-        seconds = totals[0] + np.maximum(0.0, totals[FIXED:groups]).sum(0)
+        seconds = totals[SECONDS] + np.maximum(0.0, totals[FIXED:groups]).sum(0)
         return np.asarray(seconds + self.problem.abreast_s(totals[groups:]) if self.problem.lanes else seconds)
 
     def feasible(self) -> bool:
         """Whether nothing forbidden is used and memory fits."""
-        return self.totals[2, 0] < 0.5 and self.totals[1, 0] <= self.limit_bytes * (1 + 1e-12)
+        return self.totals[FORBIDDEN, 0] < 0.5 and self.totals[BYTES, 0] <= self.limit_bytes * (1 + 1e-12)
 
     @property
     def _rows(self) -> int:
@@ -166,13 +166,13 @@ class State:
     def _slots(self, t: int) -> slice | np.ndarray:
         """The totals that net `t` adds to."""
         group = self.problem.nets[t].group
-        return slice(FIXED) if group < 0 else np.array([0, 1, 2, FIXED + group])
+        return slice(FIXED) if group < 0 else np.array([*range(FIXED), FIXED + group])
 
     def _node_features(self, v: int) -> np.ndarray:
         """[totals, choices]: what each choice of node `v` adds by itself."""
         node, own = self.problem.nodes[v], np.zeros((self._rows, len(self.problem.nodes[v].cost_s)))
         forbidden = np.isinf(node.cost_s)
-        own[0], own[1], own[2] = np.where(forbidden, 0.0, node.in_lane(-1)), node.memory_bytes, forbidden
+        own[SECONDS], own[BYTES], own[FORBIDDEN] = np.where(forbidden, 0.0, node.in_lane(-1)), node.memory_bytes, forbidden
         for lane in () if node.lane is None else np.unique(node.lane[node.lane >= 0]):
             own[FIXED + self.problem.groups + lane] = np.where(forbidden, 0.0, node.in_lane(lane))
         if node.group >= 0:

@@ -10,7 +10,6 @@ from autopar.cluster import Cluster
 from autopar.joint.honed import _state, honed
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found, lay
-from autopar.joint.models import Chosen
 from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
@@ -39,7 +38,7 @@ def _worse(inner: Inner, found: Found) -> Found:
         for c in range(len(node.labels)):
             choice = (*chosen.solution.choice[:v], c, *chosen.solution.choice[v + 1:])
             if fits(problem, choice):
-                other = Chosen(chosen.models, chosen.model, dataclasses.replace(chosen.solution, choice=choice), chosen.level, chosen.apart, chosen.all_again, 0.0)
+                other = dataclasses.replace(chosen, solution=dataclasses.replace(chosen.solution, choice=choice))
                 laid = lay(inner, "search", SHAPE, found.table, found.ground, other, whole=True)
                 if laid.step_s > found.step_s * 1.02:
                     return laid

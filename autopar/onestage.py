@@ -143,12 +143,15 @@ def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: 
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory would make the best plan's mesh faster than prices tell apart."""
+    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem."""
     if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
         return False
-    roomy = replace(best.model.problem, memory_limit_bytes=math.inf)
-    here_s = best.model.problem.price(best.solution.choice).time_s
-    return roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice).time_s < here_s * (1 - 2 * CLOSE)
+    problem = best.model.problem
+    roomy = replace(problem, memory_limit_bytes=math.inf)
+    there = roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice)
+    if there.memory_bytes < FULL * planner.request.limit_bytes:
+        return False  # `best` may be slower by its Problem, but not for want of memory
+    return there.time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
 
 
 def _check_mesh(request: Request) -> None:

@@ -239,11 +239,14 @@ class Planner:
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
         state = Passed(Passing(model, forward, late=False), found.solution.choice)
         price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # what is near is asked for again with other room
+        state.limit_bytes = -math.inf
         for _ in range(HONINGS):
-            start = found.solution.choice
+            start, before_bytes = found.solution.choice, state.limit_bytes
             held_bytes = model.problem.price(start).memory_bytes
             # as much as now lives for a moment only, or more
             state.limit_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)
+            if more_bytes == 0.0 and state.limit_bytes <= before_bytes:
+                break  # it came of as much room
             choice, seconds = roamed(state, start, price_s, late)
             if seconds >= found.cost.time_s:
                 break

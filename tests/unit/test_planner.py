@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.onestage import SIMPLER, _simplest
-from autopar.planner import Candidate
+from autopar.onestage import SIMPLER, _short_of_memory, _simplest
+from autopar.planner import Candidate, Planner
+from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution
-from autopar.recipes.free import spaces
+from autopar.recipes.free import space, spaces
+from autopar.request import Request
+from autopar.search import ilp
+from autopar.search.feasible import in_bytes
+from tests.helpers.verify import subject
 
 
 def candidate(name: str, time_s: float) -> Candidate:
@@ -40,3 +48,19 @@ def test_one_of_them_alone_is_the_answer() -> None:
 def test_the_outermost_of_three_axes_has_no_more_ranks_than_samples(samples: int, outermost: int) -> None:
     three = [m for m in spaces(Cluster.parse("h100:32x8"), lambda ways: samples % ways == 0) if len(m) == 3]
     assert {m[0] for m in three} == ({outermost} if outermost else set())
+
+
+@pytest.mark.parametrize(("room", "short"), [(1000.0, False), (1.0, True)])
+def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_there_is_little(room: float, short: bool) -> None:
+    """What is honed by the step as it runs may be slower by its Problem: that says nothing of memory."""
+    who = subject("hf-gpt2")
+    planner = Planner.of(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x4"), Settings("train")))
+    found = planner.candidate((4,), space((4,)), "search", partial(ilp.glance, time_limit_s=10))
+    problem = replace(found.model.problem, memory_limit_bytes=math.inf)
+    smallest = ilp.search(in_bytes(problem), time_limit_s=10).choice
+    slow, fast = problem.price(smallest), problem.price(found.solution.choice)
+    assert slow.time_s > 1.05 * fast.time_s and slow.memory_bytes < fast.memory_bytes
+    best = replace(found, solution=replace(found.solution, choice=smallest))
+    planner.request = replace(planner.request, memory_bytes=room * slow.memory_bytes)
+    planner.missing_bytes.append(1.0)  # of another mesh
+    assert _short_of_memory(planner, best) == short

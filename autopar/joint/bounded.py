@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
+from autopar.joint.cases import bound_s
 from autopar.joint.counted import alone, between_pieces, timed
-from autopar.joint.cutting import ROUNDS, Cutting, Level
+from autopar.joint.cutting import CLOSE, ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
 from autopar.joint.models import Models
 from autopar.joint.pricing import Pricing
-from autopar.joint.relaxed import Relaxed
+from autopar.joint.relaxed import Key, Relaxed
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.pipeline.least import Example, Least, least, mean
@@ -32,17 +34,27 @@ GLANCE_S = 10.0  # seconds for one Problem at most; none of those that were trie
 Choices = list[tuple[int, ...]]
 
 
-def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices) -> float:
-    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards."""
+def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices, cases: Sequence[Key] = ()) -> float:
+    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, and with all `ROUNDS`, by `cases` of
+    these passes (joint.cases)."""
+    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], _solved if rounds == ROUNDS else _glance, met)
     try:
-        cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], _glance, met)
-        return cutting.bound_s(cutoff_s, rounds)
+        return bound_s(cutting, cases, cutoff_s) if cases and rounds == ROUNDS and levels[0].hides else cutting.bound_s(cutoff_s, rounds)
     except InfeasibleError:
         return math.inf
 
 
 def _glance(problem: Problem, cutoff_s: float) -> Solution:
     return ilp.glance(problem, time_limit_s=GLANCE_S, cutoff_s=cutoff_s)
+
+
+def _solved(problem: Problem, cutoff_s: float) -> Solution:
+    """As near to the optimum as the last cutting planes need it."""
+    first = _glance(problem, cutoff_s)
+    if first.bound_s >= min(cutoff_s, problem.price(first.choice).time_s * (1 - CLOSE)):
+        return first
+    found = ilp.search(problem, time_limit_s=GLANCE_S, start=first.choice, cutoff_s=cutoff_s, gap=CLOSE / 2)
+    return replace(found, bound_s=max(found.bound_s, first.bound_s))
 
 
 class Alone:
@@ -58,11 +70,12 @@ class Alone:
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no plan beats."""
         met: Choices = []
-        roomy_s = cut_s([alone(self.passing, self.plain, math.inf)], cutoff_s, rounds, met)
+        roomy = alone(self.passing, self.plain, math.inf)
+        roomy_s = cut_s([roomy], cutoff_s, rounds, met, roomy.keys)
         short = any(self.plain.problem.price(choice).memory_bytes > self.inner.limit_bytes for choice in met)
         if roomy_s >= cutoff_s or not short:
             return roomy_s
-        return max(roomy_s, min(cut_s([each], cutoff_s, rounds, []) for each in self._limited()))
+        return max(roomy_s, min(cut_s([each], cutoff_s, rounds, [], each.keys) for each in self._limited()))
 
     def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """The same with all the memory there is and no update at all."""
@@ -104,11 +117,11 @@ class Timed:
         if not self.tables:
             return math.inf, [], []
         met: Choices = []
-        mean_s = cut_s([self.mean(updated=updated)], cutoff_s, rounds, met)
+        mean_s = cut_s([self.mean(updated=updated)], cutoff_s, rounds, met, self._cases)
         return mean_s, self._lengths(self._example(met[-1], updated=updated)) if mean_s < cutoff_s else [], met
 
     def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices) -> float:
-        roomy_s = cut_s([self._timed(table, weights, self.passing, math.inf)], cutoff_s, rounds, met)
+        roomy_s = cut_s([self._timed(table, weights, self.passing, math.inf)], cutoff_s, rounds, met, self._cases)
         limited = self._timed(table, weights, self.passing, self.inner.limit_bytes)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
@@ -127,6 +140,12 @@ class Timed:
 
     def _timed(self, table: Timetable, weights: Least, passing: Passing, limit_bytes: float) -> Relaxed:
         return timed(passing, self.models, table, weights, limit_bytes)
+
+    @cached_property
+    def _cases(self) -> Sequence[Key]:
+        """The passes of which places, each laid out in its own way, are each in one of the cases: what is outside of blocks is not of one place. Where memory has a price
+        the mean of all places fits, and not each, so that these are no cases of its own."""
+        return [(scope, way) for scope in self.passing.scopes for way in PASSES if scope or self.shape.places == 1]
 
     @cached_property
     def _again(self) -> list[Passing]:

@@ -24,6 +24,7 @@ from autopar.search.solver import GLOP, solve
 
 CLOSE = 1e-3  # relative: a bound this near to the most that is possible is the end
 ROUNDS = 24
+TINY = 1e-9  # of a step: such coefficients only trouble the solver, and any prices prove something
 
 Prices = dict[Key, np.ndarray]
 Solve = Callable[[Problem, float], Solution]
@@ -45,6 +46,7 @@ class Cutting:
     levels: Sequence[Level]
     solve: Solve
     choices: list[tuple[int, ...]] = field(default_factory=list)
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the solutions that were met before the last prices: their mixture is what keeps these from proving more
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no mixture of solutions beats, as near to the most that can be proven as `rounds` allow; no more than `cutoff_s` is asked for."""
@@ -75,7 +77,7 @@ class Cutting:
 
     def _first(self, relaxed: Relaxed) -> Sums:
         """What one solution takes, so that prices are bounded."""
-        prices = {key: np.zeros(relaxed.passing.width) for key in relaxed.keys}
+        prices = {key: np.zeros(relaxed.passing.width + 1) for key in relaxed.keys}
         for (_, way), values in prices.items():
             values[SHOWN] = relaxed.times[way]
         problem, _more_s = relaxed.priced(prices, np.zeros(len(relaxed.rooms)))
@@ -89,23 +91,26 @@ class Cutting:
         least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)
         rooms = self.levels[0].relaxed.rooms
         price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)  # of filling a Room, in units of a step
-        found = []
+        found, rows = [], []
         for level in self.levels:
             relaxed = level.relaxed
-            parts = {key: Polytope(model, relaxed) for key in relaxed.keys}
+            parts: dict[Key, Polytope] = {}
+            for key in relaxed.keys:  # what is outside of blocks is the first
+                parts[key] = Polytope(model, relaxed, key, parts.get(("", key[1])))
             found.append(parts)
             for sums in level.met:
                 row = model.add_rows(1, -math.inf, _shown_s(relaxed, sums) / unit_s)
+                rows.append(row)
                 model.add_entries(np.array([row]), least, 1.0)
                 over = np.array([float(each) / room.limit for each, room in zip(sums.over, rooms, strict=True)])
                 model.add_entries(np.full(len(over), row), price, -over)
                 for key, part in parts.items():
                     values = -relaxed.times[key[1]] * (sums.passes[key] @ part.taken) / unit_s
-                    used = np.flatnonzero(values)
+                    used = np.flatnonzero(np.abs(values) > TINY)
                     model.add_entries(np.full(len(used), row), part.columns[used], values[used])
         answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
-        assert answer.values is not None, "prices of nothing are always possible"
-        values = answer.values
+        assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
+        values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
         each = [{key: level.relaxed.times[key[1]] * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
                  for key, part in parts.items()} for level, parts in zip(self.levels, found, strict=True)]
         bytes_s = np.array([max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)])

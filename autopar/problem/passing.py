@@ -24,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.layout import BUCKET_BYTES, fraction
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, fraction
 from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
@@ -206,9 +206,27 @@ class Passing:
 
     def _buckets(self, link: Link) -> np.ndarray:
         """Of each row, how much of a bucket the leaf of one block fills that is gathered once per step."""
+        return np.minimum(1.0, self._gathered(link) / BUCKET_BYTES)
+
+    def _gathered(self, link: Link) -> np.ndarray:
+        """Of each row, bytes of the leaf of one block that is gathered once per step."""
         sizes = self.model.prices.sizes
-        gathered = [link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows]
-        return np.minimum(1.0, np.array(gathered) / BUCKET_BYTES)
+        return np.array([link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows])
+
+    @cached_property
+    def leaves_s(self) -> Mapping[str, np.ndarray]:
+        """By scope of blocks and by axis: LEAF takes no more than that of what is ahead, the bytes of the first few buckets at what a byte takes, and what leaves take
+        beyond that, at whatever price of a byte says least."""
+        found: dict[str, np.ndarray] = {}
+        for scope in self.model.links[0].program.runs:
+            weights = {link.ref: (self._gathered(link), self.nets[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes].max(1))
+                       for index, link in reversed(list(enumerate(self.model.links))) if link.weight and link.cluster.scope == scope}
+            sizes = [nbytes for nbytes, _ in weights.values()]
+            last = sorted((float(nbytes.max()) for nbytes in sizes), reverse=True)[:LEAVES_AHEAD]
+            others = sum(float(nbytes[nbytes < BUCKET_BYTES].max(initial=0.0)) for nbytes in sizes)
+            first_bytes = sum(last) + min(LEAVES_AHEAD * BUCKET_BYTES, others)  # a bucket is full with a last one on top of less than it holds
+            found[scope] = np.array([_most_s(first_bytes, [(nbytes, leaf_s[:, axis]) for nbytes, leaf_s in weights.values()]) for axis in range(self.axes)])
+        return found
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -261,6 +279,13 @@ class Passing:
         each[:, SHOWN] = moved.local_s + (1.0 - hidden) * moving_s.sum(1)
         each[:, first:first + self.axes] = hidden * moving_s
         _add(found, each, moved.at, times)
+
+
+def _most_s(first_bytes: float, leaves: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Seconds of leaves of which so many bytes are ahead, given each one's bytes and seconds by choice. With any price of a byte: what all leaves take is their bytes at
+    that price and what is beyond it, and of both the share of the bytes is ahead."""
+    byte_s = {0.0, *(float(s) / float(b) for nbytes, seconds in leaves for b, s in zip(nbytes, seconds, strict=True) if b > 0)}
+    return min(price * first_bytes + sum(float(np.maximum(0.0, seconds - price * nbytes).max(initial=0.0)) for nbytes, seconds in leaves) for price in byte_s)
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ def alone_on(name: str, cluster: str, mesh: tuple[int, ...]) -> tuple[Alone, lis
     return here, solutions(here.plain.problem)
 
 
-def solutions(problem: Problem, count: int = 2) -> list[tuple[int, ...]]:
+def solutions(problem: Problem, count: int = 4) -> list[tuple[int, ...]]:
     """Possible choices: the best ones where everything costs something else."""
     found = []
     for seed in range(count):

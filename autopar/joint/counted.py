@@ -22,8 +22,10 @@ def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: boo
     """One stage and one microbatch (pipeline.alone), with the memory of `bytes_of`, a Model with the same choices; `updated`: with the optimizer's step."""
     problem, held = passing.model.problem, bytes_of.problem
     node_s = [passing.updates_s[index] * updated - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
-    room = Room([node.memory_bytes for node in held.nodes], [net.memory_bytes for net in held.nets], limit_bytes)
-    return Relaxed(passing, (1.0, 1.0), node_s, [np.zeros(net.cost_s.shape) for net in problem.nets], _rooms([room]))
+    nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
+    shared = bytes_of.shared  # other nets count bytes of what is stored of blocks that run again: without them it is a bound all the same
+    room = Room([node.memory_bytes for node in held.nodes], [*(net.memory_bytes for net in held.nets[:shared]), *nothing[shared:]], limit_bytes)
+    return Relaxed(passing, (1.0, 1.0), node_s, nothing, _rooms([room]))
 
 
 def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, updated: bool = True) -> Relaxed:
@@ -33,6 +35,7 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     between = passing.between or frozenset()
     net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
              for link, net in zip(once.links, once.problem.nets, strict=True)]
+    net_s += [np.zeros(net.cost_s.shape) for net in micro.problem.nets[len(net_s):]]  # of bytes alone
     return Relaxed(passing, (weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between)))
 
 

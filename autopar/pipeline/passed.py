@@ -80,7 +80,7 @@ class Passed(State):
         return pace_s, moved_s
 
     def _slots(self, t: int) -> slice | np.ndarray:
-        return self._of(self.passing.nets[t].scope) if t < len(self.passing.nets) else slice(FIXED)
+        return self._of(self.passing.nets[t].scope) if t < self.passing.model.shared else slice(FIXED)
 
     def _of(self, scope: str) -> np.ndarray:
         """The totals of what belongs to a scope."""
@@ -96,7 +96,7 @@ class Passed(State):
     def _net_features(self, t: int) -> np.ndarray:
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
-        once = t >= len(self.passing.nets)
+        once = t >= self.passing.model.shared
         fixed = np.stack([np.where(forbidden | (not once), 0.0, net.cost_s), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
         return fixed if once else np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
 

@@ -105,7 +105,7 @@ class Passes:
         for index, cluster in enumerate(model.clusters):
             self._node(index, cluster)
         for link, net in zip(model.links, model.problem.nets, strict=True):
-            for column, name in self.readings(link, net):
+            for column, name in self.readings(link, net) if link.moves else ():
                 self._net(link, net, column, name)
 
     def readings(self, link: Link, net: Net) -> list[tuple[int, str]]:

@@ -21,9 +21,10 @@ from autopar.layout import crowded, dim_of, fits, is_shard
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program
+from autopar.problem.holding import counted
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.members import Choice, Member, members_of
-from autopar.problem.nets import Link, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
+from autopar.problem.nets import Link, bytes_alone, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, kept
@@ -45,6 +46,11 @@ class Model:
     links: list[Link]  # behind the nets
     prices: Prices
     plain: Problem | None = None  # where blocks are run again: the same without
+
+    @property
+    def shared(self) -> int:
+        """How many nets, the first ones, it has whatever is run again."""
+        return len((self.plain or self.problem).nets)
 
     def with_limit(self, limit_bytes: float) -> Model:
         """The same with other room in memory."""
@@ -95,7 +101,8 @@ class Frame:
         """
         choices = [_choices(c, per_axis, sizes) for c, *per_axis in zip(clusters, *joints, strict=True)]
         members = [members_of(cluster, options) for cluster, options in zip(clusters, choices, strict=True)]
-        return Frame(program, clusters, choices, members, links_of(program, clusters, members), kept(clusters, program), branches or Branches())
+        keeps = kept(clusters, program)
+        return Frame(program, clusters, choices, members, counted(links_of(program, clusters, members), keeps), keeps, branches or Branches())
 
     def priced(self, prices: Prices, memory_limit_bytes: float, name: str = "") -> Model:
         """The Problem with the numbers of `prices`."""
@@ -105,7 +112,7 @@ class Frame:
                       for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
         nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
         nets = tuple(whole(_net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches)
-                     for link in self.links)
+                     if link.moves else bytes_alone(link, self.keeps, prices) for link in self.links)
         return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.members, self.links, prices)
 
 

@@ -21,7 +21,7 @@ def corners(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
     ops = [op for op in program.ops.values() if op.scope == scope]
     seconds = {op.name: forward.op_s(op, decisions[op.name]) for op in ops}
     for link in model.links:
-        if link.kind == "edge" and link.readers[0][0].scope == scope:
+        if link.moves and link.kind == "edge" and link.readers[0][0].scope == scope:
             row, done = link.rows[link.row[choice[link.producer]]], dict[int, None]()
             for (op, _), use in zip(link.readers, link.uses, strict=True):
                 column = int(use.column[choice[use.node]])
@@ -43,7 +43,7 @@ def best_kept(model: Model, forward: ForwardPrices, choice: tuple[int, ...], wan
     """`model`, a Problem with the blocks of `wanted` run again, with what makes `choice` fastest within memory kept instead, scope by
     scope; and what that is."""
     assert model.plain is not None, "a Problem in which blocks are run again"
-    plain = replace(model, problem=model.plain, plain=None)
+    plain = replace(model, problem=model.plain, links=model.links[:model.shared], plain=None)
     best, found = model, dict(wanted)
     for scope in wanted:
         for corner in corners(plain, forward, choice, scope):

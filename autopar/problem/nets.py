@@ -19,8 +19,11 @@ from autopar.problem.pairs import Pair, pair
 from autopar.problem.prices import Prices
 from autopar.problem.resting import Resting
 from autopar.problem.saved import HOLDERS, Kept, Way
-from autopar.problem.types import Use
+from autopar.problem.types import Net, Use
 from autopar.rules.experts import INSIDE
+
+COPIES, LYING = "copies", "lying"
+"""What a net counts the bytes of: copies that its changes of layout make, and what lies as it is made."""
 
 Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among the members)
 
@@ -28,7 +31,8 @@ Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among
 @dataclass(eq=False)
 class Link:
     """One net before it has numbers: a value, who reads it, how often per step, and how: an edge, a feed, a carry. `rows` are the ways
-    in which its producer lays it, `columns` those in which readers want it; `row` and the columns of `uses` are by choice."""
+    in which its producer lays it, `columns` those in which readers want it; `row` and the columns of `uses` are by choice. `counts` are the bytes that it
+    counts; a link that `moves` nothing counts bytes alone (problem.holding)."""
 
     program: Program
     ref: Ref
@@ -42,6 +46,8 @@ class Link:
     row: np.ndarray
     columns: list[Pair]
     uses: tuple[Use, ...]
+    counts: tuple[str, ...] = (COPIES, LYING)
+    moves: bool = True
 
     @cached_property
     def way(self) -> Way:
@@ -85,6 +91,14 @@ class Link:
     def size_bytes(self) -> float:
         """Bytes of the whole value."""
         return self.program.bytes_of(self.ref)
+
+    @cached_property
+    def runs(self) -> np.ndarray:
+        """Of each row, whether an algorithm of the runtime makes the value wherever it lies so."""
+        member = self.members[next(m for m, op in enumerate(self.cluster.members) if op.name == self.ref[0])]
+        found = np.ones(len(self.rows), bool)
+        np.logical_and.at(found, self.row, np.array(member.runs)[member.at])
+        return found
 
     def asked_by(self, wanted: Callable[[Op, int], bool]) -> set[int]:
         """The columns that the readers ask for of which (op, operand) is `wanted`, under any choice."""
@@ -188,7 +202,15 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
         halfway = (alive + 1 if alive > 1 else 1) * prices.halfway_bytes(link.rows, link.columns, link.size_bytes)
         return halfway + held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, alive)
     stays = np.array([link.way in keeps.moved or c in saved for c in range(len(link.columns))])
-    return stays * np.where(fresh, held * link.count, _owned(link, keeps, prices)[:, None])
+    copies = held * link.count if COPIES in link.counts else 0.0
+    return stays * np.where(fresh, copies, _owned(link, keeps, prices)[:, None] if LYING in link.counts else 0.0)
+
+
+def bytes_alone(link: Link, keeps: Kept, prices: Prices) -> Net:
+    """The net of a link that moves nothing."""
+    nothing = np.zeros((len(link.rows), len(link.columns)))
+    held = nothing if prices.late else net_bytes(link, keeps, prices, set())
+    return Net(f"{link.ref[0]}:{link.ref[1]} {' and '.join(link.counts)}", link.producer, link.row, link.uses, nothing, held)
 
 
 def _owned(link: Link, keeps: Kept, prices: Prices) -> np.ndarray:
@@ -217,13 +239,20 @@ def node_bytes(index: int, members: Sequence[Member], keeps: Kept, prices: Price
         if op.role in HOLDERS:
             found += member.each(prices.rest_bytes)
         elif keeps.beside(op):
-            always = op.extra_bytes or op.copies or op.target in INSIDE
-            if always or any(member.runs):
-                found += member.each(prices.extra_bytes, None if always else member.runs)
+            always = bool(op.extra_bytes or op.copies or op.target in INSIDE)
+            wanted = [(always or run) and stays for run, stays in zip(member.runs, _stays(member, keeps), strict=True)]
+            if any(wanted):
+                found += member.each(prices.extra_bytes, wanted)
     for (name, output), count in own:
-        size = program.bytes_of((name, output))
-        found += np.array([prices.local_bytes(size, layout) * count for layout in named[name].lying(output)])[named[name].at]
+        size, member = program.bytes_of((name, output)), named[name]
+        each = zip(member.lying(output), _stays(member, keeps), strict=True)
+        found += np.array([prices.local_bytes(size, layout) * count * stays for layout, stays in each])[member.at]
     return found
+
+
+def _stays(member: Member, keeps: Kept) -> list[bool]:
+    """Under each way of a member whose results are kept, whether they stay: of a block that is run again, what has an algorithm of the runtime is too."""
+    return [not run or member.op.scope not in keeps.reruns for run in member.runs]
 
 
 def passing_bytes(members: Sequence[Member], prices: Prices) -> np.ndarray | None:

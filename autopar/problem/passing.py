@@ -166,6 +166,9 @@ class Passing:
 
     def _net(self, link: Link, net: Net) -> Table:
         prices, found = self.model.prices, np.zeros((2, *net.cost_s.shape, self.width))
+        scope = self._scope(link.readers[0][0].scope)
+        if not link.moves:
+            return Table(scope, found)
         here, cost_s = prices.routes.between(link.rows, link.columns), np.where(np.isfinite(net.cost_s), net.cost_s, 0.0)
         ahead = self._moved(here.forward, link.size_bytes)
         if link.weight:
@@ -178,7 +181,7 @@ class Passing:
             if again.any():
                 self._waits(found[BACKWARD], ahead, np.where(again, _over(left_s, ahead.all_s), 0.0))
         found[:, ~np.isfinite(net.cost_s)] = 0.0
-        return Table(self._scope(link.readers[0][0].scope), found)
+        return Table(scope, found)
 
     def _weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: Moved, found: np.ndarray) -> None:
         """As pipeline.passes has it: gathers of a weight, and its gradient back."""

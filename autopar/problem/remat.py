@@ -17,8 +17,9 @@ import numpy as np
 
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
-from autopar.problem.nets import Link, net_bytes, node_bytes, shown, step_s
-from autopar.problem.rerun import heavy, rerun
+from autopar.problem.holding import apart
+from autopar.problem.nets import Link, bytes_alone, net_bytes, node_bytes, shown, step_s
+from autopar.problem.rerun import Rerun, heavy, rerun
 from autopar.problem.saved import Kept, kept
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Node
@@ -48,8 +49,10 @@ def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Mode
     reruns = {scope: rerun(program, scope, names) for scope, names in wanted.items()}
     before, after = kept(model.clusters, program), kept(model.clusters, program, reruns)
     nodes = tuple(_node(model, index, node, forward, before, after) for index, node in enumerate(model.problem.nodes))
-    nets = tuple(_net(link, net, model, forward, before, after) for link, net in zip(model.links, model.problem.nets, strict=True))
-    return replace(model, problem=replace(model.problem, nodes=nodes, nets=nets), plain=model.problem)
+    links, nets = _of_stored(model, after)
+    nets = [*(_net(link, net, model, forward, after) for link, net in zip(model.links, model.problem.nets, strict=True)), *nets]
+    problem = replace(model.problem, nodes=nodes, nets=tuple(nets))
+    return replace(model, problem=problem, links=[*model.links, *links], plain=model.problem)
 
 
 def price(model: Model, choice: tuple[int, ...]) -> str:
@@ -80,19 +83,46 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
     return replace(node, cost_s=cost_s, hide_s=node.hide_s + hide, memory_bytes=stays + live, live_bytes=live)
 
 
-def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, before: Kept, after: Kept) -> Net:
+def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept) -> Net:
     scope = link.readers[0][0].scope if link.kind == "edge" else ""
     about = after.reruns.get(scope)
     if about is None:
         return net if link.weight else replace(net, memory_bytes=net_bytes(link, after, model.prices, set()))
+    if not link.weight:
+        net = _held(link, net, model, after, _stored(link, about)[:, None])
+    if not link.moves:
+        return net
     runs = link.asked_by(lambda op, operand: (op.name, operand) in about.reads)
     again_s = forward.table_s(link.rows, link.columns, link.size_bytes) * link.count
     moves = np.array([[row[0] != column[0] for column in link.columns] for row in link.rows])
-    stored = moves & (link.ref[0] in about.kept)
+    stored = moves & _stored(link, about)[:, None]
     counted = np.array([c in runs for c in range(len(link.columns))]) & ~stored
     cost = np.where(np.isinf(net.cost_s), np.inf, step_s(link, model.prices, set(), set()) + np.where(counted, again_s, 0.0))
     if link.weight:
         return replace(net, cost_s=cost, memory_bytes=net_bytes(link, after, model.prices, set()), shown=shown(link, model.prices, cost, 1.0 + counted))
-    stays = net_bytes(link, after, model.prices, set())
-    live = np.maximum(net.memory_bytes - stays, 0.0) / link.count
-    return replace(net, cost_s=cost, memory_bytes=stays + live, live_bytes=live)
+    return replace(net, cost_s=cost)
+
+
+def _stored(link: Link, about: Rerun) -> np.ndarray:
+    """Of each row of a net to operators of a block that is run again, whether the value is stored: not what has an algorithm of the runtime."""
+    return (link.ref[0] in about.kept) & ~link.runs
+
+
+def _held(link: Link, net: Net, model: Model, after: Kept, stored: np.ndarray) -> Net:
+    """`net` with the bytes of a value that a block's readers want again: where it is not `stored` it is there while one instance has been run again."""
+    live = np.where(stored, 0.0, net.memory_bytes / link.count)
+    held = net_bytes(apart(link, after)[0], after, model.prices, set()) if link.moves and stored.any() else 0.0
+    return replace(net, memory_bytes=np.where(stored, held, live), live_bytes=live)
+
+
+def _of_stored(model: Model, after: Kept) -> tuple[list[Link], list[Net]]:
+    """What counts bytes alone of values that are stored for their readers, which are more than those whose backward keeps them: links and their nets."""
+    links, nets = [], []
+    for link in model.links:
+        about = after.reruns.get(link.readers[0][0].scope)
+        if about is not None and link.moves and (stored := _stored(link, about)).any():
+            for other in apart(link, after)[1]:
+                net = bytes_alone(other, after, model.prices)
+                links.append(other)
+                nets.append(replace(net, memory_bytes=np.where(stored[:, None], net.memory_bytes, 0.0)))
+    return links, nets

@@ -7,6 +7,7 @@ So every kept tensor is followed back through views to the value that owns the b
     comes in from another cluster, moved       the net counts the copy that the reshard makes (`Kept.reads`)
     comes in as it lies                        the net counts the owner (`Kept.counted`): one net where several bring it, none where
                                                its cluster keeps it anyway or only looks at what comes in there
+    where readers ask for several layouts      nets beside it count the bytes alone (problem.holding)
 
 A block that is run again (problem.rerun) keeps nothing of that but what its plan keeps, as if readers saved it, and one tensor per instance
 for each of its placeholders (`Kept.given`).

@@ -150,9 +150,9 @@ class _Dual:
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
         self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
-        self.factors = [f for net in problem.nets for f in _split(net)]
-        self.seats = self._seats()
-        self.shares = [1.0 / max(sum(s.later for s in seats), sum(s.earlier for s in seats), 1) for seats in self.seats]
+        self.factors = [f for net in problem.nets if net.cost_s.any() for f in _split(net)]
+        self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in _split(net)] if self.limit else []  # cost nothing while bytes do not
+        self._seat()
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -167,14 +167,15 @@ class _Dual:
                 late[node.group] -= node.hide_s[c]
         return (late > 0).astype(float)
 
-    def _seats(self) -> list[list[_Seat]]:
-        """The factors that each node is in."""
+    def _seat(self) -> None:
+        """The factors that each node is in, and the share that each of them gets of what it has to give."""
         out: list[list[_Seat]] = [[] for _ in self.problem.nodes]
         for factor in self.factors:
             members = factor.members()
             for slot, v in enumerate(members):
                 out[v].append(_Seat(factor, slot, max(members) > v, min(members) < v, factor.layouts(slot)))
-        return out
+        self.seats = out
+        self.shares = [1.0 / max(sum(s.later for s in seats), sum(s.earlier for s in seats), 1) for seats in out]
 
     def _price(self) -> None:
         """Nodes and tables at the present prices."""
@@ -264,6 +265,9 @@ class _Dual:
         if norm > 0 and self.known_s > value:
             length = self.pace * (self.known_s - value) / norm
             self.memory_s = max(0.0, self.memory_s + length * over)
+            if self.memory_s > 0.0 and self.waiting:
+                self.factors, self.waiting = [*self.factors, *self.waiting], []
+                self._seat()
             self.late = np.clip(self.late + length * late / unit_s**2, 0.0, 1.0)
             self._price()
 

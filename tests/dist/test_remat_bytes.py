@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from autopar.bundle import Bundle
@@ -13,13 +11,13 @@ from autopar.codegen.tables import Names
 from autopar.onestage import plan
 from autopar.planner import Planner
 from autopar.request import Request
-from autopar.problem.build import Model
 from autopar.problem.remat import rematerialised
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks
+from tests.helpers.remat import live
 from tests.helpers.remat import rematerialised as at_level
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import subject
@@ -30,16 +28,6 @@ FAST = [("hf-gpt2", "tp_sp", "selective"), ("hf-t5", "zero3", "full"), ("hf-gpt2
         ("hf-resnet", "single", "full"), ("hf-vit", "tp_sp", "full"), ("hf-neox", "zero3", "selective")]
 SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") for level in ("selective", "full", "all")
         if (case := (name, recipe, level)) not in FAST]
-
-
-def live(made: Model, choice: Sequence[int]) -> float:
-    """Bytes that are there only while a block is run again."""
-    found = sum(float(node.live_bytes[c]) for node, c in zip(made.problem.nodes, choice, strict=True) if node.live_bytes is not None)
-    for net in made.problem.nets:
-        if net.live_bytes is not None:
-            columns = {int(use.column[choice[use.node]]) for use in net.uses}
-            found += sum(float(net.live_bytes[net.row[choice[net.producer]], column]) for column in columns)
-    return found
 
 
 @pytest.mark.parametrize(("name", "recipe", "level"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])

@@ -1,11 +1,13 @@
-"""Plans whose blocks are run again: by level, for every run of a graph."""
+"""Plans whose blocks are run again: by level, for every run of a graph; and what is there only then."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.plan import Plan
+from autopar.problem.build import Model
 from autopar.problem.reading import read
 from autopar.problem.rerun import heavy, keepable
 from tests.helpers.verify import Subject
@@ -32,3 +34,13 @@ def in_part(made: Plan) -> Plan:
     last = len(made.stages) - 1
     stages = [replace(stage, again={scope: int(last == 0 or index < last) for scope in made.remat}) for index, stage in enumerate(made.stages)]
     return replace(made, stages=tuple(stages))
+
+
+def live(made: Model, choice: Sequence[int]) -> float:
+    """Bytes that are there only while a block is run again."""
+    found = sum(float(node.live_bytes[c]) for node, c in zip(made.problem.nodes, choice, strict=True) if node.live_bytes is not None)
+    for net in made.problem.nets:
+        if net.live_bytes is not None:
+            columns = {int(use.column[choice[use.node]]) for use in net.uses}
+            found += sum(float(net.live_bytes[net.row[choice[net.producer]], column]) for column in columns)
+    return found

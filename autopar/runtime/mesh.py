@@ -1,6 +1,6 @@
 """The mesh of ranks that an emitted module runs on.
 
-A `Mesh` is made when the emitted file is imported; the process groups are made on first use, when torch.distributed
+A `Mesh` is made when the emitted file is imported; its process groups are made with the first model (`meet`), when torch.distributed
 runs. Ranks are numbered row by row: the last axis varies fastest, as in torch's DeviceMesh.
 """
 
@@ -85,6 +85,12 @@ class Mesh:
         self.pipeline = whole.get_group(PIPELINE)
         return whole[names[1:]]
 
+    def meet(self) -> None:
+        """Make the process groups, unless they are there: a collective operation of all ranks, and the first of every model. Torch names a group by how many
+        this process made before, so that all ranks make all groups in one order: where one of them did not, a rank was told the address of another group's
+        member under the name of its own, and waited there. Raises RunError where the number of ranks is wrong."""
+        self.device_mesh  # noqa: B018  made when it is asked for
+
     def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
         """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them runs later."""
         if not self.behind:
@@ -108,6 +114,7 @@ class Mesh:
 
     def places_group(self, places: Sequence[int]) -> dist.ProcessGroup:
         """The ranks with the coordinates of this one on some `places`; a collective operation of all ranks."""
+        self.meet()
         inner = math.prod(self.sizes)
         groups = [dist.new_group([place * inner + at for place in places]) for at in range(inner)]
         found: dist.ProcessGroup = groups[dist.get_rank() % inner]

@@ -103,6 +103,7 @@ class ShardedModule(Scope):
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
+        self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
         self._agreed = False

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from autopar.errors import InfeasibleError
 from autopar.joint.cases import bound_s
-from autopar.joint.counted import alone, between_pieces, timed
+from autopar.joint.counted import alone, between_pieces, in_one_place, timed
 from autopar.joint.cutting import CLOSE, ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
 from autopar.joint.models import Models
@@ -107,10 +109,38 @@ class Timed:
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no plan beats."""
         mean_s, ways, met = self._open(cutoff_s, rounds, updated=True)
+        mean_s = max(mean_s, self.whole_s(cutoff_s, rounds) if mean_s < cutoff_s else 0.0)
+        if mean_s >= cutoff_s:
+            return mean_s
         found = math.inf
         for table, weights in ways:
             found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met)))
         return max(mean_s, found) if ways else mean_s
+
+    def whole_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+        """What follows from that places have whole blocks, of n on p places where there is one run of them: either one of them has k + 1, k = n / p rounded up, or
+        none has more than k. Then one has k, and the one with the largest operator outside of blocks no less than are left by all others."""
+        runs, places, microbatches = self.passing.model.links[0].program.runs, self.shape.places, self.shape.microbatches
+        if places == 1 or len(runs) != 1:
+            return 0.0
+        count = next(iter(runs.values())).count
+        most = math.ceil(count / places)
+        wanted_s = cutoff_s * count / most
+        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0)], wanted_s, rounds, [], self._cases)
+        even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
+        if even_s >= min(cutoff_s, uneven_s) or not self._largest:
+            return even_s
+        least = max(0, count - most * (places - 1))
+        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest[0])], min(cutoff_s, uneven_s), rounds, [], self._cases)
+        return min(uneven_s, max(even_s, there_s))
+
+    @cached_property
+    def _largest(self) -> list[int]:
+        """The node outside of blocks that takes longest where each has its best choice; none where there are none."""
+        nodes = self.passing.model.problem.nodes
+        least_s = {index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
+                   for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
+        return [max(least_s, key=least_s.__getitem__)] if least_s else []
 
     def _open(self, cutoff_s: float, rounds: int, *, updated: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
         """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""

@@ -80,5 +80,5 @@ def _split(case: _Case, keys: Sequence[Key]) -> tuple[Key, list[Span]] | None:
         inner = [at for at in (ratio * AROUND[0], ratio * AROUND[1]) if least * 1.02 < at < most * 0.98]
         inner = inner or [math.sqrt(max(least, ratio / 10) * min(most, 10 * max(least, ratio)))]
         wide = min(most, 2.0 * ratio) - least  # what moves under waits is known as well as their share
-        found.append((relaxed.times[key[1]] * wide * relaxed.passing.background_s(case.mean[key]), key, [*pairwise((least, *inner, most))]))
+        found.append((relaxed.times[key] * wide * relaxed.passing.background_s(case.mean[key]), key, [*pairwise((least, *inner, most))]))
     return max(found, key=lambda each: each[0])[1:] if found else None

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.joint.models import Models
-from autopar.joint.relaxed import Relaxed, Room
+from autopar.joint.relaxed import Key, Relaxed, Room
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.least import Least
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.nets import Link
-from autopar.problem.passing import BACKWARD, INPUTS, Passing
+from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
 from autopar.problem.types import Net, Node
 
 
@@ -25,7 +25,7 @@ def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: boo
     nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
     shared = bytes_of.shared  # other nets count bytes of what is stored of blocks that run again: without them it is a bound all the same
     room = Room([node.memory_bytes for node in held.nodes], [*(net.memory_bytes for net in held.nets[:shared]), *nothing[shared:]], limit_bytes)
-    return Relaxed(passing, (1.0, 1.0), node_s, nothing, _rooms([room]))
+    return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, _rooms([room]))
 
 
 def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, updated: bool = True) -> Relaxed:
@@ -35,8 +35,29 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     between = passing.between or frozenset()
     net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
              for link, net in zip(once.links, once.problem.nets, strict=True)]
-    net_s += [np.zeros(net.cost_s.shape) for net in micro.problem.nets[len(net_s):]]  # of bytes alone
-    return Relaxed(passing, (weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between)))
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, [*net_s, *_no_s(micro, net_s)], _rooms(_held(micro, once, table, limit_bytes, between)))
+
+
+def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None) -> Relaxed:
+    """What a place takes at least that has the `share` of the blocks of the one run there is, and of what is outside the operator of node `piece`, for so many
+    microbatches and once per step; with all the memory there is."""
+    scope, once = next(iter(passing.model.links[0].program.runs)), models.once
+    node_s = [share * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
+    if piece is not None:
+        node_s[piece] = node_s[piece] + microbatches * passing.nodes[piece].each[..., SHOWN].sum(0)
+    net_s = [share * _finite(net.cost_s) * (link.cluster.scope == scope and not (link.weight and passing.shared[link.ref]))
+             for link, net in zip(once.links, once.problem.nets, strict=True)]
+    return Relaxed(passing, {(scope, way): share * microbatches for way in PASSES}, node_s, [*net_s, *_no_s(passing.model, net_s)])
+
+
+def _times(passing: Passing, forward: float, backward: float) -> dict[Key, float]:
+    """All passes so many times over."""
+    return {(scope, way): times for scope in passing.scopes for way, times in zip(PASSES, (forward, backward), strict=True)}
+
+
+def _no_s(micro: Model, net_s: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of the nets that `micro` has behind those of what is once, which count bytes alone."""
+    return [np.zeros(net.cost_s.shape) for net in micro.problem.nets[len(net_s):]]
 
 
 def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int]) -> Iterator[Room]:

@@ -78,8 +78,8 @@ class Cutting:
     def _first(self, relaxed: Relaxed) -> Sums:
         """What one solution takes, so that prices are bounded."""
         prices = {key: np.zeros(relaxed.passing.width + 1) for key in relaxed.keys}
-        for (_, way), values in prices.items():
-            values[SHOWN] = relaxed.times[way]
+        for key, values in prices.items():
+            values[SHOWN] = relaxed.times[key]
         problem, _more_s = relaxed.priced(prices, np.zeros(len(relaxed.rooms)))
         return relaxed.sums(self.solve(problem, math.inf).choice)
 
@@ -105,13 +105,13 @@ class Cutting:
                 over = np.array([float(each) / room.limit for each, room in zip(sums.over, rooms, strict=True)])
                 model.add_entries(np.full(len(over), row), price, -over)
                 for key, part in parts.items():
-                    values = -relaxed.times[key[1]] * (sums.passes[key] @ part.taken) / unit_s
+                    values = -relaxed.times[key] * (sums.passes[key] @ part.taken) / unit_s
                     used = np.flatnonzero(np.abs(values) > TINY)
                     model.add_entries(np.full(len(used), row), part.columns[used], values[used])
         answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
         assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
         values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
-        each = [{key: level.relaxed.times[key[1]] * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
+        each = [{key: level.relaxed.times[key] * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
                  for key, part in parts.items()} for level, parts in zip(self.levels, found, strict=True)]
         bytes_s = np.array([max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)])
         return each, bytes_s, -answer.objective * unit_s
@@ -119,7 +119,7 @@ class Cutting:
 
 def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
     """Seconds of a solution with all that is in the background for nothing."""
-    return sums.own_s + sum(relaxed.times[way] * float(sums.passes[scope, way][SHOWN]) for scope, way in relaxed.keys)
+    return sums.own_s + sum(relaxed.times[key] * float(sums.passes[key][SHOWN]) for key in relaxed.keys)
 
 
 def _unit(index: int, size: int) -> np.ndarray:

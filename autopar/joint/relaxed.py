@@ -58,11 +58,11 @@ class Sums:
 
 @dataclass(eq=False)
 class Relaxed:
-    """The step of `passing`, with its forward and backward `times` over, and seconds of each node's choices and each net's pairs beside them; of solutions that wait for
+    """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions that wait for
     collectives between so and so many times as long as they compute, where `spans` says so of a pass."""
 
     passing: Passing
-    times: tuple[float, float]
+    times: Mapping[Key, float]
     node_s: Sequence[np.ndarray]
     net_s: Sequence[np.ndarray]
     rooms: Sequence[Room] = ()
@@ -75,8 +75,8 @@ class Relaxed:
 
     @cached_property
     def keys(self) -> list[Key]:
-        """Scopes and passes in which anything may be in the background."""
-        return [(scope, way) for scope in self.passing.scopes for way in PASSES]
+        """The passes that count."""
+        return [(scope, way) for scope in self.passing.scopes for way in PASSES if self.times.get((scope, way), 0.0) > 0.0]
 
     @property
     def hides(self) -> bool:
@@ -123,12 +123,14 @@ class Relaxed:
 
 
 def _priced(table: Table, prices: Mapping[Key, np.ndarray]) -> np.ndarray:
-    return np.asarray(sum(table.each[way] @ prices[table.scope, way][:-1] for way in PASSES))
+    priced = [table.each[way] @ prices[table.scope, way][:-1] for way in PASSES if (table.scope, way) in prices]
+    return np.asarray(sum(priced, np.zeros(table.each.shape[1:-1])))
 
 
 def _add(passes: Mapping[Key, np.ndarray], table: Table, at: object) -> None:
     for way in PASSES:
-        passes[table.scope, way][:-1] += table.each[way][at]
+        if (table.scope, way) in passes:
+            passes[table.scope, way][:-1] += table.each[way][at]
 
 
 class Polytope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import plan
+from autopar.joint.bounded import Timed, cut_s
+from autopar.joint.cutting import ROUNDS
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import Prover
@@ -59,3 +62,14 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
                 assert short.price(shape, [table], level, exact=True).step_s >= bound_s * (1 - 1e-9)
                 priced += 1
     assert priced
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("hf-gpt2", (2,)), pytest.param("hf-llama", (2, 2), marks=pytest.mark.slow)])
+def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
+    """Two blocks and a head on two places: one place has both blocks, or each has one and the head one of them. Here that is about as much as the mean of both places, and holds."""
+    who, shape = subject(name), Shape(2, mesh, 4)
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
+    pricing = Pricing(inner, SEARCH)
+    here = Timed(inner, pricing, shape)
+    whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(updated=True)], math.inf, ROUNDS, [])
+    assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.all_tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s

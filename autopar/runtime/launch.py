@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -24,11 +25,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +39,8 @@ import torch.distributed as dist
 
 from autopar.errors import RunError
 
-GRACE_S = 0.5  # when one rank failed, how long to wait for an earlier cause on another
+GRACE_S = 0.5  # when one rank failed, how long to wait for an earlier cause on another, and where some are late, for what they say
+FRAMES = 12  # of the stack of a rank that is late, the innermost
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -160,6 +163,20 @@ class _Team:
             raise
         return team
 
+    def stacks(self, ranks: Sequence[int]) -> str:
+        """Where some of them are at the moment, the innermost call first; nothing where the system cannot say it."""
+        if not hasattr(faulthandler, "register"):
+            return ""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.children[rank].pid, signal.SIGUSR1)
+        time.sleep(GRACE_S)
+        found = ""
+        for rank in ranks:
+            lines = _stack_file(self.folder.name, rank).read_text().splitlines() if _stack_file(self.folder.name, rank).exists() else []
+            found += "".join(f"\nrank {rank} is at:\n" + "\n".join(lines[1:1 + FRAMES]) if lines else "")
+        return found
+
     def stop(self) -> None:
         """End them, whatever they do."""
         for child in self.children:
@@ -174,6 +191,11 @@ class _Team:
         self.folder.cleanup()
 
 
+def _stack_file(folder: str, rank: int) -> Path:
+    """Where a rank writes its stack when it is asked to."""
+    return Path(folder) / f"rank{rank}.stack"
+
+
 def _can_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
 
@@ -181,6 +203,8 @@ def _can_fork() -> bool:
 def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
           timeout_s: float) -> None:
     _die_with(parent)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w"))
     gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
@@ -241,7 +265,7 @@ def _collect(team: _Team, timeout_s: float) -> list[Any]:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
         if not ready:
             break
-    _raise_first(reports, len(team.ends), timeout_s)
+    _raise_first(reports, team, timeout_s)
     return [pickle.loads(reports[rank].value) for rank in range(len(team.ends))]
 
 
@@ -257,7 +281,8 @@ def _receive(end: Connection, child: Any) -> _Report:
         return _Report(False, 0.0, b"", f"the process was {how} without a Python error")
 
 
-def _raise_first(reports: dict[int, _Report], nprocs: int, timeout_s: float) -> None:
+def _raise_first(reports: dict[int, _Report], team: _Team, timeout_s: float) -> None:
+    nprocs = len(team.ends)
     errors = sorted((report.time_s, rank) for rank, report in reports.items() if not report.ok)
     if errors:
         rank = errors[0][1]
@@ -265,4 +290,4 @@ def _raise_first(reports: dict[int, _Report], nprocs: int, timeout_s: float) -> 
     late = [rank for rank in range(nprocs) if rank not in reports]
     if late:
         raise RunError(f"ranks {late} of {nprocs} were not done after {timeout_s:g} s, all ranks were stopped; "
-                       "ranks that wait for each other in different collectives look like this")
+                       f"ranks that wait for each other in different collectives look like this{team.stacks(late)}")

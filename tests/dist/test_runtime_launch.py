@@ -49,6 +49,18 @@ def test_a_rank_that_hangs_is_stopped():
         launch(_hangs, 2, timeout_s=2)
 
 
+def _waits_for_one_that_does_not_come():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+    else:
+        time.sleep(600)
+
+
+def test_it_is_said_where_ranks_wait():
+    with pytest.raises(RunError, match=r"(?s)ranks \[0, 1\] of 2.*rank 0 is at:.*all_reduce.*_waits_for_one.*rank 1 is at:.*_waits_for_one"):
+        launch(_waits_for_one_that_does_not_come, 2, timeout_s=3)
+
+
 def _killed():
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

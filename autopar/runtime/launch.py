@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -173,8 +174,10 @@ class _Team:
         time.sleep(GRACE_S)
         found = ""
         for rank in ranks:
-            lines = _stack_file(self.folder.name, rank).read_text().splitlines() if _stack_file(self.folder.name, rank).exists() else []
-            found += "".join(f"\nrank {rank} is at:\n" + "\n".join(lines[1:1 + FRAMES]) if lines else "")
+            said = _stack_file(self.folder.name, rank)
+            lines = said.read_text().splitlines()[1:] if said.exists() else []
+            own = list(itertools.takewhile(lambda line: not line.endswith(f" in {_rank.__name__}"), lines))  # not how it came to be started
+            found += f"\nrank {rank} is at:\n" + "\n".join(own[:FRAMES]) if own else ""
         return found
 
     def stop(self) -> None:

@@ -39,10 +39,11 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
 @dataclass(eq=False)
 class Pass:
     """What one piece does in one pass: a block with all its instances. `ahead` is begun in the background with the block, `behind` on the way
-    through it; `after` is what runs when the rest is done, and then what takes `adding_s`."""
+    through it; `after` is what runs when the rest is done, and then what takes `adding_s`. The background begins late by the share that `lag_s` is of it."""
 
     compute_s: float = 0.0
     adding_s: float = 0.0
+    lag_s: float = 0.0
     waited: Loads = field(default_factory=Loads)
     ahead: Loads = field(default_factory=Loads)
     behind: Loads = field(default_factory=Loads)
@@ -75,6 +76,7 @@ class Pass:
         """More of the same."""
         self.compute_s += other.compute_s
         self.adding_s += other.adding_s
+        self.lag_s += other.lag_s
         self.waited.merge(other.waited)
         self.ahead.merge(other.ahead)
         self.behind.merge(other.behind)
@@ -310,6 +312,7 @@ class Passes:
                     hidden = 0.0 if together <= BUCKET_BYTES else max(0.0, 1.0 - max(last, (number + 0.5) * BUCKET_BYTES / together))
                     did.passes[way].after.add([load], count * (1.0 - hidden))
                     did.passes[way].behind.add([load], count * hidden)
+                    did.passes[way].lag_s += count * hidden * load.seconds * min(1.0, BUCKET_BYTES / max(1.0, together))
         else:
             did.once.add(sums, count)
         if made.value != made.back:
@@ -384,14 +387,14 @@ def _sum_s(loads: Sequence[Load]) -> float:
 
 def _share(total: Pass, contention: float, shared: bool) -> float:
     """The share of the collectives behind a pass of a scope by which it takes longer."""
-    behind_s = total.background_s
-    return 1.0 if shared and behind_s else _shown_s(total, contention) / behind_s if behind_s else 0.0
+    return 1.0 if shared else _shown_s(total, contention) / (total.background_s or 1.0)
 
 
 def _shown_s(total: Pass, contention: float) -> float:
     """Seconds by which the collectives behind a pass of a scope make it longer."""
     if not total.background_s:
         return 0.0
-    compute_s = total.compute_s + total.waited.local_s
-    took_s = together_s(compute_s, total.waited.moving(), merged([*total.ahead.moving(), *total.behind.moving()]), contention)
-    return took_s - compute_s - total.waited.moving_s
+    compute_s, under = total.compute_s + total.waited.local_s, 1.0 - total.lag_s / total.background_s  # no sum begins before a bucket is full
+    waited = [load.times(under) for load in total.waited.moving()]
+    took_s = together_s(under * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention)
+    return took_s - under * (compute_s + total.waited.moving_s)

@@ -1,6 +1,6 @@
 """Predicted against measured step times of emitted modules on local gloo ranks.
 
-    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 15] [--cpu-time] [--json FILE]
+    python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 30] [--cpu-time] [--json FILE]
 
 Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and runs all of them in turns on the same
 ranks, one step of each per round. Calibration and rounds take turns too, `passes` times, so that both see the machine as it is all the while; medians count: the
@@ -55,11 +55,21 @@ MODELS = {
     "gpt": lambda: gpt.build(gpt.Config(vocab=2048, positions=128, layers=2, heads=8, hidden=512), 8, 128),
     "mlp": lambda: mlp.build(512, 1024, 6, 512, 512),
 }
-CASES = (
-    Case("gpt", "ddp"), Case("gpt", "zero3"), Case("gpt", "tp"), Case("gpt", "megatron"), Case("gpt", "hsdp", (2, 2)),
-    Case("gpt", "tp_zero3", (2, 2)), Case("gpt", "1f1b"), Case("mlp", "ddp"), Case("mlp", "zero3"), Case("mlp", "tp"),
-    Case("mlp", "tp_zero3", (2, 2)), Case("mlp", "gpipe"),
+FLAT = (
+    Case("gpt", "ddp"), Case("gpt", "zero3"), Case("gpt", "tp"), Case("gpt", "megatron"), Case("gpt", "1f1b"),
+    Case("mlp", "ddp"), Case("mlp", "zero3"), Case("mlp", "tp"), Case("mlp", "gpipe"),
 )
+"""On any number of ranks."""
+
+MORE = {4: (Case("gpt", "hsdp", (2, 2)), Case("gpt", "tp_zero3", (2, 2)), Case("mlp", "tp_zero3", (2, 2)))}
+"""By ranks, what makes twelve of them; else those of OTHERS."""
+
+OTHERS = (Case("gpt", "zero1"), Case("gpt", "tp_sp"), Case("mlp", "zero2"))
+
+
+def cases(ranks: int) -> tuple[Case, ...]:
+    """The twelve plans for so many ranks."""
+    return (*FLAT, *MORE.get(ranks, OTHERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +211,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="of each pass")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each pass of the calibration")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each pass of the calibration")
     parser.add_argument("--json", metavar="FILE", help="write rows and cluster here as well")
     parser.add_argument("--cpu-time", action="store_true", help="count what ranks compute, over the cores, not the time on the wall: for a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, cluster = measure(CASES, options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
+    rows, cluster = measure(cases(options.ranks), options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
     show(rows)
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n")

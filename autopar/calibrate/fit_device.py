@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.calibrate.background import ALONE, BEHIND, OVER
 from autopar.calibrate.fits import Fit, Fits
 from autopar.calibrate.least import fit
 from autopar.calibrate.samples import Sample
@@ -27,6 +28,9 @@ CORE_FLOPS = {"float64": 200e9, "float32": 400e9}
 CORE_BYTES_S = 1e12
 """The most bytes per second that one thread can read and write: three 512-bit moves per cycle at 5 GHz, from its first cache."""
 
+NOTHING_HIDES = 0.95
+"""Contention from which on nothing is gained by what runs in the background."""
+
 ONE_PASS = 7 * 4
 """Bytes per element of one pass of AdamW in float32: reads weight, gradient and two states, writes all but the gradient (`Prices.update_s`)."""
 
@@ -35,7 +39,7 @@ def device(base: Device, samples: Sequence[Sample], ranks: int = 1) -> tuple[Dev
     """`base` with what `samples` of `ranks` ranks say; what they do not say stays. The fits say how well each constant explains its samples."""
     fits = Fits()
     made = base
-    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions):
+    for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions, _contention):
         made = dataclasses.replace(made, **step(made, samples, fits))
     made = dataclasses.replace(made, **_alone(made, samples, fits, ranks))
     return made, fits
@@ -183,6 +187,18 @@ def _actions(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, A
     (_, each_s), error = fit([(1.0, s.size[0]) for s in found], [s.seconds for s in found])
     fits.add(Fit("action_s", each_s / 2, len(found), error, "torch's GPipe with next to nothing in each stage"))
     return {"action_s": min(1.0, each_s / 2)}
+
+
+def _contention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
+    """What a collective in the background adds to compute, over what it takes by itself. One that adds nearly as much hides nothing."""
+    known = [s for s in samples if s.what.startswith((ALONE, OVER, BEHIND))]
+    found = fits.sensible(known, lambda s: 1 / s.seconds, 1e8, "runs/s")
+    alone_s, over_s, behind_s = (sum(s.seconds for s in found if s.what.startswith(what)) for what in (ALONE, OVER, BEHIND))
+    if len(found) < len(known) or behind_s <= alone_s:
+        return {}
+    share = min(1.0, max(0.0, (over_s - alone_s) / (behind_s - alone_s)))
+    fits.add(Fit("contention", share, len(found), 0.0, "collectives while matmuls run, and in front of them"))
+    return {"contention": share if share < NOTHING_HIDES else 1.0}
 
 
 def _alone(base: Device, samples: Sequence[Sample], fits: Fits, ranks: int) -> dict[str, Any]:

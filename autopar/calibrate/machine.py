@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,12 @@ LAYERS, WIDTH, CHAIN = 4, 16, 20
 
 OPERATORS = 7
 """Those of a layer as a program has them (`_layer`)."""
+
+UPDATES = ((1 << 10, 64), (1 << 17, 32), (1 << 20, 8))
+"""Elements of a parameter, and how many of them: those of a model are no longer in the caches when they come again."""
+
+PAIRS = 9
+"""So often a matmul is measured beside others and alone."""
 
 # what -> FLOPs of one element as passes.annotate_flops counts them, and the operator
 ARITHMETIC: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -123,7 +130,7 @@ def _layer(x: Tensor, scale: Tensor, up: Tensor, more: Tensor, down: Tensor, res
 def updates(clock: Clock) -> list[Sample]:
     """AdamW's step on one parameter as emitted modules have them; the size is its elements."""
     mesh, found = init_device_mesh(clock.kind, (dist.get_world_size(),)), []
-    for elements, count in ((1 << 10, 8), (1 << 17, 4), (1 << 20, 2)):
+    for elements, count in UPDATES:
         parameters = [_parameter(elements, mesh) for _ in range(count)]
         optimizer = torch.optim.AdamW(parameters)
         found.append(Sample("update", (elements,), clock.apart_s(optimizer.step) / count))
@@ -179,7 +186,8 @@ def alone(clock: Clock) -> list[Sample]:
     def run() -> object:
         return functional.linear(rows, weight)
 
-    both = [(clock.apart_s(run), clock.alone_s(run)) for _ in range(3)]  # in turns: the machine may have other work for some of the time
+    brief = replace(clock, repeats=1)
+    both = [(brief.apart_s(run), brief.alone_s(run)) for _ in range(PAIRS)]  # in turns: the machine may have other work for some of the time
     return [Sample(f"matmul {how}", (256, 256, 256), statistics.median(times)) for how, times in zip(("beside others", "alone"), zip(*both, strict=True), strict=True)]
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.calibrate.clock import Clock
+from autopar.calibrate.cold import Cold
 from autopar.calibrate.samples import Sample
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from autopar.runtime.mesh import Mesh
@@ -21,7 +22,7 @@ SIZES = {"cpu": tuple(1 << power for power in (10, 14, 16, 18, 20, 21, 22, 23, 2
 LONG = 4
 """No larger size is measured once one run takes so many windows."""
 
-BETWEEN = 192
+BETWEEN = 320
 """Rows, columns and depth of a matmul between two collectives."""
 
 FEWEST = 4
@@ -75,31 +76,29 @@ def _use() -> Callable[[Tensor], object]:
 
 
 def _reduce(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    x = torch.randn(elements, device=device)
-    return lambda: all_reduce(x, 1, mesh), 1
+    cold = Cold(device.type)
+    return lambda: cold.keep(all_reduce(cold.next(elements), 1, mesh)), 1
 
 
 def _gather(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    x = torch.randn(elements // mesh.sizes[1], device=device)
-    return lambda: all_gather(x, 1, mesh), 1
+    cold = Cold(device.type)
+    return lambda: cold.keep(all_gather(cold.next(elements // mesh.sizes[1]), 1, mesh)), 1
 
 
 def _scatter(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    members = mesh.sizes[1]
-    x = torch.randn(members, elements // members, device=device)
-    return lambda: reduce_scatter(x, 1, mesh), 1
+    cold, members = Cold(device.type), mesh.sizes[1]
+    return lambda: cold.keep(reduce_scatter(cold.next(members, elements // members), 1, mesh)), 1
 
 
 def _exchange(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    members = mesh.sizes[1]
+    cold, members = Cold(device.type), mesh.sizes[1]
     each = max(1, elements // members**2)
-    parts = [torch.randn(each, device=device) for _ in range(members)]
-    return lambda: all_to_all(parts, [(each,)] * members, 1, mesh)[0], 1
+    return lambda: cold.keep(all_to_all([cold.next(each) for _ in range(members)], [(each,)] * members, 1, mesh)[0]), 1
 
 
 def _broadcast(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    x = torch.randn(elements, device=device)
-    return lambda: broadcast(x, 0, 1, mesh), 1
+    cold = Cold(device.type)
+    return lambda: broadcast(cold.next(elements), 0, 1, mesh), 1
 
 
 def _send(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:

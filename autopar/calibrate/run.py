@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.calibrate import fit_device, fit_level, machine, network
+from autopar.calibrate import background, fit_device, fit_level, machine, network
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fits
 from autopar.calibrate.samples import Sample
@@ -102,7 +102,7 @@ def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
     """(what, level or -1 for a device, job)."""
     kind = device.kind
     made: list[tuple[str, int, Job]] = [(f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES[kind]]
-    made += [(what, -1, job) for what, job in machine.JOBS.items()]
+    made += [(what, -1, job) for what, job in (*machine.JOBS.items(), ("collectives under compute", background.hidden))]
     for level, groups in network.groups(sizes).items():
         made += [(f"{which} on {group.members}", level, functools.partial(network.collectives, kind=which, group=group))
                  for group in groups for which in network.KINDS]

@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "update": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
     "action_s": (0.0, 1.0, "seconds: 100 us is 100e-6"),
     "alone": (1.0, 1024.0, "a ratio of speeds, 1 or more"),
+    "contention": (0.0, 1.0, "a share of the compute, 0 to 1"),
     "members": (0, 1 << 20, "a count; 0 is any"),
     "spill_bytes": (0.0, 1e15, "bytes: 1 MiB is 1048576"),
     "spill": (1.0, 1000.0, "a ratio of times, 1 or more"),
@@ -71,7 +72,7 @@ def check_fields(obj: object, where: str) -> None:
         if isinstance(value, Mapping) and key in RANGES:
             for name, number in value.items():
                 check_number(where, f"{key}.{name}", number, key)
-        elif key in RANGES:
+        elif key in RANGES and value is not None:
             check_number(where, key, value, key)
         elif key in TEXTS and not isinstance(value, str):
             fail(where, key, value, "text")

@@ -125,6 +125,7 @@ class Device:
     update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1: it makes several)
     action_s              seconds of the host for one action of a pipeline schedule (a microbatch forward or backward in a stage), receiving included
     alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks outnumber cores
+    contention            share of its compute that a collective takes which runs under it; 1: they share its cores and nothing hides (none: what such devices take)
     host_memory_bytes     memory of the host for each device; 0: not known, and nothing is put there
     host_link_bytes_s     rate of copies between device and host, one direction, when all devices of the host copy
     host_bandwidth_bytes_s  bytes per second that a device's share of the host's cores reads and writes in an optimizer's step
@@ -155,6 +156,7 @@ class Device:
     update: float = 1.0
     action_s: float = 0.0
     alone: float = 1.0
+    contention: float | None = None
     host_memory_bytes: int = 0
     host_link_bytes_s: float = 0.0
     host_bandwidth_bytes_s: float = 0.0

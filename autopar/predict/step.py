@@ -264,4 +264,4 @@ def _late_s(host_s: float, device_s: float) -> float:
 def _shown_s(comm_s: float, compute_s: float) -> float:
     """What sticks out of collectives that run under compute, and what they slow it down."""
     hidden = min(comm_s, OVERLAP * compute_s)
-    return comm_s - hidden + CONTENTION * hidden
+    return comm_s - hidden + CONTENTION["cuda"] * hidden

@@ -33,11 +33,11 @@ from autopar.rules.site import Inner, Site
 from autopar.rules.tiles import tile_bytes
 
 OVERLAP = 0.8
-"""The share of compute under which collectives can hide on an accelerator."""
+"""The share of compute under which collectives can hide where they hide at all."""
 
-CONTENTION = 20 / 132
-"""Seconds that a hidden collective adds to the compute over it, per second: its kernels take multiprocessors, 20 of an H800's 132 in
-DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2)."""
+CONTENTION = {"cuda": 20 / 132, "cpu": 1.0}
+"""Seconds that a hidden collective adds to the compute over it, per second, where the device does not say: its kernels take multiprocessors, 20 of an H800's 132 in
+DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the cores of a CPU do both."""
 
 
 class Prices:
@@ -57,13 +57,13 @@ class Prices:
 
     @cached_property
     def overlap(self) -> float:
-        """The share of compute under which collectives can hide: none on a CPU, whose cores do both."""
-        return 0.0 if self.device.kind == "cpu" else OVERLAP
+        """The share of compute under which collectives can hide: none where they take all of it."""
+        return OVERLAP if self.contention < 1.0 else 0.0
 
     @cached_property
     def contention(self) -> float:
         """Seconds that a hidden collective adds to the compute over it, per second."""
-        return CONTENTION
+        return CONTENTION[self.device.kind] if self.device.contention is None else self.device.contention
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""

@@ -35,7 +35,9 @@ def test_two_ranks_are_measured_and_planned_for(short: None, tmp_path: Path) -> 
     assert cluster.to_dict() == data["cluster"] and cluster.label == "cpu-measured:1x2"
     assert cluster.device.sources["peak_flops"].startswith("measured") and 1e8 < cluster.device.flops("float32") < 400e9
     assert {kind for p in cluster.levels[1].protocols for kind in p.kinds} == set(network.KINDS)
-    assert {s["what"] for s in data["samples"]} >= {"matmul float32", "matmul bfloat16", "copy", "launch", "update", "schedule", "all_reduce", "send"}
+    assert {s["what"] for s in data["samples"]} >= {"matmul float32", "matmul bfloat16", "copy", "launch", "update", "schedule", "all_reduce", "send",
+                                                  "compute over all_gather"}
+    assert cluster.device.contention is None or 0.0 <= cluster.device.contention <= 1.0
     assert 0 < cluster.device.launch_s < 1e-2 and 0 < cluster.device.update_s < 0.1
     model, batch = mlp.tiny()
     assert autopar.compile(model, str(path), batch, recipe="ddp").plan.predicted.step_s > cluster.device.launch_s

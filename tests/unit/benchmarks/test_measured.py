@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from benchmarks.measured import CASES, MODELS, Row, ordered, show
+from benchmarks.measured import MODELS, Row, cases, ordered, show
 
 
 def row(measured_s: float, predicted_s: float | None) -> Row:
@@ -24,6 +26,9 @@ def test_a_plan_without_a_price_is_left_out_of_the_priced(capsys: pytest.Capture
     assert "priced: mean error 20.0 %, worst 30.0 %, 1 of 2 within 15 %; 100.0 % of pairs" in said and "of 3 within" in said
 
 
-def test_twelve_plans_of_all_kinds() -> None:
-    assert len(CASES) == len(set(CASES)) == 12 and {case.model for case in CASES} == set(MODELS)
-    assert {case.recipe for case in CASES} >= {"ddp", "zero3", "tp", "tp_zero3", "1f1b"}
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_twelve_plans_of_all_kinds(ranks: int) -> None:
+    plans = cases(ranks)
+    assert len(plans) == len(set(plans)) == 12 and {case.model for case in plans} == set(MODELS)
+    assert {case.recipe for case in plans} >= {"ddp", "zero3", "tp", "1f1b", "gpipe", "tp_zero3" if ranks == 4 else "tp_sp"}
+    assert all(math.prod(case.mesh) == ranks for case in plans if case.mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from autopar.calibrate.background import ALONE, BEHIND, OVER
 from autopar.calibrate.machine import OBLONG, SQUARES, STREAMS
 from autopar.calibrate.network import KINDS, SIZES
 from autopar.calibrate.samples import Sample
@@ -22,7 +23,8 @@ def machine(ranks: int = 4) -> Cluster:
         Protocol(f"{kind}{n}", "direct" if kind in ALGORITHMS["direct"] else "ring", 1e-4 * n, 0.0, 0.5, "known", (kind,), n, 4e6, 2.0)
         for kind in KINDS for n in range(2, ranks + 1) if ranks % n == 0)
     device = dataclasses.replace(base.device, peak_flops={"float32": 50e9, "float64": 25e9}, tile=6, launch_s=7e-6, memory_bandwidth_bytes_s=5e9,
-                                 cache_bytes=2 << 20, cache_bandwidth_bytes_s=20e9, vector_flops=4e9, update_s=3e-4, update=0.3, alone=2.0, action_s=4e-4)
+                                 cache_bytes=2 << 20, cache_bandwidth_bytes_s=20e9, vector_flops=4e9, update_s=3e-4, update=0.3, alone=2.0, contention=0.6,
+                                 action_s=4e-4)
     return Cluster("known", (base.levels[0], dataclasses.replace(base.levels[1], bandwidth_bytes_s=2e9, protocols=protocols)), device)
 
 
@@ -48,6 +50,9 @@ def samples(cluster: Cluster, noise: float, seed: int) -> list[tuple[int, Sample
         add(-1, "schedule", (count,), 1e-3 + count * 2 * device.action_s)
     add(-1, "matmul beside others", (256,) * 3, 2e-3)
     add(-1, "matmul alone", (256,) * 3, 1e-3)
+    for which in ("all_gather", "all_reduce"):
+        for what, seconds in ((ALONE, 10e-3), (OVER, 16e-3), (BEHIND, 20e-3)):
+            add(-1, f"{what} {which}", (1 << 22,), seconds, cluster.levels[1].size)
     level = cluster.levels[1]
     for members in (n for n in range(2, level.size + 1) if level.size % n == 0):
         axis = MeshAxis("axis", members, (Span(level, members),), device)

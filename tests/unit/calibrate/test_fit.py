@@ -8,6 +8,7 @@ import math
 import pytest
 
 from autopar.calibrate import Sample
+from autopar.calibrate.background import OVER
 from autopar.calibrate.network import KINDS, SIZES
 from autopar.calibrate.run import Calibration, fitted, middle
 from autopar.calibrate.samples import sensible
@@ -15,6 +16,8 @@ from autopar.cluster import Cluster, MeshAxis
 from autopar.cluster.mesh import Span
 from autopar.cost.comm import collective_s
 from autopar.cost.compute import op_s
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
 
 from .made import machine, samples
 
@@ -27,7 +30,7 @@ def fit(known: list[tuple[int, Sample]]) -> Calibration:
 def test_a_known_machine_is_found_again(seed: int) -> None:
     known = machine()
     found = fit(samples(known, 0.02, seed)).cluster
-    for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone", "action_s"):
+    for name in ("launch_s", "vector_flops", "update_s", "memory_bandwidth_bytes_s", "alone", "action_s", "contention"):
         assert getattr(found.device, name) == pytest.approx(getattr(known.device, name), rel=0.1), name
     for m, n, k in ((128, 128, 128), (512, 512, 512), (96, 700, 300), (24, 2048, 1024)):
         for dtype in known.device.peak_flops:
@@ -44,7 +47,7 @@ def test_a_known_machine_is_found_again(seed: int) -> None:
 
 def test_every_number_that_was_measured_says_so() -> None:
     cluster = fit(samples(machine(), 0.0, 0)).cluster
-    for name in ("launch_s", "peak_flops", "memory_bandwidth_bytes_s", "vector_flops", "update_s", "alone", "memory_bytes"):
+    for name in ("launch_s", "peak_flops", "memory_bandwidth_bytes_s", "vector_flops", "update_s", "alone", "contention", "memory_bytes"):
         assert cluster.device.sources[name].startswith("measured 2026-11-21, torch 2"), name
     assert "mean error" in cluster.device.sources["peak_flops"]
     assert all(p.source.startswith("measured 2026-11-21") and "mean error" in p.source for p in cluster.levels[1].protocols)
@@ -78,6 +81,15 @@ def test_a_small_message_that_took_longer_than_a_large_one_is_left_out() -> None
     kept, left = sensible(disturbed, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s")
     assert kept == [*times[:3], *times[4:]] and "longer than send of" in left[0].why
     assert sensible(times, lambda s: s.size[0] / s.seconds, 1e12, "bytes/s") == (times, [])
+
+
+@pytest.mark.parametrize("over_s, kept", [(10e-3, 0.0), (16e-3, 0.6), (19.9e-3, 1.0), (22e-3, 1.0)])
+def test_collectives_that_hide_next_to_nothing_hide_nothing(over_s: float, kept: float) -> None:
+    known = [(level, dataclasses.replace(s, seconds=over_s) if s.what.startswith(OVER) else s) for level, s in samples(machine(), 0.0, 0)]
+    device = fit(known).cluster.device
+    assert device.contention == pytest.approx(kept)
+    prices = Prices(Cluster.parse("cpu:1x4").mesh((4,)), device, Settings())
+    assert (prices.overlap > 0.0) == (kept < 1.0)
 
 
 @pytest.mark.parametrize("beside_s, kept", [(2e-3, 2.0), (13e-3, 1.0), (0.5e-3, 1.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -49,6 +50,20 @@ def test_recipes(recipe: str) -> None:
     under the loss. `pp_zero2`: a weight that opens one stage ends another one, where its gradient is there first."""
     captured = _gpt2()
     _agrees(joint.plan(captured.gm, captured.hints, _request(recipe), model="gpt2", graph_hash=captured.graph_hash))
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3", "1f1b"])
+@pytest.mark.parametrize("contention", [0.6, 0.3])
+def test_cores_of_which_collectives_take_a_part(recipe: str, contention: float) -> None:
+    """As a calibration finds it where ranks wait for each other's data while they compute."""
+    cluster = Cluster.parse("cpu:1x4")
+    cluster = replace(cluster, device=replace(cluster.device, contention=contention))
+    captured = _gpt2()
+    made = joint.plan(captured.gm, captured.hints, replace(_request(recipe), cluster=cluster, settings=Settings()), model="gpt2", graph_hash=captured.graph_hash)
+    _agrees(made)
+    alone = joint.plan(captured.gm, captured.hints, replace(_request(recipe), cluster=Cluster.parse("cpu:1x4"), settings=Settings()), model="gpt2",
+                       graph_hash=captured.graph_hash)
+    assert recipe == "1f1b" or made.predicted.step_s < alone.predicted.step_s
 
 
 BOTH = (roles.zero3, roles.zero3)

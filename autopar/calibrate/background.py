@@ -1,0 +1,69 @@
+"""What a collective in the background takes of the compute over it. Runs on ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.calibrate.clock import Clock
+from autopar.calibrate.cold import Cold
+from autopar.calibrate.network import Group
+from autopar.calibrate.samples import Sample
+from autopar.runtime.collectives import Later, start_all_gather, start_all_reduce
+
+BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Of one collective: buckets of weights or gradients."""
+
+EDGE = {"cpu": 512, "cuda": 4096}
+"""Rows, columns and depth of the matmuls."""
+
+LONGER = 2
+"""How many times as long as the collective they take, so that it ends under them."""
+
+TURNS = 9
+
+ALONE, OVER, BEHIND = "compute without", "compute over", "compute behind"
+
+
+def hidden(clock: Clock) -> list[Sample]:
+    """Matmuls by themselves, while a collective of all ranks runs, and behind it: an all-gather and an all-reduce, medians of turns."""
+    kind, ranks = clock.kind, dist.get_world_size()
+    if ranks < 2:
+        return []
+    mesh, cold, elements = Group(ranks, ranks).mesh, Cold(kind), BYTES[kind] // 4
+    starts: dict[str, Callable[[], Later]] = {"all_gather": lambda: start_all_gather(cold.next(elements // ranks), 1, mesh),
+                                              "all_reduce": lambda: start_all_reduce(cold.next(elements), 1, mesh)}
+    return [Sample(f"{what} {which}", (BYTES[kind],), seconds, ranks) for which, start in starts.items() for what, seconds in _turns(clock, cold, start).items()]
+
+
+def _turns(clock: Clock, cold: Cold, start: Callable[[], Later]) -> dict[str, float]:
+    def matmul() -> Tensor:
+        edge = EDGE[clock.kind]
+        return cold.keep(functional.linear(cold.next(edge, edge), cold.next(edge, edge)))
+
+    def compute() -> None:
+        for _ in range(count):
+            matmul()
+
+    def over() -> None:
+        later = start()
+        compute()
+        cold.keep(later())
+
+    def behind() -> None:
+        cold.keep(start()())
+        compute()
+
+    count = 1
+    waits_s, matmul_s = (clock.runs_s(run, TURNS) for run in (lambda: cold.keep(start()()), matmul))
+    count = max(1, round(LONGER * waits_s / max(matmul_s, 1e-9)))
+    runs: dict[str, Callable[[], None]] = {ALONE: compute, OVER: over, BEHIND: behind}
+    took: dict[str, list[float]] = {what: [] for what in runs}
+    for _ in range(TURNS):  # in turns: the machine may have other work for some of the time
+        for what, run in runs.items():
+            took[what].append(clock.runs_s(run, 2))
+    return {what: statistics.median(seconds) for what, seconds in took.items()}

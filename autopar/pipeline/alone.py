@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.pipeline.passes import BACKWARD, FORWARD, Passes
+from autopar.pipeline.passes import Passes
+from autopar.pipeline.work import BACKWARD, FORWARD
 from autopar.problem.build import Model
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Cost, Problem

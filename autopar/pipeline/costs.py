@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from autopar.pipeline.balance import Cost
 from autopar.pipeline.lines import BLOCKS
-from autopar.pipeline.passes import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Passes
+from autopar.pipeline.passes import Passes
+from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
 from autopar.problem.shares import ForwardPrices

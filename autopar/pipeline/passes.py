@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
 from autopar.pipeline.lines import LAST, Sent, Stops, ends_s
 from autopar.pipeline.units import homes, units
+from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
-from autopar.problem.hiding import Load, Loads, merged, split, together_s
+from autopar.problem.hiding import Load, Loads, split
 from autopar.problem.inner import Wait
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
@@ -32,63 +32,6 @@ from autopar.problem.prices import Prices
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net
 from autopar.rules.language import Option
-
-FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
-
-
-@dataclass(eq=False)
-class Pass:
-    """What one piece does in one pass: a block with all its instances. `ahead` is begun in the background with the block, `behind` on the way
-    through it; `after` is what runs when the rest is done, and then what takes `adding_s`. The background begins late by the share that `lag_s` is of it."""
-
-    compute_s: float = 0.0
-    adding_s: float = 0.0
-    lag_s: float = 0.0
-    waited: Loads = field(default_factory=Loads)
-    ahead: Loads = field(default_factory=Loads)
-    behind: Loads = field(default_factory=Loads)
-    after: Loads = field(default_factory=Loads)
-
-    def wait(self, loads: Sequence[Load], factor: float) -> None:
-        """Collectives that compute waits for."""
-        self.waited.add(loads, factor)
-
-    def hide(self, loads: Sequence[Load], factor: float, last: float = 0.0) -> None:
-        """A way whose collectives run in the background (`hiding.split`); of the share `last` all but the first when the rest is done."""
-        waited, behind = split(loads)
-        self.waited.add(waited, factor)
-        for number, load in enumerate(behind):
-            late = last if number else 0.0
-            self.after.add([load], factor * late)
-            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor * (1.0 - late))
-
-    @property
-    def background_s(self) -> float:
-        """Seconds of all that may hide."""
-        return self.ahead.all_s + self.behind.all_s
-
-    @property
-    def work_s(self) -> float:
-        """Seconds of all that is not in the background."""
-        return self.compute_s + self.waited.all_s + self.after.all_s + self.adding_s
-
-    def add(self, other: Pass) -> None:
-        """More of the same."""
-        self.compute_s += other.compute_s
-        self.adding_s += other.adding_s
-        self.lag_s += other.lag_s
-        self.waited.merge(other.waited)
-        self.ahead.merge(other.ahead)
-        self.behind.merge(other.behind)
-        self.after.merge(other.after)
-
-
-@dataclass(eq=False)
-class Did:
-    """What a piece does in each of the passes, and collectives once per step."""
-
-    passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
-    once: Loads = field(default_factory=Loads)
 
 
 class Passes:
@@ -126,15 +69,15 @@ class Passes:
         for name, did in self.did.items():
             for total, part in zip(scopes.setdefault(name if name in self.program.runs else "", [Pass() for _ in PASSES]), did.passes, strict=True):
                 total.add(part)
-        shows = {scope: [_share(total, contention, shared) for total in totals] for scope, totals in scopes.items()}
+        shares = {scope: [shows(total, contention, shared) for total in totals] for scope, totals in scopes.items()}
         if not self.late and not shared:
-            self._begins(scopes, shows, contention)
+            self._begins(scopes, shares, contention)
         if self.apart and not shared and "" in scopes:
-            shows[""][FORWARD] = self._fetched(scopes, shows[""][FORWARD], contention)
-        return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shows[name if name in self.program.runs else ""], strict=True)]
+            shares[""][FORWARD] = self._fetched(scopes, shares[""][FORWARD], contention)
+        return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shares[name if name in self.program.runs else ""], strict=True)]
                 for name, did in self.did.items()}
 
-    def _begins(self, scopes: Mapping[str, Sequence[Pass]], shows: Mapping[str, list[float]], contention: float) -> None:
+    def _begins(self, scopes: Mapping[str, Sequence[Pass]], shares: Mapping[str, list[float]], contention: float) -> None:
         """A backward that follows its forward begins with the gathers of the block whose backward is the first one (runtime.regather): they hide under
         what the model computes in front of it."""
         first = next((scope for scope in reversed(self.program.runs) if scope in scopes and scopes[scope][BACKWARD].ahead.moving_s), None)
@@ -147,8 +90,8 @@ class Passes:
             made.add(part)
         left.ahead = Loads(load.times(1.0 - share) for load in own.ahead.moving())
         more.ahead.add([load.times(share) for load in own.ahead.moving()])
-        took_s = _shown_s(left, contention) + _shown_s(more, contention) - _shown_s(top, contention)
-        shows[first][BACKWARD] = min(shows[first][BACKWARD], took_s / own.background_s)
+        took_s = shown_s(left, contention) + shown_s(more, contention) - shown_s(top, contention)
+        shares[first][BACKWARD] = min(shares[first][BACKWARD], took_s / own.background_s)
 
     def _fetched(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
         """The share that shows of what a stage gathers behind its blocks: it begins with the last of them, or a few before (runtime.ahead), and hides under what these
@@ -383,18 +326,3 @@ class Passes:
 
 def _sum_s(loads: Sequence[Load]) -> float:
     return sum(load.seconds for load in loads)
-
-
-def _share(total: Pass, contention: float, shared: bool) -> float:
-    """The share of the collectives behind a pass of a scope by which it takes longer."""
-    return 1.0 if shared else _shown_s(total, contention) / (total.background_s or 1.0)
-
-
-def _shown_s(total: Pass, contention: float) -> float:
-    """Seconds by which the collectives behind a pass of a scope make it longer."""
-    if not total.background_s:
-        return 0.0
-    compute_s, under = total.compute_s + total.waited.local_s, 1.0 - total.lag_s / total.background_s  # no sum begins before a bucket is full
-    waited = [load.times(under) for load in total.waited.moving()]
-    took_s = together_s(under * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention)
-    return took_s - under * (compute_s + total.waited.moving_s)

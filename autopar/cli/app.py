@@ -173,7 +173,7 @@ def recipes(json: Json = None) -> None:
 @app.command()
 def clusters(json: Json = None) -> None:
     """List the presets of clusters."""
-    from autopar.cli.lists import clusters_command
+    from autopar.cli.presets import clusters_command
 
     clusters_command(json)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,13 @@ def test_lists(tmp_path: Path) -> None:
     recipes = json.loads((tmp_path / "recipes.json").read_text())
     assert done.returncode == 0 and {"ddp", "zero3", "tp"} <= {recipe["name"] for recipe in recipes}
     assert all(recipe["name"] in done.stdout for recipe in recipes)
+
+
+def test_what_needs_no_torch_does_not_wait_for_it() -> None:
+    look = "import sys; from typer.testing import CliRunner; from autopar.cli.app import app; CliRunner().invoke(app, sys.argv[1:]); print('torch' in sys.modules)"
+    for arguments, needed in ((["--help"], False), (["clusters"], False), (["recipes"], True)):
+        done = subprocess.run([sys.executable, "-c", look, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout == f"{needed}\n", arguments
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

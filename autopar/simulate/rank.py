@@ -9,7 +9,7 @@
     leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
     over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket (chains.py)
-    on a CPU            all of it shares the cores, so nothing hides
+    on a CPU            all of it shares the cores, so nothing hides, unless a calibration found that some of it does (Device.contention)
     on a GPU            collectives on the same level of the cluster share its links, and each takes compute units (Prices.contention)
 
 Operators that are placed on one coordinate of an axis run in a lane of their own; what all ranks do waits for all lanes.

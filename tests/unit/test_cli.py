@@ -39,9 +39,9 @@ def test_lists(tmp_path: Path) -> None:
 
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     look = "import sys; from typer.testing import CliRunner; from autopar.cli.app import app; CliRunner().invoke(app, sys.argv[1:]); print('torch' in sys.modules)"
-    for arguments, needed in ((["--help"], False), (["clusters"], False), (["recipes"], True)):
-        done = subprocess.run([sys.executable, "-c", look, *arguments], capture_output=True, text=True, check=True)
-        assert done.stdout == f"{needed}\n", arguments
+    for command in ("--help", "clusters"):
+        done = subprocess.run([sys.executable, "-c", look, command], capture_output=True, text=True, check=True)
+        assert done.stdout == "False\n", command
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

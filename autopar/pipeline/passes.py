@@ -299,7 +299,11 @@ class Passes:
                 here[-1] += link.size_bytes * fraction(made.value, self.prices.sizes)
                 if here[-1] >= BUCKET_BYTES:
                     here.append(0.0)
-        return {scope: sum(here[:LEAVES_AHEAD]) / sum(here) for scope, here in buckets.items()}
+        found = dict[str, float]()
+        for scope, here in buckets.items():
+            first = max(1, math.ceil(BUCKET_BYTES / 2 / max(1.0, sum(here)))) / self.program.runs[scope].count  # these blocks have nothing in front of them
+            found[scope] = max(0.0, 1.0 - first) * sum(here[:LEAVES_AHEAD]) / sum(here)
+        return found
 
     @cached_property
     def _synced_bytes(self) -> Mapping[tuple[Pair, Layout, bool], float]:

@@ -47,6 +47,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "host_bandwidth_bytes_s": (0.0, 1e13, "bytes per second: 50 GB/s is 50e9; 0 where none is known"),
     "usable_memory": (1e-3, 1.0, "a share of the memory, over 0 and at most 1"),
 }
+UNKNOWN = ("contention",)
+"""What may be none."""
+
 INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members", "host_memory_bytes")
 TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
@@ -72,7 +75,7 @@ def check_fields(obj: object, where: str) -> None:
         if isinstance(value, Mapping) and key in RANGES:
             for name, number in value.items():
                 check_number(where, f"{key}.{name}", number, key)
-        elif key in RANGES and value is not None:
+        elif key in RANGES and not (key in UNKNOWN and value is None):
             check_number(where, key, value, key)
         elif key in TEXTS and not isinstance(value, str):
             fail(where, key, value, "text")

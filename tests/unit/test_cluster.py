@@ -169,6 +169,9 @@ BAD_VALUES = [
     ("device/best_shape", [1, 2], "best_shape is .1, 2.; wanted three positive sizes"),
     ("device/best_shape", "1x2x3", "best_shape is '1x2x3'; wanted a list of three whole numbers"),
     ("device/achievable", 0.0, "achievable is 0.0"),
+    ("device/memory_bytes", None, "memory_bytes is None; wanted a whole number"),
+    ("device/alone", None, "alone is None; wanted a number"),
+    ("device/contention", 1.5, "contention is 1.5; wanted 0 to 1 .a share"),
     ("name", 5, "name is 5; wanted text"),
 ]
 

@@ -100,7 +100,7 @@ def slowest(devices: Sequence[Device]) -> Device:
         cache_bandwidth_bytes_s=min(device.cache_bandwidth_bytes_s for device in devices) if cached else 0.0,
         vector_flops=min(device.vector_flops or device.flops("float32") for device in devices) if any(d.vector_flops for d in devices) else 0.0,
         **{name: max(getattr(device, name) for device in devices) for name in ("launch_s", "dispatch_s", "spread", "update_s", "action_s")},
-        contention=max((device.contention for device in devices if device.contention is not None), default=None),
+        contention=max(device.contended for device in devices),
         **{name: min(getattr(device, name) for device in devices)
            for name in ("update", "alone", "host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s")},
         sources={"name": f"the slowest of {', '.join(device.name for device in devices)} in each respect"})

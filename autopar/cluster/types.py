@@ -104,6 +104,11 @@ class Level:
         return self.bandwidth_bytes_s
 
 
+CONTENTION = {"cuda": 20 / 132, "cpu": 1.0}
+"""Seconds that a hidden collective adds to the compute over it, per second, by kind of device: its kernels take multiprocessors, 20 of an H800's 132 in
+DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the cores of a CPU do both."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One device: `kind` is "cuda" (ROCm too) or "cpu" (one rank of one thread).
@@ -125,7 +130,7 @@ class Device:
     update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1: it makes several)
     action_s              seconds of the host for one action of a pipeline schedule (a microbatch forward or backward in a stage), receiving included
     alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks outnumber cores
-    contention            share of its compute that a collective takes which runs under it; 1: they share its cores and nothing hides (none: what such devices take)
+    contention            share of its compute that a collective takes which runs under it; 1: they share its cores and nothing hides (none: CONTENTION of the kind)
     host_memory_bytes     memory of the host for each device; 0: not known, and nothing is put there
     host_link_bytes_s     rate of copies between device and host, one direction, when all devices of the host copy
     host_bandwidth_bytes_s  bytes per second that a device's share of the host's cores reads and writes in an optimizer's step
@@ -180,6 +185,11 @@ class Device:
     def usable_memory_bytes(self) -> int:
         """Bytes that a plan may fill."""
         return int(self.memory_bytes * self.usable_memory)
+
+    @property
+    def contended(self) -> float:
+        """`contention`, or that of its kind where none is known."""
+        return CONTENTION[self.kind] if self.contention is None else self.contention
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as float32."""

@@ -19,7 +19,7 @@ from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.place import Place, UnitTime
 from autopar.predict.setup import Setup
-from autopar.problem.prices import CONTENTION, OVERLAP
+from autopar.problem.prices import OVERLAP
 
 ROUNDING = 3.0
 """Exponent of the smooth maximum of host and device."""
@@ -185,7 +185,7 @@ class _Step:
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
             return [gather, gather + scatter + copied_s]
-        return [_shown_s(gather, forward_s), _shown_s(gather + scatter, backward_s) + copied_s]
+        return [self._shown_s(gather, forward_s), self._shown_s(gather + scatter, backward_s) + copied_s]
 
     def _pipeline_s(self, stages: Sequence[_Times], places: Sequence[int]) -> float:
         """All microbatches through all stages."""
@@ -214,7 +214,12 @@ class _Step:
                     if n and axis.size > 1) if setup.zero in (1, 2) else 0.0
         if not software.overlap_gradients:
             return back + ahead
-        return _shown_s(back, sum(t.pace_backward_s for t in stages)) + _shown_s(ahead, sum(t.pace_forward_s for t in stages))
+        return self._shown_s(back, sum(t.pace_backward_s for t in stages)) + self._shown_s(ahead, sum(t.pace_forward_s for t in stages))
+
+    def _shown_s(self, comm_s: float, compute_s: float) -> float:
+        """What sticks out of collectives that run under compute, and what they slow it down."""
+        hidden = min(comm_s, OVERLAP * compute_s)
+        return comm_s - hidden + self.device.contended * hidden
 
     def _sum_s(self, elements: float, axis: MeshAxis) -> float:
         kind = "reduce_scatter" if self.setup.zero in (1, 2) else "all_reduce"
@@ -259,9 +264,3 @@ def _late_s(host_s: float, device_s: float) -> float:
     if host_s == 0:
         return 0.0
     return float((host_s**ROUNDING + device_s**ROUNDING) ** (1 / ROUNDING) - device_s)
-
-
-def _shown_s(comm_s: float, compute_s: float) -> float:
-    """What sticks out of collectives that run under compute, and what they slow it down."""
-    hidden = min(comm_s, OVERLAP * compute_s)
-    return comm_s - hidden + CONTENTION["cuda"] * hidden

@@ -35,10 +35,6 @@ from autopar.rules.tiles import tile_bytes
 OVERLAP = 0.8
 """The share of compute under which collectives can hide where they hide at all."""
 
-CONTENTION = {"cuda": 20 / 132, "cpu": 1.0}
-"""Seconds that a hidden collective adds to the compute over it, per second, where the device does not say: its kernels take multiprocessors, 20 of an H800's 132 in
-DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the cores of a CPU do both."""
-
 
 class Prices:
     """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before.
@@ -63,7 +59,7 @@ class Prices:
     @cached_property
     def contention(self) -> float:
         """Seconds that a hidden collective adds to the compute over it, per second."""
-        return CONTENTION[self.device.kind] if self.device.contention is None else self.device.contention
+        return self.device.contended
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
         """Seconds per step of one Op under one option per axis, collectives of its own algorithm included."""

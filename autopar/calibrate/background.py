@@ -25,8 +25,10 @@ LONGER = 2
 """How many times as long as the collective they take, so that it ends under them."""
 
 TURNS = 9
+"""So often each is measured."""
 
 ALONE, OVER, BEHIND = "compute without", "compute over", "compute behind"
+"""How samples begin; the collective follows."""
 
 
 def hidden(clock: Clock) -> list[Sample]:
@@ -58,7 +60,6 @@ def _turns(clock: Clock, cold: Cold, start: Callable[[], Later]) -> dict[str, fl
         cold.keep(start()())
         compute()
 
-    count = 1
     waits_s, matmul_s = (clock.runs_s(run, TURNS) for run in (lambda: cold.keep(start()()), matmul))
     count = max(1, round(LONGER * waits_s / max(matmul_s, 1e-9)))
     runs: dict[str, Callable[[], None]] = {ALONE: compute, OVER: over, BEHIND: behind}

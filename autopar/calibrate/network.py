@@ -45,9 +45,9 @@ class Group:
 
 def collectives(clock: Clock, kind: str, group: Group) -> list[Sample]:
     """Seconds of `kind` at growing sizes; all groups side by side do the same."""
-    mesh, found = group.mesh, list[Sample]()
+    mesh, cold, found = group.mesh, Cold(clock.kind), list[Sample]()
     for nbytes in SIZES[clock.kind]:
-        run, runs = _RUNS[kind](nbytes // 4, mesh, torch.device(clock.kind))
+        run, runs = _RUNS[kind](nbytes // 4, mesh, cold)
         seconds = clock.together_s(run) if clock.kind == "cuda" else clock.between_s(run, _use())
         found.append(Sample(kind, (nbytes,), seconds / runs, group.members))
         if found[-1].seconds * runs > LONG * clock.window_s and len(found) >= FEWEST:
@@ -69,41 +69,38 @@ Run = Callable[[], Tensor]
 
 
 def _use() -> Callable[[Tensor], object]:
-    """What a rank does with a result: it reads it, and multiplies for some tenths of a millisecond. Ranks that outnumber cores take turns meanwhile, so that threads
+    """What a rank does with a result: it reads it, and multiplies for about a millisecond. Ranks that outnumber cores take turns meanwhile, so that threads
     have to be woken and caches filled again; a GPU goes on with its own stream."""
     x = torch.randn(BETWEEN, BETWEEN)
     return lambda result: (result.sum(), x @ x)
 
 
-def _reduce(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    cold = Cold(device.type)
+def _reduce(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
     return lambda: cold.keep(all_reduce(cold.next(elements), 1, mesh)), 1
 
 
-def _gather(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    cold = Cold(device.type)
+def _gather(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
     return lambda: cold.keep(all_gather(cold.next(elements // mesh.sizes[1]), 1, mesh)), 1
 
 
-def _scatter(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    cold, members = Cold(device.type), mesh.sizes[1]
+def _scatter(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
+    members = mesh.sizes[1]
     return lambda: cold.keep(reduce_scatter(cold.next(members, elements // members), 1, mesh)), 1
 
 
-def _exchange(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    cold, members = Cold(device.type), mesh.sizes[1]
+def _exchange(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
+    members = mesh.sizes[1]
     each = max(1, elements // members**2)
     return lambda: cold.keep(all_to_all([cold.next(each) for _ in range(members)], [(each,)] * members, 1, mesh)[0]), 1
 
 
-def _broadcast(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
-    cold = Cold(device.type)
+def _broadcast(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
     return lambda: broadcast(cold.next(elements), 0, 1, mesh), 1
 
 
-def _send(elements: int, mesh: Mesh, device: torch.device) -> tuple[Run, int]:
+def _send(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
     """There and back between neighbours: two sends in a row."""
-    x, group, coord = torch.randn(elements, device=device), mesh.group(1), mesh.coord[1]
+    x, group, coord = cold.next(elements), mesh.group(1), mesh.coord[1]
     peer = coord ^ 1
     if peer >= mesh.sizes[1]:  # the last one of an odd number has nobody
         return lambda: x, 2
@@ -122,7 +119,7 @@ def _pass(x: Tensor, sends: bool, peer: int, group: dist.ProcessGroup | None) ->
         each.wait()
 
 
-_RUNS: dict[str, Callable[[int, Mesh, torch.device], tuple[Run, int]]] = {
+_RUNS: dict[str, Callable[[int, Mesh, Cold], tuple[Run, int]]] = {
     "all_reduce": _reduce, "all_gather": _gather, "reduce_scatter": _scatter, "all_to_all": _exchange, "broadcast": _broadcast, "send": _send,
 }
 KINDS = tuple(_RUNS)

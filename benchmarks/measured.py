@@ -67,7 +67,7 @@ MORE = {4: (Case("gpt", "hsdp", (2, 2)), Case("gpt", "tp_zero3", (2, 2)), Case("
 OTHERS = (Case("gpt", "zero1"), Case("gpt", "tp_sp"), Case("mlp", "zero2"))
 
 
-def cases(ranks: int) -> tuple[Case, ...]:
+def twelve(ranks: int) -> tuple[Case, ...]:
     """The twelve plans for so many ranks."""
     return (*FLAT, *MORE.get(ranks, OTHERS))
 
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="count what ranks compute, over the cores, not the time on the wall: for a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, cluster = measure(cases(options.ranks), options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
+    rows, cluster = measure(twelve(options.ranks), options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
     show(rows)
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n")

@@ -128,19 +128,19 @@ class Timed:
         wanted_s = cutoff_s * count / most
         blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0)], wanted_s, rounds, [], self._cases)
         even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
-        if even_s >= min(cutoff_s, uneven_s) or not self._largest:
+        if even_s >= min(cutoff_s, uneven_s) or self._largest is None:
             return even_s
         least = max(0, count - most * (places - 1))
-        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest[0])], min(cutoff_s, uneven_s), rounds, [], self._cases)
+        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest)], min(cutoff_s, uneven_s), rounds, [], self._cases)
         return min(uneven_s, max(even_s, there_s))
 
     @cached_property
-    def _largest(self) -> list[int]:
+    def _largest(self) -> int | None:
         """The node outside of blocks that takes longest where each has its best choice; none where there are none."""
         nodes = self.passing.model.problem.nodes
         least_s = {index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
                    for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
-        return [max(least_s, key=least_s.__getitem__)] if least_s else []
+        return max(least_s, key=least_s.__getitem__, default=None)
 
     def _open(self, cutoff_s: float, rounds: int, *, updated: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
         """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""

@@ -33,9 +33,8 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     micro, once = passing.model, models.once
     node_s = [weights.once * updated * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
-    net_s = [weights.once * _finite(net.cost_s) * (not passing.shared[link.ref] if link.weight else 0.0)
-             for link, net in zip(once.links, once.problem.nets, strict=True)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, [*net_s, *_no_s(micro, net_s)], _rooms(_held(micro, once, table, limit_bytes, between)))
+    net_s = [weights.once * each for each in _once_s(passing, once)]
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between)))
 
 
 def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None) -> Relaxed:
@@ -45,9 +44,8 @@ def in_one_place(passing: Passing, models: Models, microbatches: int, share: flo
     node_s = [share * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
     if piece is not None:
         node_s[piece] = node_s[piece] + microbatches * passing.nodes[piece].each[..., SHOWN].sum(0)
-    net_s = [share * _finite(net.cost_s) * (link.cluster.scope == scope and not (link.weight and passing.shared[link.ref]))
-             for link, net in zip(once.links, once.problem.nets, strict=True)]
-    return Relaxed(passing, {(scope, way): share * microbatches for way in PASSES}, node_s, [*net_s, *_no_s(passing.model, net_s)])
+    net_s = [share * each * (link.cluster.scope == scope) for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)]
+    return Relaxed(passing, {(scope, way): share * microbatches for way in PASSES}, node_s, net_s)
 
 
 def _times(passing: Passing, forward: float, backward: float) -> dict[Key, float]:
@@ -55,9 +53,11 @@ def _times(passing: Passing, forward: float, backward: float) -> dict[Key, float
     return {(scope, way): times for scope in passing.scopes for way, times in zip(PASSES, (forward, backward), strict=True)}
 
 
-def _no_s(micro: Model, net_s: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of the nets that `micro` has behind those of what is once, which count bytes alone."""
-    return [np.zeros(net.cost_s.shape) for net in micro.problem.nets[len(net_s):]]
+def _once_s(passing: Passing, once: Model) -> list[np.ndarray]:
+    """What the nets of weights that are each read in one place take once per step, and nothing for all others: nor for those that `passing` has behind the nets of
+    `once`, which count bytes alone."""
+    found = [_finite(net.cost_s) * (link.weight and not passing.shared[link.ref]) for link, net in zip(once.links, once.problem.nets, strict=True)]
+    return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found):])]
 
 
 def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int]) -> Iterator[Room]:

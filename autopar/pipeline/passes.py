@@ -248,14 +248,15 @@ class Passes:
         sums = routes.loads(leaf, made.back, grad_bytes, min(self.prices.bucket_bytes, together) * grad_bytes / link.size_bytes)
         if made.each or not self.late:
             local, moving = split(sums)
+            bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
                 for number, load in enumerate(moving):
                     # the last bucket is half full on average; another collective begins one bucket later
-                    hidden = 0.0 if together <= BUCKET_BYTES else max(0.0, 1.0 - max(last, (number + 0.5) * BUCKET_BYTES / together))
+                    hidden = max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0
                     did.passes[way].after.add([load], count * (1.0 - hidden))
                     did.passes[way].behind.add([load], count * hidden)
-                    did.passes[way].lag_s += count * hidden * load.seconds * min(1.0, BUCKET_BYTES / max(1.0, together))
+                    did.passes[way].lag_s += count * hidden * load.seconds * bucket
         else:
             did.once.add(sums, count)
         if made.value != made.back:

@@ -85,11 +85,11 @@ class Mesh:
         self.pipeline = whole.get_group(PIPELINE)
         return whole[names[1:]]
 
-    def meet(self) -> None:
-        """Make the process groups, unless they are there: a collective operation of all ranks, and the first of every model. Torch names a group by how many
+    def meet(self) -> DeviceMesh | None:
+        """`device_mesh`, with which the process groups are made unless they are there: a collective operation of all ranks, and the first of every model. Torch names a group by how many
         this process made before, so that all ranks make all groups in one order: where one of them did not, a rank was told the address of another group's
         member under the name of its own, and waited there. Raises RunError where the number of ranks is wrong."""
-        self.device_mesh  # noqa: B018  made when it is asked for
+        return self.device_mesh
 
     def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
         """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them runs later."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.measured import MODELS, Row, cases, ordered, show
+from benchmarks.measured import MODELS, Row, ordered, show, twelve
 
 
 def row(measured_s: float, predicted_s: float | None) -> Row:
@@ -28,7 +28,7 @@ def test_a_plan_without_a_price_is_left_out_of_the_priced(capsys: pytest.Capture
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_twelve_plans_of_all_kinds(ranks: int) -> None:
-    plans = cases(ranks)
+    plans = twelve(ranks)
     assert len(plans) == len(set(plans)) == 12 and {case.model for case in plans} == set(MODELS)
     assert {case.recipe for case in plans} >= {"ddp", "zero3", "tp", "1f1b", "gpipe", "tp_zero3" if ranks == 4 else "tp_sp"}
     assert all(math.prod(case.mesh) == ranks for case in plans if case.mesh)

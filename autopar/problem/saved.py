@@ -13,7 +13,8 @@ A block that is run again (problem.rerun) keeps nothing of that but what its pla
 for each of its placeholders (`Kept.given`).
 
 What a placeholder of a block is given is one tensor per instance: the net to its readers counts it, unless who made it is counted
-anyway; then what is fed and carried counts only where it is moved on the way. Of a value made in a block and kept by what follows the
+anyway; then what is fed and carried counts only where it is moved on the way. So it is where a view is fed (a mask for every sample): its
+owner, which may be smaller, is counted where it lies as it is. Of a value made in a block and kept by what follows the
 run only the last instance is there.
 """
 
@@ -166,6 +167,8 @@ def _given(found: Kept, port: str, way: Way | None) -> None:
     fed = found.root(run.feeds[index])
     if found.held(fed) or fed in found.counted:
         found.moved[Way(run.feeds[index], port, "feed")] = None
+    elif fed != run.feeds[index]:
+        _looked(found, Way(run.feeds[index], port, "feed"), outer)
     else:
         charge(outer)
         found.counted[fed] = way or Way((port, 0), port)
@@ -176,6 +179,19 @@ def _given(found: Kept, port: str, way: Way | None) -> None:
         found.moved[Way(run.carried[index], port, "carry")] = None
     elif carried != (port, 0):
         charge(outer * (run.count - 1))
+
+
+def _looked(found: Kept, feed: Way, count: int) -> None:
+    """Count the owner of what is fed, as an expanded mask is smaller than what it looks like; where that is moved on the way, the copy."""
+    found.moved[feed], way = None, feed
+    owner, before = _inside(found, feed.ref)
+    while before is not None:
+        found.reads[before] = None
+        reader = found.program.ops[before[0]]
+        way = Way(reader.operands[before[1]], reader.scope)
+        owner, before = _inside(found, way.ref)
+    _charge(found, owner, way, count)
+    found.counted[owner] = way
 
 
 def _inside(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:

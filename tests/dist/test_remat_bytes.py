@@ -45,5 +45,5 @@ def test_what_stays_is_what_autograd_holds_and_what_is_kept(name: str, recipe: s
     predicted = activations(model, choice) - live(model, choice)
     assert predicted == pytest.approx(held, rel=0.05)
     if made.remat and level != "all":
-        assert predicted < activations(plain, choice)
+        assert predicted <= activations(plain, choice)  # a linear with its bias apart is kept in place of the sum: as many bytes
         assert model.problem.price(choice).time_s > plain.problem.price(choice).time_s

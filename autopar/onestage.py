@@ -290,9 +290,12 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: f
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, deadline: float) -> list[Candidate]:
-    """Those that may become the fastest, honed: linear prices do not see what hides in which pass."""
-    honed = []
+    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. None of a mesh of which they prove no less than another takes honed:
+    what hides better there than linear prices know is no more than there."""
+    honed: list[Candidate] = []
     for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
+        if honed and each.solution.bound_s >= min(other.cost.time_s for other in honed):
+            continue
         planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
         honed.append(planner.honed(each, lambda: time.monotonic() > deadline))
     return honed

@@ -1,4 +1,4 @@
-"""The solution that needs least memory: where searches start that found nothing that fits, and the proof that nothing does."""
+"""Solutions that need little memory: where searches start that found nothing that fits, and the proof that nothing does."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from autopar.search.model import build
 from autopar.search.solver import HIGHS, read_choice, solve
 
 _GIB = 2**30
+
+
+def feasible(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
+    """A solution that fits: where descent by bytes ends, or else that of `least_memory`, with its errors."""
+    deadline = time.perf_counter() + time_limit_s
+    found = descend(in_bytes(problem), None, deadline)
+    return found if found is not None and fits(problem, found) else least_memory(problem, time_limit_s=deadline - time.perf_counter())
 
 
 def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:

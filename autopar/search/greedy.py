@@ -11,7 +11,7 @@ import time
 
 from autopar.problem.types import Problem, Solution
 from autopar.search.descent import better, descend
-from autopar.search.feasible import check_room, least_memory
+from autopar.search.feasible import check_room, feasible
 from autopar.search.state import State
 
 
@@ -28,8 +28,8 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
         found = better(problem, better(problem, start, descend(problem, start, deadline)), found)
     note = "coordinate descent"
     if found is None:
-        least = least_memory(problem, time_limit_s=max(1.0, deadline - time.perf_counter()))
-        found = better(problem, least, descend(problem, least, deadline))
-        assert found is not None, "least_memory gives a feasible solution"
-        note = "coordinate descent from the solution of least memory"
+        little = feasible(problem, time_limit_s=max(1.0, deadline - time.perf_counter()))
+        found = better(problem, little, descend(problem, little, deadline))
+        assert found is not None, "feasible gives a solution that fits"
+        note = "coordinate descent from a solution of little memory"
     return Solution(found, "greedy", note=note)

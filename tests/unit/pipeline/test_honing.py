@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
@@ -122,6 +126,23 @@ def test_a_candidate_that_is_honed_fits_and_is_faster(planner: Planner, found: C
         assert better.cost.time_s < each.cost.time_s
         assert limited.counted(replace(better)).peak == better.peak <= limited.request.limit_bytes
         assert better.cost.time_s == pytest.approx(step_cost(better.model, better.solution.choice, limited._forward(better.mesh)).time_s)
+
+
+def test_a_mesh_that_is_proven_slower_than_another_takes_honed_is_not_honed() -> None:
+    """The third one may become the fastest by its bound, and is."""
+    def candidate(sizes: tuple[int, ...], bound_s: float, time_s: float) -> SimpleNamespace:
+        return SimpleNamespace(mesh=SimpleNamespace(sizes=sizes), cost=SimpleNamespace(time_s=time_s), solution=SimpleNamespace(bound_s=bound_s))
+
+    asked: list[tuple[int, ...]] = []
+
+    def honed(each: SimpleNamespace, late: Callable[[], bool]) -> SimpleNamespace:
+        asked.append(each.mesh.sizes)
+        return candidate(each.mesh.sizes, each.solution.bound_s, 0.96 * each.cost.time_s)
+
+    planner: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), honed=honed)
+    fit: Any = [candidate((8, 8), 0.90, 1.0), candidate((64,), 0.97, 1.01), candidate((32, 2), 0.95, 1.02)]
+    assert [each.cost.time_s for each in onestage._honed(planner, fit, 1.0, math.inf)] == pytest.approx([0.96, 0.9792])
+    assert asked == [(8, 8), (32, 2)]
 
 
 def _neighbours(found: Candidate) -> list[Candidate]:

@@ -11,6 +11,8 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.problem.types import Node, Problem
 from autopar.search import SEARCHES
+from autopar.search.descent import fits
+from autopar.search.feasible import feasible, least_memory
 from tests.helpers.problems import random_problem
 
 SEEDS = range(50)
@@ -74,6 +76,21 @@ def test_too_little_memory_says_the_shortfall(name: str) -> None:
     problem = Problem((node, node), (), memory_limit_bytes=10 * gib, name="llama")
     with pytest.raises(InfeasibleError, match=r"llama.*needs 12\.000 GiB.*limit is 10\.000 GiB.*2\.000 GiB are missing"):
         SEARCHES[name](problem, time_limit_s=5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_needs_little_memory_fits_and_nothing_needs_less_than_the_least(seed: int) -> None:
+    problem = random_problem(seed)
+    priced = [problem.price(choice) for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes))]
+    least_bytes = min((cost.memory_bytes for cost in priced if cost.feasible), default=np.inf)
+    for solve in (feasible, least_memory):
+        if oracle(seed) is None:
+            with pytest.raises(InfeasibleError):
+                solve(problem, time_limit_s=5)
+        else:
+            assert fits(problem, solve(problem, time_limit_s=5))
+    if oracle(seed) is not None:
+        assert problem.price(least_memory(problem, time_limit_s=5)).memory_bytes == pytest.approx(least_bytes)
 
 
 def test_exhaustive_refuses_large_problems() -> None:

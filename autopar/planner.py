@@ -134,7 +134,8 @@ class Planner:
         return self._tables[key]
 
     def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
-        """Options of every cluster on an axis of `ways` ranks with that role."""
+        """Options of every cluster on an axis of `ways` ranks with that role; one rank cuts nothing."""
+        role = role if ways > 1 else roles.nothing
         if (role, ways) not in self._joints:
             table, allow = self.table(ways, placed=role is roles.anything, tiled=role in roles.GATHERING), role(ways)
             self._joints[role, ways] = [join(cluster, table, allow) for cluster in self.clusters]

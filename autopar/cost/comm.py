@@ -73,7 +73,9 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
 
 def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:
     """By level of the cluster, the share of its link that a collective takes while it runs: all of the slowest level's, less where starts
-    and hops are most of its seconds."""
+    and hops are most of its seconds; none on an axis of one device."""
+    if axis.size == 1:
+        return {}
     way, line = min(_priced_ways(kind, axis), key=lambda priced: priced[1].seconds(nbytes))
     whole_s = line.seconds(nbytes)
     return {part.span.level.name: min(1.0, part.slope_s * nbytes / whole_s) if whole_s > 0 else 0.0 for part in way}

@@ -14,6 +14,7 @@ from autopar.onestage import SIMPLER, _short_of_memory, _simplest
 from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution
+from autopar.recipes import RECIPES
 from autopar.recipes.free import space, spaces
 from autopar.request import Request
 from autopar.search import ilp
@@ -64,3 +65,16 @@ def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_t
     planner.request = replace(planner.request, memory_bytes=room * slow.memory_bytes)
     planner.missing_bytes.append(1.0)  # of another mesh
     assert _short_of_memory(planner, best) == short
+
+
+@pytest.mark.parametrize("recipe", ["auto", "tp", "zero3"])
+def test_one_rank_cuts_nothing(recipe: str) -> None:
+    """A mesh of one rank has no vocabulary to look up in parts: whatever the role of its axis is, all that it does is the plain operator."""
+    who = subject("hf-gpt2")
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x1"), Settings()))
+    used = space((1,)) if recipe == "auto" else RECIPES[recipe].roles_on(1)
+    found = planner.candidate((1,), used, recipe, lambda problem: ilp.glance(problem, time_limit_s=10))
+    combos = [choices[c] for choices, c in zip(found.model.choices, found.solution.choice, strict=True)]
+    options = [option for combo in combos for joint in combo for option in joint.options]
+    assert options and not any(option.split or option.run for option in options)
+    assert found.cost.exposed_s == found.cost.hidden_s == 0.0

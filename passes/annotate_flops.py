@@ -70,7 +70,7 @@ def _matmul(node: fx.Node) -> Size:
 
 def _experts(node: fx.Node) -> Size:
     """Both layers for each of the k rows of a token."""
-    _, chosen, _, up, down = edit.tensor_operands(node)
+    _, chosen, _, up, down, *_ = edit.tensor_operands(node)
     (_, wide, inner), (_, narrow, out) = facts.shape(up), facts.shape(down)
     return 2 * facts.numel(chosen) * (wide * inner + narrow * out)
 

@@ -14,22 +14,22 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.inner import written
 from passes.sink_flatten import flattened, merge
 
 aten = torch.ops.aten
-CUTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened."""
+    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of the second layer, which is added outside:
+    the experts that are cut by width each have a part of a sum."""
 
     hidden: fx.Node
     chosen: fx.Node
     gates: fx.Node
-    up: fx.Node
-    down: fx.Node
-    activation: str
+    weights: tuple[fx.Node | str, ...]
+    bias: fx.Node | None
 
 
 def experts(gm: fx.GraphModule) -> fx.GraphModule:
@@ -43,7 +43,10 @@ def experts(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         with edit.before(node):
             tokens = _apart(layer.hidden, layer.chosen, layer.gates)
-            new = edit.call(gm.graph, ops.experts, (*tokens, layer.up, layer.down, layer.activation), like=node)
+            new = edit.call(gm.graph, ops.experts, (*tokens, *layer.weights), like=node)
+            if layer.bias is not None:
+                more = edit.call(gm.graph, ops.blend, (layer.bias, *tokens[1:]), like=node)
+                new = edit.call(gm.graph, aten.add.Tensor, (new, more), like=node)
             flat = edit.call(gm.graph, aten.reshape.default, (new, [-1, edit.size(new, -1)]), like=node)
             users = list(node.users)
             edit.replace(node, flat)
@@ -67,17 +70,18 @@ def _read(total: fx.Node) -> _Layer | None:
     weighted = _is(back and back.args[0], aten.mul.Tensor)
     if terms is None or back is None or weighted is None or list(total.args[1]) != [1] or len(total.args) > 2:  # type: ignore[arg-type]
         return None
-    down, scale = (_is(weighted.args[0], ops.grouped_matmul), _is(weighted.args[1], aten.unsqueeze.default))
+    scale = _is(weighted.args[1], aten.unsqueeze.default)
     gate = _is(scale and scale.args[0], aten.index.Tensor)
     sort = _is(gate and _part(_only(gate), 1), aten.sort.default)
-    if down is None or gate is None or sort is None or not _sorts_up(sort):
+    if gate is None or sort is None or not _sorts_up(sort) or not _undoes(_only(back), _only(gate)):
         return None
-    order = _only(gate)
-    chosen, gates = _is(sort.args[0], aten.reshape.default), _is(gate.args[0], aten.reshape.default)
-    body = _body(down)
-    if chosen is None or gates is None or body is None or not _undoes(_only(back), order):
+    order, chosen, gates = _only(gate), _is(sort.args[0], aten.reshape.default), _is(gate.args[0], aten.reshape.default)
+    down, down_bias = _linear(weighted.args[0], sort)
+    source = _source(down.args[0], sort) if down is not None else None
+    up, up_bias = _linear(source, sort)
+    if chosen is None or gates is None or down is None or up is None or (inner := written(down.args[0], source)) is None:
         return None
-    (up, activation), (tokens, k) = body, facts.shape(terms)[:2]
+    tokens, k = facts.shape(terms)[:2]
     rows = _is(up.args[0], aten.index.Tensor)
     number = _is(rows and _only(rows), aten.floor_divide.default)
     pairs = all(facts.shape(pair.args[0]) == (tokens, k) for pair in (chosen, gates))  # type: ignore[arg-type]
@@ -85,7 +89,26 @@ def _read(total: fx.Node) -> _Layer | None:
         return None
     if len(facts.shape(rows.args[0])) != 2:  # type: ignore[arg-type]
         return None
-    return _Layer(rows.args[0], chosen.args[0], gates.args[0], up.args[1], down.args[1], activation)  # type: ignore[arg-type]
+    weights = (up.args[1], down.args[1], inner, *([] if up_bias is None else [up_bias]))
+    return _Layer(rows.args[0], chosen.args[0], gates.args[0], weights, down_bias)  # type: ignore[arg-type]
+
+
+def _linear(node: Any, sort: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The grouped matmul that `node` is, or is the sum of with each row's bias, and these biases `[e, u]`."""
+    for one, other in ((node, None), *(zip(node.args, node.args[::-1], strict=True) if _is(node, aten.add.Tensor) and not node.kwargs else ())):
+        matmul, bias = _is(one, ops.grouped_matmul), _is(other, aten.index.Tensor)
+        if matmul is not None and other is None:
+            return matmul, None
+        if matmul is not None and bias is not None and _part(_only(bias), 0) is sort and len(facts.shape(bias.args[0])) == 2:  # type: ignore[arg-type]
+            return matmul, bias.args[0]  # type: ignore[return-value]
+    return None, None
+
+
+def _source(node: Any, sort: fx.Node) -> Any:
+    """What comes out of the first layer, which `node` is made of."""
+    while isinstance(node, fx.Node) and _linear(node, sort)[0] is None:
+        node = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
+    return node
 
 
 def _is(node: Any, *targets: Any) -> fx.Node | None:
@@ -127,36 +150,3 @@ def _ends(up: fx.Node, sort: fx.Node) -> bool:
     running = _is(up.args[2], aten.cumsum.default)
     counts = _is(_uncast(running and running.args[0]), ops.count_each)
     return counts is not None and _part(_uncast(counts.args[0]), 0) is sort and counts.args[1] == facts.shape(up.args[1])[0]  # type: ignore[arg-type]
-
-
-def _body(down: fx.Node) -> tuple[fx.Node, str] | None:
-    """What lies between the two matmuls: the first one, and the name of the activation."""
-    inner = down.args[0]
-    gated = _is(inner, aten.mul.Tensor)
-    for act, value in ((gated.args, gated.args[::-1]) if gated is not None else ((inner, None),)):
-        name = _activation(act)
-        if name is None:
-            continue
-        source = act.args[0]  # type: ignore[union-attr]
-        if gated is None:
-            up = _is(source, ops.grouped_matmul)
-            return None if up is None else (up, name)
-        cut = _is(_part(source, 0), *CUTS)
-        up = _is(cut and cut.args[0], ops.grouped_matmul)
-        halves = cut is not None and _part(value, 1) is cut and _halves(cut)
-        return (up, name) if up is not None and halves else None
-    return None
-
-
-def _halves(cut: fx.Node) -> bool:
-    sizes = [tensor.shape for tensor in facts.tensors(cut)]
-    return len(sizes) == 2 and sizes[0] == sizes[1] and 2 * sizes[0][-1] == facts.shape(cut.args[0])[-1]  # type: ignore[arg-type]
-
-
-def _activation(node: Any) -> str | None:
-    found = _is(node, aten.silu.default, aten.relu.default, aten.gelu.default)
-    if found is None:
-        return None
-    if found.target is aten.gelu.default:
-        return {"none": "gelu", "tanh": "gelu_tanh"}[edit.args_of(found)["approximate"]]
-    return "silu" if found.target is aten.silu.default else "relu"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,28 +66,46 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - starts[-1], weights.shape[2])])
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-}
+INNER, BIAS = 5, 6
+"""Where a call of `experts` has them."""
+
+Inner = Callable[[Tensor], Tensor]
+"""What is between the two layers of an expert: `[n, columns of the first] -> [n, rows of the second]`."""
 
 
-def expert_rows(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, activation: str) -> Tensor:
-    """Rows sorted by expert, each through the two layers of its expert: `[n, d], [e, d, f or 2 f], [e, f, o], [e] -> [n, o]`.
+def halves(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:
+    """`apply(first, second)` of the two halves of the columns."""
+    return lambda x: apply(*x.chunk(2, -1))
 
-    `activation` is a name in ACTIVATIONS. Where `up` is twice as wide as `down` takes, its first half gates the second. Rows
-    behind the last of `ends` give 0.
+
+def pairs(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:
+    """`apply(even, odd)` of every other column."""
+    return lambda x: apply(x[..., ::2], x[..., 1::2])
+
+
+def expert_rows(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, inner: Inner, bias: Tensor | None = None) -> Tensor:
+    """Rows sorted by expert, each through the two layers of its expert: `[n, d], [e, d, u], [e, f, o], [e], bias [e, u] -> [n, o]`.
+
+    `inner` goes from the u columns of the first layer to the f rows of the second. Rows behind the last of `ends` give 0.
     """
-    inner = grouped_matmul(rows, up, ends)
-    act = ACTIVATIONS[activation]
-    if up.shape[2] == 2 * down.shape[1]:
-        gate, value = inner.chunk(2, -1)
-        return grouped_matmul(act(gate) * value, down, ends)
-    return grouped_matmul(act(inner), down, ends)
+    first = grouped_matmul(rows, up, ends)
+    if bias is not None:
+        groups = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
+        first = first + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[groups]
+    return grouped_matmul(inner(first), down, ends)
 
 
-def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+@cache
+def inner_of(text: str) -> Inner:
+    """The function that `text` writes, as `passes.inner.written` does and emitted files have it."""
+    found: Inner = eval(text, {"F": F, "halves": halves, "pairs": pairs, "torch": torch})
+    return found
+
+
+def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Tensor, inner: str | Inner, bias: Tensor | None = None) -> Tensor:
     """A layer of experts: `hidden [..., d]`, the numbers `chosen [..., k]` of the experts of each token and their weights
-    `gates [..., k]` in the sum; experts as in `expert_rows`. Result: `[..., o]`, of the dtype that gates and results promote to.
+    `gates [..., k]` in the sum; experts as in `expert_rows`, in graphs with the text of `inner`. Result: `[..., o]`, of the dtype
+    that gates and results promote to.
 
     Numbers that are no expert's (e and above) give 0.
     """
@@ -96,7 +114,15 @@ def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Ten
         return hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, gates.dtype))
     numbers, order = chosen.flatten().sort(stable=True)
     ends = count_each(numbers, up.shape[0]).cumsum(0)
-    results = expert_rows(hidden.flatten(0, -2)[order // chosen.shape[-1]], up, down, ends, activation)
+    results = expert_rows(hidden.flatten(0, -2)[order // chosen.shape[-1]], up, down, ends, inner_of(inner) if isinstance(inner, str) else inner, bias)
     weighted = results * gates.flatten()[order].unsqueeze(-1)
     back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     return weighted[back].view(*chosen.shape, down.shape[2]).sum(-2)
+
+
+def blend(table: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    """Sums of rows of `table [e, o]`: the rows `chosen [..., k]`, `gates [..., k]` times each. Result: `[..., o]`, of the dtype that both promote to."""
+    dtype = torch.promote_types(table.dtype, gates.dtype)
+    if chosen.is_meta or isinstance(chosen, FakeTensor):
+        return gates.new_empty((*chosen.shape[:-1], table.shape[1]), dtype=dtype)
+    return F.embedding_bag(chosen.flatten(0, -2), table.to(dtype), mode="sum", per_sample_weights=gates.flatten(0, -2).to(dtype)).view(*chosen.shape[:-1], table.shape[1])

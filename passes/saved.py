@@ -134,10 +134,11 @@ SAVED: dict[Any, Row] = {
     aten.topk.default: _fixed(SECOND),
     aten.where.ScalarOther: _fixed(0),
     aten.where.self: _fixed(0),
+    ops.blend: _fixed(0, 1, 2),
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
     ops.cross_entropy_each: _fixed(0, 1),
     ops.cross_entropy_sum: _fixed(0, 1),
-    ops.experts: _fixed(3, 4),  # and what autopar.rules.inside says
+    ops.experts: lambda grads: (3, 4) if grads[0] else (4,),  # the first layer for the gradient of tokens; and what autopar.rules.experts says
     ops.grouped_matmul: _crosswise,
 }
 

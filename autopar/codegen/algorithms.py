@@ -1,7 +1,7 @@
 """Operators whose split form is not the plain operator on shards: calls of runtime algorithms.
 
-A row per algorithm of `autopar.rules.algorithms`, and one per random operator (its mask must agree on replicas and
-differ between shards).
+A row per algorithm of `autopar.rules.algorithms`, and one per operator that is written in its own way: dropout (its mask must agree on replicas and
+differ between shards), layers of experts (of which an argument is a function).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded",
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "halves", "own_groups", "own_heads", "pairs", "placed", "ring_attention", "seeded",
             "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
@@ -42,8 +42,8 @@ def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> s
         raise ValueError(f"{op.name}: algorithms {names} on one operator")
     if writers:
         return writers[0](op, node, call, axes, context)
-    if op.target in RANDOM_TEXTS:
-        return RANDOM_TEXTS[op.target](op, node, call, context)
+    if op.target in OWN_TEXTS:
+        return OWN_TEXTS[op.target](op, node, call, context)
     return None
 
 
@@ -86,10 +86,24 @@ def _causal_rows(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], c
 def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     context.algorithms["experts_on_ranks"] = None
     context.use(ops.expert_rows)
-    hidden, chosen, gates, up, down, activation = call.args
+    hidden, chosen, gates, up, down, _, *bias = call.args
     dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
-    return (f"experts_on_ranks(lambda rows, ends: expert_rows(rows, {up}, {down}, ends, {activation}), {hidden}, {chosen}, {gates}, "
+    return (f"experts_on_ranks(lambda rows, ends: expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), {hidden}, {chosen}, {gates}, "
             f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
+
+
+def _plain_experts(op: Op, node: NodePlan, call: Written, context: Context) -> str:
+    context.use(ops.experts)
+    return f"experts({', '.join([*call.args[:ops.INNER], _inner(op, context), *call.args[ops.BIAS:]])})"
+
+
+def _inner(op: Op, context: Context) -> str:
+    """What is between the layers of an expert, as the function that its text writes."""
+    text = str(op.call.args[ops.INNER])
+    for name in (ops.halves, ops.pairs):
+        if text.startswith(f"{name.__name__}("):
+            context.use(name)
+    return text
 
 
 def _own_groups(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -191,6 +205,8 @@ OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = 
 }
 """Algorithms that choose parts of operands for whatever else the operator does."""
 
-RANDOM_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str | None]] = {
+OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
     aten.dropout.default: _dropout,
+    ops.experts: _plain_experts,
 }
+"""Operators that are written in their own way wherever no algorithm splits them."""

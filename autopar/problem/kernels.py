@@ -80,7 +80,7 @@ class _Shard:
         local = self._moved()
         inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:
-            inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes))
+            inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes, call=op.call))
         forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
         matmul, beside = self._matmul(share), self._beside_bytes()
         ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)

@@ -199,7 +199,7 @@ class Prices:
         operands), all its instances."""
         own = 0.0
         if op.target in INSIDE and self.settings.training and op.graded:
-            own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes))
+            own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes, call=op.call))
         if self.settings.training and op.graded:
             own += sum(algorithm.inside.kept_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.inside)
         layout = tuple(option.outs[0].value for option in options)

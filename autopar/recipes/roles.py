@@ -162,10 +162,11 @@ def has_experts(program: Program) -> bool:
 
 
 def _is_stack(node: fx.Node) -> bool:
-    """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks."""
-    if len(facts.shape(node)) != 3:
+    """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks, or as the experts' biases are."""
+    rank = len(facts.shape(node))
+    if rank not in (2, 3):
         return False
-    return any(user.target in STACKS or (len(edit.tensor_operands(user)) == 1 and facts.is_tensor(user) and _is_stack(user))
+    return any((user.target in STACKS if rank == 3 else user.target is ops.experts and node in user.args[ops.BIAS:]) or (len(edit.tensor_operands(user)) == 1 and facts.is_tensor(user) and _is_stack(user))
                for user in node.users if user.op == "call_function")
 
 

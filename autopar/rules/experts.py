@@ -12,21 +12,32 @@ gets the same share. Rows are neither made nor lost, so the sum over all ranks o
 
 from __future__ import annotations
 
+import ast
+from functools import cache
 from typing import Any
+
+import torch
 
 from autopar.rules.language import Call, Together
 from autopar.rules.rule import Rule
 from autopar.rules.site import Inner, Inside, Site
 from passes import ops
 
-HIDDEN, CHOSEN, GATES, UP, DOWN = range(5)
+HIDDEN, CHOSEN, GATES, UP, DOWN, BIAS = range(6)
 COUNT_BYTES = 8
 
 
 def experts(call: Call) -> str:
-    """One factor per dim of the tokens; `up` has one or two layers side by side, as wide as `down` takes."""
-    lead = _tokens(call)
-    return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! (g! f), e f o -> {lead} o"
+    """One factor per dim of the tokens; the first layer has one or two columns for each row of the second: two halves, or pairs side by side."""
+    lead, columns = _tokens(call), "(f g!)" if call.args[ops.INNER].startswith("pairs") else "(g! f)"
+    bias = f", e {columns}" if len(call.ins) > BIAS else ""
+    return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! {columns}, e f o{bias} -> {lead} o"
+
+
+def blend(call: Call) -> str:
+    """Rows of a table that is whole but for its width, weighted and summed up over the last dim of the tokens."""
+    lead = " ".join(f"t{d}" for d in range(len(call.ins[1].shape) - 1))
+    return f"e! o, {lead} k!, {lead} k! -> {lead} o"
 
 
 def _tokens(call: Call) -> str:
@@ -63,23 +74,68 @@ def counts_bytes(site: Site) -> float:
 
 
 def kept_bytes(site: Site) -> float:
-    """What the backward needs beside the weights, per row: the row, both layers' results (each activation keeps its operands and
-    the product goes into the second matmul), the result for the gate's gradient, three indices and the gate."""
-    width = site.operands[HIDDEN].sizes[-1] + 2 * site.local(UP, 2) + site.local(DOWN, 2)
-    return rows(site) * (width * site.operands[HIDDEN].itemsize + 3 * COUNT_BYTES + site.operands[GATES].itemsize)
+    """What the backward needs beside the weights, per row: the row, what is kept between both layers, the result for the gate's gradient,
+    three indices (with a bias four) and the gate."""
+    between = site.local(DOWN, 1) * kept_between(_inner(site), site.operands[HIDDEN].itemsize)
+    width = site.operands[HIDDEN].sizes[-1] + site.local(DOWN, 2)
+    indices = 3 + (len(site.operands) > BIAS)
+    return rows(site) * (width * site.operands[HIDDEN].itemsize + between + indices * COUNT_BYTES + site.operands[GATES].itemsize)
 
 
 def moved_bytes(site: Site) -> float:
     """What the forward reads and writes beside the operands and the output, per row: the row three times (gathered, then read),
-    the first result written and read, the gate, the product, the second result written, scaled, put in order and summed up."""
-    inner = site.local(UP, 2)
-    width = 3 * site.operands[HIDDEN].sizes[-1] + 2 * inner + 5 * site.local(DOWN, 1) + 6 * site.local(DOWN, 2)
+    the first result written and read, what is between, the second result written, scaled, put in order and summed up."""
+    first = site.local(UP, 2) * (2 + 3 * (len(site.operands) > BIAS))
+    width = 3 * site.operands[HIDDEN].sizes[-1] + first + moved_between(_inner(site)) * site.local(DOWN, 1) + 6 * site.local(DOWN, 2)
     return rows(site) * width * site.operands[HIDDEN].itemsize
 
 
-FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
-BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, last=True))
+def _inner(site: Site) -> str:
+    assert site.call is not None, "what is between two layers is an argument of the call"
+    return str(site.call.args[ops.INNER])
 
-RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched)}
+
+@cache
+def kept_between(inner: str, itemsize: int) -> float:
+    """Bytes that autograd keeps between both layers for each column that the second one reads, that one too: asked of autograd itself."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+    columns, found = 8, dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[:1] == (1,):  # not the weights of the second layer
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    source = torch.ones(1, columns if inner.startswith("lambda") else 2 * columns, dtype=dtype, requires_grad=True)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = ops.inner_of(inner)(source * 1)
+        result @ torch.ones(columns, 1, dtype=dtype, requires_grad=True)
+    return sum(found.values()) / columns
+
+
+@cache
+def moved_between(inner: str) -> int:
+    """Columns that pointwise kernels between both layers read and write for each that the second one reads."""
+    kernels = [node for node in ast.walk(ast.parse(inner, mode="eval")) if isinstance(node, (ast.BinOp, ast.Call))]
+    found = [[node.left, node.right] if isinstance(node, ast.BinOp) else _operands(node) for node in kernels]
+    return sum(1 + sum(not isinstance(operand, ast.Constant) for operand in operands) for operands in found if operands)
+
+
+def _operands(call: ast.Call) -> list[ast.expr]:
+    """Tensors and numbers that a call is given; none for `halves` and `pairs`, which only look."""
+    given = [operand for operand in call.args if not isinstance(operand, (ast.Lambda, ast.UnaryOp))]
+    cast = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+    return [call.func.value] if cast and isinstance(call.func, ast.Attribute) else given
+
+
+def if_tokens_learn(site: Site) -> int:
+    """Once where tokens have a gradient, which then goes back as they came."""
+    return int(site.operands[HIDDEN].grad)
+
+
+FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
+BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True))
+
+RULES: dict[Any, Rule] = {ops.blend: Rule(blend, linear="0|2"), ops.experts: Rule(experts, together=dispatched)}
 
 INSIDE: dict[Any, Inside] = {ops.experts: Inside(kept_bytes, moved_bytes)}

@@ -14,6 +14,7 @@ from autopar.runtime.cuts import own
 from passes import ops
 from tests.helpers.ranks import on_ranks
 
+GATED = "halves(lambda first, second: F.silu(first) * second)"
 OWN, DISPATCH, TOKENS = "own", "dispatch", "tokens"
 ROLES = [((2,), (OWN,)), ((2,), (DISPATCH,)), ((4,), (DISPATCH,)), ((4,), (OWN,)), ((2, 2), (DISPATCH, DISPATCH)), ((2, 2), (DISPATCH, OWN)),
          ((2, 2), (OWN, DISPATCH)), ((2, 2), (TOKENS, DISPATCH)), ((2, 2), (DISPATCH, TOKENS))]
@@ -32,7 +33,7 @@ def _layer(sizes, roles, how):
     shapes = ((2, TOKEN_COUNT // 2, D), (2, TOKEN_COUNT // 2, K), (E, D, 2 * F), (E, F, D))
     hidden, gates, up, down = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     chosen, pull = _route(how), torch.randn(shapes[0], dtype=torch.float64)
-    wanted = ops.experts(hidden, chosen, gates, up, down, "silu")
+    wanted = ops.experts(hidden, chosen, gates, up, down, GATED)
     wanted.backward(pull)
     tokens = tuple("R" if role == OWN else "S1" for role in roles)
     weights = tuple("R" if role == TOKENS else "S0" for role in roles)
@@ -43,7 +44,7 @@ def _layer(sizes, roles, how):
 
     local = [cut(x, layout).requires_grad_() for x, layout in ((hidden, tokens), (gates, tokens), (up, weights), (down, weights))]
     with count() as seen:
-        got = experts_on_ranks(lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, "silu"), local[0], cut(chosen, tokens),
+        got = experts_on_ranks(lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)), local[0], cut(chosen, tokens),
                                local[1], experts=E, axes=axes, dispatch=tuple(a for a in axes if roles[a] == DISPATCH), mesh=mesh)
         got.backward(cut(pull, tokens))
 

@@ -13,15 +13,37 @@ from tests.helpers.export import B, S, assert_same, check_values, export_graph, 
 E, D, WIDTH, K = 4, 6, 3, 2
 
 
+GATES = {
+    "": (lambda x: F.silu(x[:, :WIDTH]) * x[:, WIDTH:], "halves(lambda first, second: F.silu(first) * second)"),
+    "gelu": (lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1], "halves(lambda first, second: F.gelu(first, approximate='tanh') * second)"),
+    "swapped": (lambda x: F.silu(x[:, WIDTH:]) * x[:, :WIDTH], "halves(lambda first, second: F.silu(second) * first)"),
+    "all columns": (lambda x: F.relu(x), "lambda x: F.relu(x)"),
+    "one minus": (lambda x: 1 - x[:, ::2] * x[:, 1::2], "pairs(lambda even, odd: torch.ops.aten.rsub.Scalar(even * odd, 1))"),
+    "clamped": (lambda x: (lambda gate: (x[:, 1::2].clamp(-1, 1) + 1) * (gate * torch.sigmoid(gate * 1.7)))(x[:, ::2].clamp(max=0.5)),
+                "pairs(lambda even, odd: (torch.clamp(odd, -1, 1) + 1) * ((y0 := torch.clamp(even, None, 0.5)) * torch.sigmoid(y0 * 1.7)))"),
+}
+"""What is between the layers, and how it is written."""
+
+OTHERS = {
+    "normed": lambda x: F.layer_norm(x[:, :WIDTH], [WIDTH]) * x[:, WIDTH:],  # not column by column
+    "mixed": lambda x: x[:, ::2] * x[:, :WIDTH],
+    "part": lambda x: x[:, 1:1 + WIDTH] * x[:, :WIDTH],
+    "dropped": lambda x: F.dropout(x[:, :WIDTH], 0.5) * x[:, WIDTH:],
+}
+"""What cannot be cut by columns, or draws random numbers."""
+
+
 class Experts(nn.Module):
     """Routed, sorted, through two grouped matmuls, and back, as Hugging Face writes it; `twist` names what is different."""
 
-    def __init__(self, twist: str) -> None:
+    def __init__(self, twist: str, biased: bool = False) -> None:
         super().__init__()
-        self.twist = twist
+        self.twist, columns = twist, WIDTH if twist == "all columns" else 2 * WIDTH
         self.gate = nn.Linear(D, E, bias=False, dtype=torch.float64)
-        self.up = nn.Parameter(torch.randn(E, D, 2 * WIDTH, dtype=torch.float64))
+        self.up = nn.Parameter(torch.randn(E, D, columns, dtype=torch.float64))
         self.down = nn.Parameter(torch.randn(E, WIDTH, D, dtype=torch.float64))
+        self.up_bias = nn.Parameter(torch.randn(E, columns, dtype=torch.float64)) if biased else None
+        self.down_bias = nn.Parameter(torch.randn(E, D, dtype=torch.float64)) if biased else None
 
     def forward(self, x):
         hidden = x.reshape(-1, D)
@@ -32,10 +54,12 @@ class Experts(nn.Module):
         if self.twist == "other ends":
             ends = ends // 2
         inner = torch.ops.transformers.grouped_mm_fallback(hidden[order // K], self.up, ends)
-        first, second = inner.chunk(2, -1)
-        inner = {"gelu": F.gelu(first) * second, "swapped": F.silu(second) * first, "tanh": torch.tanh(first) * second}.get(
-            self.twist, F.silu(first) * second)
+        if self.up_bias is not None:
+            inner = inner.add_(self.up_bias[order if self.twist == "other bias" else numbers])
+        inner = OTHERS[self.twist](inner) if self.twist in OTHERS else GATES.get(self.twist, GATES[""])[0](inner)
         out = torch.ops.transformers.grouped_mm_fallback(inner, self.down, ends)
+        if self.down_bias is not None:
+            out = out.add_(self.down_bias[numbers])
         out = out * gates.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0])
@@ -44,10 +68,10 @@ class Experts(nn.Module):
         return out[back].view(-1, K, D).sum(1).view(x.shape)
 
 
-def normalized(twist):
+def normalized(twist, biased=False):
     pytest.importorskip("transformers.integrations.moe")
     torch.manual_seed(0)
-    model = Experts(twist)
+    model = Experts(twist, biased)
     inputs = {"x": torch.randn(4, 8, D, dtype=torch.float64)}
     gm = export_graph(model, (), inputs, {"x": {0: B, 1: S}})
     gm = run(gm, NORMALIZE)
@@ -55,18 +79,20 @@ def normalized(twist):
     return gm, model, inputs
 
 
-@pytest.mark.parametrize("twist", ["", "gelu"])
-def test_a_layer_of_experts_is_one_op_on_tokens_that_stay_apart(twist):
-    gm, model, inputs = normalized(twist)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("twist", GATES)
+def test_a_layer_of_experts_is_one_op_on_tokens_that_stay_apart(twist, biased):
+    gm, model, inputs = normalized(twist, biased)
     assert_same(gm, model, inputs, 1e-10)
     (layer,) = [node for node in gm.graph.nodes if node.target is ops.experts]
-    assert layer.args[5] == (twist or "silu")
+    assert layer.args[ops.INNER] == GATES[twist][1] and len(layer.args) == ops.BIAS + biased
     assert [len(facts.shape(node)) for node in layer.args[:3]] == [3, 3, 3]
     assert not {"aten.sort.default", "aten.reshape.default", "aten.index.Tensor"} & set(targets(gm))
+    assert sum(node.target is ops.blend for node in gm.graph.nodes) == biased
 
 
-@pytest.mark.parametrize("twist", ["swapped", "tanh", "sorted down", "other ends", "not back"])
-def test_anything_else_stays(twist):
-    gm, _, _ = normalized(twist)
+@pytest.mark.parametrize(("twist", "biased"), [(twist, False) for twist in (*OTHERS, "sorted down", "other ends", "not back")] + [("other bias", True)])
+def test_anything_else_stays(twist, biased):
+    gm, _, _ = normalized(twist, biased)
     assert not any(node.target is ops.experts for node in gm.graph.nodes)
     assert sum(node.target is ops.grouped_matmul for node in gm.graph.nodes) == 2

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.rules.experts import kept_bytes
-from autopar.rules.language import Tensor
+from autopar.rules.language import Call, Tensor
 from autopar.rules.site import Site
 from passes import ops
 from passes.saved import MOVES, SAVED, saved_positions
@@ -27,6 +27,9 @@ MOVED = {
     aten.pixel_shuffle.default: (2,), aten.pixel_unshuffle.default: (2,), aten.repeat.default: ([2, 1, 1, 1],), aten.repeat_interleave.self_int: (2, 1),
     aten.roll.default: ([1], [1]), aten.select_scatter.default: (r(4, 6, 6), 1, 2), aten.slice_scatter.default: (r(4, 2, 6, 6), 1, 2, 4)}
 """What they take behind a tensor of four dims."""
+BETWEEN = ("halves(lambda first, second: F.silu(first) * second)", "lambda x: F.relu(x)", "lambda x: F.gelu(x)",
+           "pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ((y0 := torch.clamp(even, None, 7.0)) * torch.sigmoid(y0 * 1.702)))")
+"""What may be between the layers of an expert."""
 IDS16 = torch.arange(32).reshape(16, 2) % 4
 SAMPLES = {
     **{target: lambda t=target: (t, (r(40, 50),)) for target in SAVED
@@ -84,10 +87,19 @@ SAMPLES = {
     aten.where.ScalarOther: lambda: (aten.where.ScalarOther, (torch.rand(40, 50) > 0.5, r(40, 50), 0.0)),
     aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
     ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
-    ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), "silu")),
+    ops.blend: lambda: (ops.blend, (r(4, 50), IDS16, r(16, 2))),
+    ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), BETWEEN[0])),
     ops.grouped_matmul: lambda: (ops.grouped_matmul, (r(8, 16), r(2, 16, 6), torch.tensor([4, 8]))),
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
 }  # fmt: skip
+
+
+def expected_bytes(target, args):
+    """What the formula says that a layer of experts keeps on one device."""
+    tensors = [Tensor(tuple(arg.shape), itemsize=8) for arg in args if isinstance(arg, torch.Tensor)]
+    return kept_bytes(Site(tensors, (), (), call=Call(target, args, {}, ())))
+
+
 EXTRA = {
     aten.dropout.default: 8 * 40 * 50,  # the mask, in the dtype of the result
     aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
@@ -96,7 +108,8 @@ EXTRA = {
     aten.rms_norm.default: 8 * 50,
     ops.cross_entropy_each: 8,
     ops.cross_entropy_sum: 8,
-    ops.experts: kept_bytes(Site([Tensor(shape, itemsize=8) for shape in ((16, 8), (16, 2), (16, 2), (4, 8, 12), (4, 6, 10))], (), ())),
+    ops.blend: 8 * (16 * 2 + 3 * 16),  # of each pair whose it is, and of each token where its pairs are, how many, and a maximum
+    ops.experts: expected_bytes(*SAMPLES[ops.experts]()),
 }
 """Bytes that a row may leave out: masks, statistics, pooling indices, counts."""
 
@@ -127,14 +140,17 @@ def test_row_agrees_with_autograd(target):
     assert sum(wanted.values()) <= sum(kept.values()) <= sum(wanted.values()) + EXTRA.get(target, 0)
 
 
-def test_what_experts_keep_is_as_the_formula_says():
-    target, args = SAMPLES[ops.experts]()
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_experts_keep_is_as_the_formula_says(between, biased):
+    columns = 6 if between.startswith("lambda") else 12
+    args = (r(16, 8), IDS16, r(16, 2), r(4, 8, columns), r(4, 6, 10), between, *([r(4, columns)] if biased else []))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        target(*args)
+        ops.experts(*args)
     weights = [w.untyped_storage().data_ptr() for w in args[3:5]]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-    assert sum(size for place, size in storages.items() if place not in weights) == EXTRA[ops.experts]
+    assert sum(size for place, size in storages.items() if place not in weights) == expected_bytes(ops.experts, args)
 
 
 def test_nothing_is_kept_without_gradients():

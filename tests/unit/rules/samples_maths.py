@@ -50,9 +50,12 @@ CONTRACTIONS: Samples = {
         case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), f(4, 1, 5, 5), enable_gqa=True),
         case(f(4, 6, 5, 3), f(4, 2, 5, 3), f(4, 2, 5, 3), is_causal=True, enable_gqa=True),
         case(f(4, 8, 5, 3), f(4, 1, 5, 3), f(4, 1, 5, 3), f(4, 8, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2))],
+    ops.blend: [case(f(6, 5), i(6, 8, 4, 2), f(8, 4, 2)), case(f(6, 8), i(6, 7, 3), f(7, 3))],
     ops.count_each: [case(i(6, 9), 6)],
-    ops.experts: [case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "silu"),
-                  case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 4), f(6, 4, 5), "gelu")],
+    ops.experts: [case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "halves(lambda first, second: F.silu(first) * second)"),
+                  case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 4), f(6, 4, 5), "lambda x: F.gelu(x)"),
+                  case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 8), f(6, 4, 5), "halves(lambda first, second: F.silu(second) + first)", f(6, 8)),
+                  case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "pairs(lambda even, odd: (y0 := torch.clamp(even, None, 0.5)) * y0 * odd)", f(6, 8))],
     ops.grouped_matmul: [case(f(7, 4), f(3, 4, 5), torch.tensor([2, 4, 6]))],
 }
 

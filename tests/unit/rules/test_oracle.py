@@ -60,9 +60,9 @@ def causal_rows(shards: Sequence[Any]) -> list[torch.Tensor]:
 def own_experts(shards: Sequence[Any]) -> list[torch.Tensor]:
     """Each rank has all tokens, and gives 0 for the experts of others."""
     outs, start = [], 0
-    for (hidden, chosen, gates, up, down, activation), _ in shards:
+    for (hidden, chosen, gates, up, *more), _ in shards:
         mine = (chosen >= start) & (chosen < start + len(up))
-        outs.append(ops.experts(hidden, (chosen - start).where(mine, len(up)), gates, up, down, activation))
+        outs.append(ops.experts(hidden, (chosen - start).where(mine, len(up)), gates, up, *more))
         start += len(up)
     return outs
 
@@ -81,8 +81,8 @@ def own_groups(shards: Sequence[Any]) -> list[torch.Tensor]:
 
 def expert_dispatch(shards: Sequence[Any]) -> list[torch.Tensor]:
     """Each rank's tokens meet the experts of all."""
-    up, down = (torch.cat([args[place] for args, _ in shards]) for place in (3, 4))
-    return [ops.experts(*args[:3], up, down, args[5]) for args, _ in shards]
+    up, down, *bias = (torch.cat([args[place] for args, _ in shards]) for place in (3, 4, 6) if place < len(shards[0][0]))
+    return [ops.experts(*args[:3], up, down, args[ops.INNER], *bias) for args, _ in shards]
 
 
 def ring(shards: Sequence[Any]) -> list[torch.Tensor]:

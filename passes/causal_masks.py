@@ -10,13 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from passes import edit, facts
-from passes.evaluate import depends_on_sizes_only, evaluate, tried_sizes
+from passes.evaluate import HIDDEN, depends_on_sizes_only, evaluate, trials
 
 aten = torch.ops.aten
-
-HIDDEN = -1e4
-"""An additive mask at or below this hides a position: exp(-1e4) is 0 in every dtype."""
-
 
 def causal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
@@ -44,12 +40,17 @@ def verdict(mask: fx.Node) -> str:
     nodes = depends_on_sizes_only(mask)
     if nodes is None:
         return "other"
-    found: list[str] = []
-    for chosen in tried_sizes(nodes):
-        found.append(_kind(evaluate(nodes, chosen)))
-        if found[-1] != found[0]:
+    along = {symbol for size in facts.value(mask).shape[-2:] if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    found = ""
+    for trial in trials(nodes, along):
+        try:
+            kind = _kind(evaluate(nodes, trial))
+        except (RuntimeError, IndexError):  # scaled constants need not fit together
             return "other"
-    return found[0]
+        if kind != (found or kind) or kind == "other":
+            return "other"
+        found = kind
+    return found
 
 
 def _kind(mask: Tensor) -> str:

@@ -1,9 +1,15 @@
-"""Evaluates what depends on sizes only, with numbers put in for the symbols."""
+"""Evaluates what depends on sizes only, with numbers put in for the symbols and for the constants that positions are compared with.
+
+What holds at small sizes holds at all of them only if no constant makes a difference in between: a window of 4096 hides nothing of 8 positions. So each
+value is tried twice: as it is, and with its constants scaled to the sizes that are tried, in their order among each other and to the greatest size that may be.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -18,8 +24,41 @@ aten = torch.ops.aten
 SIZES = (5, 2, 8)
 """Numbers put in for each symbol; all pairs and triples are tried, so batch and sequence differ in some."""
 
+SMALL = 4
+"""Constants up to this are what they are, ones, signs, numbers of dims: SIZES show what they do."""
+
+HIDDEN = -1e4
+"""What an additive mask has where it hides, or less: exp(-1e4) is 0 in every dtype. No position is compared with it."""
+
+FILLS = (aten.fill.Scalar, aten.full.default, aten.full_like.default, aten.masked_fill.Scalar, aten.mul.Tensor, aten.new_full.default, aten.scalar_tensor.default,
+         aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf)
+"""Operators that put HIDDEN into a mask."""
+
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+"""Operators whose numbers are sizes, unless they give a symbolic one."""
+
 RANDOM = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default,
           aten.bernoulli.default, aten.dropout.default, aten.empty.memory_format, aten.empty_like.default)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Numbers for the symbols, and for the magnitudes of constants; those that are not named stay."""
+
+    sizes: Mapping[sympy.Symbol, int]
+    constants: Mapping[float, int] = field(default_factory=dict)
+
+    def number(self, held: float) -> float:
+        """What a constant is in this trial."""
+        scaled = self.constants.get(abs(held))
+        return held if scaled is None else type(held)(math.copysign(scaled, held))
+
+    def size(self, held: int | torch.SymInt) -> int:
+        """What a size is in this trial."""
+        if isinstance(held, int):
+            return held
+        scaled = {atom: sympy.Integer(self.number(int(atom))) for atom in held.node.expr.atoms(sympy.Integer)}
+        return int(held.node.expr.xreplace({**self.sizes, **scaled}))
 
 
 def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
@@ -53,10 +92,22 @@ def _of_values(node: fx.Node) -> bool:
                if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat)))
 
 
-def tried_sizes(nodes: list[fx.Node]) -> Iterator[dict[sympy.Symbol, int]]:
-    """Numbers for the symbols of these nodes: all combinations of SIZES, within what each symbol may be."""
+def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Trial]:
+    """What is tried of these nodes: all combinations of SIZES, within what each symbol may be; and once more with constants scaled, where there are
+    any that could be compared with positions `along` these symbols."""
     symbols = free_symbols(nodes)
-    for numbers in itertools.product(SIZES, repeat=len(symbols)):
+    yield from (Trial(sizes) for sizes in _combinations(symbols, SIZES))
+    most = max((upper for symbol, (_, upper) in symbols.items() if symbol in along), default=0)
+    constants = sorted({number for node in nodes for number in _constants(node)}) if most else []
+    if constants:
+        inside = [number for number in constants if number < most]
+        top = max(*SIZES, SMALL + len(inside) + 3)
+        scaled = {number: SMALL + 1 + index for index, number in enumerate(inside)} | {number: math.ceil(number / most * top) for number in constants[len(inside):]}
+        yield from (Trial(sizes, scaled) for sizes in _combinations(symbols, (*SIZES, top)))
+
+
+def _combinations(symbols: Mapping[sympy.Symbol, tuple[int, int]], tried: tuple[int, ...]) -> Iterator[dict[sympy.Symbol, int]]:
+    for numbers in itertools.product(dict.fromkeys(tried), repeat=len(symbols)):
         yield {symbol: min(max(number, least), most) for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)}
 
 
@@ -64,13 +115,16 @@ def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:
     """Symbols of the shape environment in the values of these nodes, by name, each with its least and greatest value."""
     found: dict[str, tuple[sympy.Symbol, tuple[int, int]]] = {}
     for node in nodes:
-        held = node.meta["val"]
-        sizes = [held] if is_size(node) else [size for tensor in facts.tensors(node) for size in tensor.shape]
-        for size in sizes:
+        for size in _sizes(node):
             if isinstance(size, torch.SymInt):
                 for symbol in size.node.expr.free_symbols:
                     found[str(symbol)] = (symbol, _bounds(size, symbol))
     return dict(found[name] for name in sorted(found))
+
+
+def _sizes(node: fx.Node) -> list[int | torch.SymInt]:
+    held = node.meta["val"]
+    return [held] if is_size(node) else [size for tensor in facts.tensors(node) for size in tensor.shape]
 
 
 def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
@@ -79,15 +133,38 @@ def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
     return int(span.lower), upper
 
 
-def evaluate(nodes: list[fx.Node], numbers: dict[sympy.Symbol, int]) -> Any:
-    """Value of the last of `nodes` (from depends_on_sizes_only) on the CPU, with these numbers for the symbols."""
+def _constants(node: fx.Node) -> Iterator[float]:
+    """Magnitudes that positions could be compared with: of the numbers of an operator, and in the formula of a size."""
+    if is_size(node):
+        size = node.meta["val"]
+        yield from (abs(int(atom)) for atom in size.node.expr.atoms(sympy.Integer) if abs(int(atom)) > SMALL) if isinstance(size, torch.SymInt) else ()
+    else:
+        yield from (abs(arg) for arg in (*node.args, *node.kwargs.values()) if _compared(node, arg))  # type: ignore[arg-type]
+
+
+def _compared(node: fx.Node, arg: Any) -> bool:
+    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing symbolic, and does not hide."""
+    if not isinstance(arg, (int, float)) or isinstance(arg, bool) or not SMALL < abs(arg) < math.inf:
+        return False
+    if node.target is aten.slice.Tensor:
+        source, dim = (*node.args, 0)[:2]
+        return isinstance(facts.value(source).shape[dim], torch.SymInt)  # type: ignore[arg-type,index]
+    if node.target in RANGES:
+        return any(isinstance(size, torch.SymInt) for size in _sizes(node))
+    return arg > HIDDEN or node.target not in FILLS or not facts.dtype(node).is_floating_point
+
+
+def evaluate(nodes: list[fx.Node], trial: Trial) -> Any:
+    """Value of the last of `nodes` (from depends_on_sizes_only) on the CPU, with the numbers of this trial.
+
+    Raises: RuntimeError or IndexError where operators do not take them."""
     held: dict[fx.Node, Any] = {}
     for node in nodes:
         if is_size(node):
-            size = node.meta["val"]
-            held[node] = size if isinstance(size, int) else int(size.node.expr.xreplace(numbers))
+            held[node] = trial.size(node.meta["val"])
             continue
-        args = fx.map_arg(node.args, lambda n: held[n])
-        kwargs = fx.map_arg({k: v for k, v in node.kwargs.items() if k != "device"}, lambda n: held[n])
+        args, kwargs = ([trial.number(arg) if _compared(node, arg) else arg for arg in node.args],
+                        {name: trial.number(arg) if _compared(node, arg) else arg for name, arg in node.kwargs.items() if name != "device"})
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: held[n])
         held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return held[nodes[-1]]

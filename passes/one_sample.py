@@ -8,6 +8,7 @@ are drawn like a tensor of its sizes, so that whoever has some samples draws for
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, is_size, tried_sizes
+from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, is_size, trials
 
 aten = torch.ops.aten
 
@@ -91,11 +92,10 @@ def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
     """Whether the last of `cone` is that of a batch of one for each sample, at every combination of sizes that is tried."""
-    for chosen in tried_sizes(cone):
-        whole = evaluate(cone, chosen)
+    for trial in trials(cone, (symbol,)):
         try:
-            one = evaluate(cone, chosen | {symbol: 1})
-        except (RuntimeError, IndexError):  # what is exported for several samples need not run for one
+            whole, one = evaluate(cone, trial), evaluate(cone, replace(trial, sizes={**trial.sizes, symbol: 1}))
+        except (RuntimeError, IndexError):  # what is exported for several samples need not run for one, nor with constants scaled
             return False
         if whole.dtype != one.dtype or whole.dim() != one.dim() or not torch.equal(whole, one.expand_as(whole)):
             return False

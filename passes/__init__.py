@@ -25,6 +25,7 @@ from passes.matmul import matmul
 from passes.means import means
 from passes.one_sample import one_sample
 from passes.provenance import provenance
+from passes.rows_apart import rows_apart
 from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
 from passes.spellings import spellings
@@ -45,6 +46,7 @@ NORMALIZE: tuple[Pass, ...] = (
     grouped,
     matmul,
     sink_flatten,
+    rows_apart,
     experts,
     split_ops,
     losses,

@@ -26,6 +26,8 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("hf-bert", (1,), "single", 4, 8, "1f1b", 1),
     ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
+    ("hf-gpt-oss", (1,), "single", 2, 4, "1f1b", 1),              # experts with biases
+    ("hf-llama4", (1,), "single", 2, 2, "1f1b", 1),               # all experts see all tokens of a microbatch
 ]
 MODELS = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-bert")
 SLOW = [(model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples

@@ -21,6 +21,7 @@ FAST: list[tuple[str, Sizes, str]] = [
     ("gpt", (2,), "zero1"), ("hf-phi3", (4,), "zero2"), ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
     ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
     ("moe", (4,), "random 4"), ("cnn", (2, 2), "spatial"), ("hf-resnet", (4,), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (4,), "tp_sp"),
+    ("hf-gpt-oss", (4,), "ep"), ("hf-llama4", (2,), "ddp"),
 ]
 SLOW = [entry for entry in entries() if entry.batch is not None or (entry.model, entry.mesh, entry.how) not in FAST]
 

@@ -1,0 +1,71 @@
+"""Takes rows apart in front of pointwise ops instead of behind them, where that undoes how they came together.
+
+Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between nothing says that a row is
+of some expert and of some token, and neither could be cut. With `expand` for `repeat` and sizes `[e, n, d]` all along both can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.tables import BINARY, UNARY
+
+aten = torch.ops.aten
+
+
+def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: every change of sizes spelled `reshape`.
+    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n, ...]` e times over, makes these ops of that.
+    gives: no rows that are merged for pointwise ops alone.
+    """
+    for node in edit.calls(gm, aten.reshape.default):
+        source, shape = node.args[0], facts.shape(node)
+        merged = isinstance(source, fx.Node) and facts.shape(source)[1:] == shape[2:] and len(shape) > 2
+        if merged and _pointwise(source) and _apart(source, shape[0], shape[1]):  # type: ignore[arg-type]
+            edit.replace(node, _made(source, shape[0], shape[1]))  # type: ignore[arg-type]
+    return edit.finish(gm)
+
+
+def _pointwise(node: Any) -> bool:
+    return isinstance(node, fx.Node) and (node.target in UNARY or node.target in BINARY) and node.target is not aten.dropout.default
+
+
+def _apart(node: fx.Node, first: Any, second: Any) -> bool:
+    """Whether the rows of `node` are known as `first` times `second`."""
+    if not isinstance(first, int) or any(not isinstance(size, int) for size in facts.shape(node)[1:]):
+        return False
+    if _pointwise(node):
+        rank = len(facts.shape(node))
+        return all(len(facts.shape(operand)) < rank or _apart(operand, first, second) for operand in edit.tensor_operands(node))
+    if node.target is aten.reshape.default:
+        return facts.shape(node.args[0])[:2] == (first, second)  # type: ignore[arg-type]
+    return _times(node) == first and facts.shape(node.args[0])[0] == second  # type: ignore[arg-type]
+
+
+def _times(node: fx.Node) -> Any:
+    """How often the rows of `node` are those of its operand, one after the other; 0 where they are something else."""
+    if node.target is not aten.repeat.default:
+        return 0
+    times: Any = node.args[1]
+    return times[0] if len(times) == len(facts.shape(node.args[0])) and all(n == 1 for n in times[1:]) else 0  # type: ignore[arg-type]
+
+
+def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
+    """`node` with its rows apart, in front of it."""
+    rest = list(facts.shape(node)[1:])
+    with edit.before(node):
+        if node.target is aten.reshape.default:
+            source: Any = node.args[0]
+            whole = facts.shape(source) == (first, second, *rest)
+            return source if whole else edit.call(node.graph, aten.reshape.default, (source, [first, -1, *rest]), like=node)
+        if node.target is aten.repeat.default:
+            one = edit.call(node.graph, aten.unsqueeze.default, (node.args[0], 0), like=node)
+            return edit.call(node.graph, aten.expand.default, (one, [first, -1, *([-1] * len(rest))]), like=node)
+    rank = len(rest) + 1
+    args = tuple(_made(arg, first, second) if isinstance(arg, fx.Node) and len(facts.shape(arg)) == rank else arg for arg in node.args)
+    with edit.before(node):
+        return edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]

@@ -129,8 +129,7 @@ def _sizes(node: fx.Node) -> list[int | torch.SymInt]:
 
 def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
     span = size.node.shape_env.var_to_range[symbol]
-    upper = int(span.upper) if span.upper.is_Integer else 2**31
-    return int(span.lower), upper
+    return int(span.lower), int(span.upper) if span.upper.is_Integer else facts.UNBOUNDED
 
 
 def _constants(node: fx.Node) -> Iterator[float]:

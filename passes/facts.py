@@ -15,6 +15,9 @@ from torch import fx
 
 Size: TypeAlias = int | sympy.Expr
 
+UNBOUNDED = 2**31
+"""A symbol that has no greatest value says this or something beyond."""
+
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
@@ -60,6 +63,12 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
         raise ValueError(f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs and where it is cut "
                          "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
     return int(known)
+
+
+def most(size: torch.SymInt) -> int | None:
+    """The greatest value of a symbolic size; None where it has none, or is a formula."""
+    span = size.node.shape_env.var_to_range.get(size.node.expr)
+    return int(span.upper) if span is not None and span.upper.is_Integer and span.upper < UNBOUNDED else None
 
 
 def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:

@@ -16,9 +16,9 @@ from torch.export import Dim
 
 from autopar._torch import pytree
 from autopar.errors import CaptureError
+from passes.facts import UNBOUNDED
 
 STAND_IN = {"b": 6, "s": 10}  # small sizes that are neither 1 nor each other
-LARGEST = 2**31  # a Dim without a limit says something beyond this
 
 
 @dataclass
@@ -99,7 +99,7 @@ def explicit(flat: list[Any], given: Any, tree: Any) -> Dims:
                 raise CaptureError(f"{asked}: {name} is {found.hints[name]} and {shape[dim]}")
             found.of.setdefault(index, {})[dim] = name
             most = getattr(named, "max", None)
-            if most is not None and most < LARGEST:
+            if most is not None and most < UNBOUNDED:
                 found.limits[name] = int(most)
     return found
 

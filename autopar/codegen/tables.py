@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
@@ -16,6 +18,7 @@ from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
 from autopar.problem.resting import EACH
+from passes import facts
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -92,6 +95,8 @@ def interface(context: Context, names: Names) -> list[str]:
         f"{INDENT}INPUTS = {layouts!r}",
         *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
+        f"{INDENT}DIMS = {_dims(context, names, inputs)!r}",
+        *([f"{INDENT}MOST = {most!r}"] if (most := _most(context, inputs)) else []),
         f"{INDENT}OUTPUTS = {results}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
@@ -101,6 +106,19 @@ def interface(context: Context, names: Names) -> list[str]:
 def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:
     """The planned sizes and dtype of each input."""
     return {name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch.")) for name, op in zip(names.inputs, inputs, strict=True)}
+
+
+def _dims(context: Context, names: Names, inputs: Sequence[Op]) -> dict[str, tuple[str | int | None, ...]]:
+    """The sizes of each input: numbers, symbols, and None for what follows from symbols."""
+    return {name: tuple(size if isinstance(size, int) else str(size) if str(size) in context.symbols else None for size in op.call.outs[0].shape)
+            for name, op in zip(names.inputs, inputs, strict=True)}
+
+
+def _most(context: Context, inputs: Sequence[Op]) -> dict[str, int]:
+    """The greatest size of each symbol that has one."""
+    found = {str(friendly): limit for op in inputs for friendly, traced in zip(op.call.outs[0].shape, facts.value(op.node).shape, strict=True)
+             if isinstance(traced, torch.SymInt) and (limit := facts.most(traced)) is not None}
+    return {name: limit for name, limit in found.items() if name in context.symbols}
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
-from autopar.layout import chunk, cutters, parse
+from autopar.layout import Layout, chunk, cutters, parse, pieces
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 
 Fixed = Mapping[str, tuple[int, Any]]
 """Plain arguments that are part of the program: name -> (place among all arguments, value)."""
+
+Dims = Mapping[str, Sequence[str | int | None]]
+"""Of each input its global sizes: a number that is part of the program, the name of a symbol, or None for what follows from others."""
 
 
 def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None) -> list[Any]:
@@ -85,6 +88,32 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
             raise RunError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
                            f"(layout {layout} on {mesh}); use {near}, or plan for another mesh")
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
+
+
+def check_sizes(inputs: Mapping[str, str], dims: Dims, most: Mapping[str, int], values: Sequence[Any], mesh: Mesh) -> None:
+    """Raise RunError where this rank's part of an input has other sizes than are part of the program, or larger ones than the `most` of a symbol that
+    the program was captured for: it might compute something, and something else than the model. `dims` of no input are not looked at."""
+    for (name, layout), value in zip(inputs.items(), values, strict=True):
+        if name not in dims:
+            continue
+        if not isinstance(value, Tensor) or value.dim() != len(dims[name]):
+            got = f"a tensor of {value.dim()} dims" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise RunError(f"input {name!r} is {got}, wanted a tensor of sizes ({', '.join(map(str, dims[name]))})")
+        for dim, size in enumerate(dims[name]):
+            limit = most.get(size) if isinstance(size, str) else size
+            if limit is None:
+                continue
+            here = _own_size(limit, parse(layout), dim, mesh)
+            if value.shape[dim] > here or (value.shape[dim] < here and not isinstance(size, str)):
+                part = f", of which {here} are this rank's" if here != limit else ""
+                wanted = f"at most {limit}{part}: that is the greatest {size} the model was captured for" if isinstance(size, str) else f"{limit}{part}: it is part of the emitted program"
+                raise RunError(f"input {name!r}: dim {dim} has {value.shape[dim]} entries on this rank, wanted {wanted}. "
+                               "Cut or pad the batch, or plan the model again for inputs of this size")
+
+
+def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
+    """How many of the `size` entries of a dim this rank has."""
+    return sum(stop - start for start, stop in pieces(size, layout, dim, mesh.sizes, mesh.coord))
 
 
 def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:

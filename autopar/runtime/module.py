@@ -95,6 +95,8 @@ class ShardedModule(Scope):
     INPUTS: ClassVar[Mapping[str, str]] = {}
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
+    DIMS: ClassVar[batch.Dims] = {}
+    MOST: ClassVar[Mapping[str, int]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     STRUCTURE: ClassVar[Any] = None
@@ -166,8 +168,9 @@ class ShardedModule(Scope):
         return roles.index("loss")
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs in the order of the plan; on the first call the ranks compare them."""
+        """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them."""
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
+        batch.check_sizes(self.INPUTS, self.DIMS, self.MOST, inputs, self.MESH)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)
             self._agreed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import RunError
 from autopar.layout import local_shape
-from autopar.runtime.batch import bind, cut_batch, fit
+from autopar.runtime.batch import bind, check_sizes, cut_batch, fit
 from autopar.runtime.mesh import Mesh
 
 INPUTS = {"ids": "S0", "labels": "S0"}
@@ -52,6 +53,22 @@ def test_another_value_of_what_is_part_of_the_program_is_refused(args, kwargs, m
 def test_wrong_arguments_are_named(args, kwargs, message):
     with pytest.raises(RunError, match=message):
         bind(INPUTS, args, kwargs)
+
+
+@pytest.mark.parametrize(("layout", "shape", "message"), [
+    ("R,R", (4, 16, 8), ""), ("R,R", (9, 64, 8), ""), ("S0,R", (2, 16, 8), ""), ("S1,R", (4, 32, 8), ""), ("R,S2", (4, 16, 4), ""), ("S1,S2", (4, 1, 4), ""),
+    ("R,R", (4, 65, 8), "dim 1 has 65 entries on this rank, wanted at most 64: that is the greatest s"),
+    ("S1,R", (4, 33, 8), "wanted at most 64, of which 32 are this rank's"),
+    ("R,R", (4, 16, 7), "dim 2 has 7 entries on this rank, wanted 8: it is part of the emitted program"),
+    ("R,S2", (4, 16, 8), "wanted 8, of which 4 are this rank's"), ("R,R", (4, 16), "a tensor of 2 dims, wanted a tensor of sizes (b, s, 8)")])
+def test_sizes_that_the_program_is_not_for_are_refused(layout, shape, message):
+    mesh = SimpleNamespace(sizes=(2, 2), coord=(0, 1))
+    check = lambda: check_sizes({"x": layout}, {"x": ("b", "s", 8)}, {"s": 64}, [torch.empty(shape)], mesh)
+    if not message:
+        return check()
+    with pytest.raises(RunError) as caught:
+        check()
+    assert message in str(caught.value)
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())

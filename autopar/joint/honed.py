@@ -51,4 +51,6 @@ def _state(found: Found) -> Passed:
     chosen, table = found.chosen, found.table
     passing = Passing(chosen.models.at(chosen.level), chosen.models.forward, late=True)
     own_s = [node.cost_s / table.places for node in chosen.models.once.problem.nodes]
-    return Passed(passing, chosen.solution.choice, chosen.model.problem, table.length, own_s)
+    runs = passing.model.links[0].program.runs if table.places > 1 else {}
+    opening = {scope: min(1.0, table.stages / run.count) for scope, run in runs.items()}
+    return Passed(passing, chosen.solution.choice, chosen.model.problem, table.length, own_s, opening)

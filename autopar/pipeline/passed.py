@@ -6,7 +6,7 @@ Not seen: that small collectives take less of a link than large ones, and the bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 class Passed(State):
     """A step of one stage and one microbatch (pipeline.alone), or one that is `times` as long as the passes of a microbatch, with `own_s` seconds beside them by
-    node and choice, and the memory of `problem`, which has the nodes of `passing` and behind its nets those of what is once per step.
+    node and choice, and the memory of `problem`, which has the nodes of `passing` and behind its nets those of what is once per step. `opening`: of each run
+    of blocks the share that begin a stage, whose gathers have nothing in front of them.
 
     Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope]. `limit_bytes` may be set to other room in memory."""
 
-    def __init__(self, passing: Passing, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = ()) -> None:
-        self.passing, self.times, self.own_s = passing, times, own_s or passing.updates_s
+    def __init__(self, passing: Passing, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = (),
+                 opening: Mapping[str, float] | None = None) -> None:
+        self.passing, self.times, self.own_s, self.opening = passing, times, own_s or passing.updates_s, opening or {}
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
         each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {} for axis in passing.model.prices.mesh.axes]
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
@@ -39,17 +41,18 @@ class Passed(State):
     def seconds(self, totals: np.ndarray) -> np.ndarray:
         """Seconds of each column."""
         width, found = self.passing.width, totals[SECONDS].copy()
-        for first in self.first.values():
+        for scope, first in self.first.items():
             for way in PASSES:
-                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width])
+                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width], self.opening.get(scope, 0.0))
         return found
 
-    def _together_s(self, of: np.ndarray) -> np.ndarray:
+    def _together_s(self, of: np.ndarray, opening: float = 0.0) -> np.ndarray:
         """Seconds of one pass of a scope (problem.hiding.together_s), of all columns of quantities."""
         passing, axes = self.passing, self.passing.axes
         ahead, behind, leaf, waits = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits))
         first = np.minimum(1.0, LEAVES_AHEAD / np.maximum(of[passing.buckets], 1e-9))
-        shown_s, left = of[SHOWN] + ((1.0 - first) * leaf).sum(0), ahead + behind + first * leaf
+        shown_s = of[SHOWN] + ((1.0 - first) * leaf).sum(0) + opening * ahead.sum(0)
+        left = (1.0 - opening) * ahead + behind + first * leaf
         if passing.model.prices.overlap == 0.0 or not axes:
             return np.asarray(shown_s + left.sum(0))
         compute_s = of[COMPUTE]

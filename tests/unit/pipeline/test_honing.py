@@ -94,6 +94,27 @@ def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candid
         assert took_s[column] == pytest.approx(priced_s, rel=0.01)
 
 
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(planner: Planner, found: Candidate, share: float) -> None:
+    """Their share of what is gathered ahead is shown: no less time than before, no more than all of that more, and that much where nothing hides."""
+    passing = Passing(found.model.with_limit(math.inf), planner._forward(found.mesh), late=True)
+    state, scope = Passed(passing, found.solution.choice), next(scope for scope in passing.scopes if scope)
+    opened = Passed(passing, found.solution.choice, opening={scope: share})
+    rng, width = np.random.default_rng(0), passing.width
+    for _ in range(20):
+        v = int(rng.integers(len(state.choice)))
+        c = int(rng.integers(len(state.problem.nodes[v].labels)))
+        state.move(v, c)
+        opened.move(v, c)
+        first = state.first[scope]
+        ahead_s = sum(float(state.totals[first + way * width + passing.ahead(axis), 0]) for way in (0, 1) for axis in range(passing.axes))
+        before_s, after_s = (float(each.seconds(each.totals)[0]) for each in (state, opened))
+        assert before_s * (1 - 1e-9) <= after_s <= before_s + share * ahead_s * (1 + 1e-9)
+    alone = np.zeros((width, 1))
+    alone[passing.ahead(0)] = 1.0
+    assert state._together_s(alone, share)[0] == pytest.approx(1.0)
+
+
 def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
     """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
     model, forward = found.model.with_limit(math.inf), planner._forward(found.mesh)

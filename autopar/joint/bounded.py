@@ -33,6 +33,7 @@ from autopar.recipes.free import space
 from autopar.search import ilp
 
 GLANCE_S = 10.0  # seconds for one Problem at most; none of those that were tried took one
+SOLVE_S = 3.0  # the same for one that is solved; those that take longer have many choices of nearly the same price, and a bound near that
 Choices = list[tuple[int, ...]]
 
 
@@ -55,7 +56,7 @@ def _solved(problem: Problem, cutoff_s: float) -> Solution:
     first = _glance(problem, cutoff_s)
     if first.bound_s >= min(cutoff_s, problem.price(first.choice).time_s * (1 - CLOSE)):
         return first
-    found = ilp.search(problem, time_limit_s=GLANCE_S, start=first.choice, cutoff_s=cutoff_s, gap=CLOSE / 2)
+    found = ilp.search(problem, time_limit_s=SOLVE_S, start=first.choice, cutoff_s=cutoff_s, gap=CLOSE / 2)
     return replace(found, bound_s=max(found.bound_s, first.bound_s))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -20,6 +21,9 @@ from autopar.problem.passing import COMPUTE, WAITED
 
 CASES = 256
 """So many at most of one shape."""
+
+LIMIT_S = 60.0
+"""So many seconds at most for the cases of one shape: where memory is short, one may take minutes and prove no more."""
 
 NARROW = 1.1
 """Spans from less to so many times as much are not split further."""
@@ -42,7 +46,8 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float) -> float:
     """Seconds that no solution of the one level of `cutting` beats, by cases of the passes `keys`; no more than `cutoff_s` is asked for."""
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
-    while open_[0].bound_s < cutoff_s and made < CASES:
+    deadline = time.perf_counter() + LIMIT_S
+    while open_[0].bound_s < cutoff_s and made < CASES and time.perf_counter() < deadline:
         worst = heapq.heappop(open_)
         split = _split(worst, keys)
         if split is None:

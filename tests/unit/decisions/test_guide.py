@@ -69,10 +69,10 @@ def test_several_nodes_with_fast_links() -> None:
 @pytest.mark.slow  # half a minute
 def test_several_nodes_with_slow_links_and_little_memory() -> None:
     """Guide: DP+PP+TP+ZeRO-1. Llama-3-8B on 4 x 4 A100-40 with 25 Gb/s per node: a stage per node, in it weights cut over its devices, by
-    ZeRO or by tensor parallelism, which come out alike: 0.99 s; the guide's own (3d) 1.21. pp_zero1 has four times the weights and gradients on
-    a device: 1.42. ZeRO-3 over all devices gathers all weights over the slow links: 20.8."""
+    tensor parallelism or by ZeRO, which come out nearly alike: 1.10 s; the guide's own (3d) 1.21. pp_zero1 has four times the weights and gradients on
+    a device: 1.38. ZeRO-3 over all devices gathers all weights over the slow links: 20.7."""
     made = answer("several nodes, slow links, short of memory")
-    assert "PP" in made.kinds and made.kinds & {"DP", "ZeRO-1", "ZeRO-3"} and made.plan.places == 4, str(made)
+    assert "PP" in made.kinds and made.kinds & {"TP", "ZeRO-1", "ZeRO-3"} and made.plan.places == 4, str(made)
     assert all(made.levels(axis) <= {"gpu"} for axis in range(len(made.plan.mesh))), str(made)
     assert made.plan.predicted.step_s <= made.step_s("3d") < made.step_s("pp_zero1") and 10 * made.step_s("3d") < made.step_s("zero3"), str(made)
 

@@ -128,7 +128,7 @@ def test_parts_alone_change_nothing(begins: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_a_model_that_fills_its_devices() -> None:
     """Llama-3-70B on 16 H100 and 32 A100 of 40 GB: places have layouts of their own, from compile() to the emitted source."""
-    loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=64, seq=8192, dtype=torch.bfloat16)
+    loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=128, seq=4096, dtype=torch.bfloat16)
     compiled = autopar.compile(loaded.model, "h100:2x8+a100-40:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=90.0)
     assert compiled.plan.places > 1 and compiled.plan.parted
     assert any("places are laid out each in their own way" in note for note in compiled.plan.notes)

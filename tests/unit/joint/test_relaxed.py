@@ -125,11 +125,8 @@ def test_whatever_is_run_again_and_kept(name: str, cluster: str, mesh: tuple[int
     least = [way.problem.price(thrifty(way.problem)).memory_bytes for way in (here.plain, ways[0])]
     assert least[1] < 0.9 * least[0]
     short = Alone(inner.limited(sum(least) / 2), Shape(1, mesh, 1))
-    bound_s, fit = short.bound_s(math.inf), 0
-    for way in ways:
-        for choice in [thrifty(way.problem), *solutions(way.problem)]:
-            if way.problem.price(choice).memory_bytes <= sum(least) / 2:
-                fit += 1
-                assert step_cost(way.with_limit(math.inf), choice, here.forward).time_s >= bound_s * (1 - 1e-9)
-    assert fit
-    assert bound_s > here.bound_s(math.inf)
+    fit_s = [step_cost(way.with_limit(math.inf), choice, here.forward).time_s for way in ways for choice in [thrifty(way.problem), *solutions(way.problem)]
+             if way.problem.price(choice).memory_bytes <= sum(least) / 2]
+    bound_s = short.bound_s(1.1 * min(fit_s))  # no case is split that is proven to take longer
+    assert bound_s <= min(fit_s) * (1 + 1e-9)
+    assert bound_s > here.bound_s(bound_s)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -138,16 +138,16 @@ def _constants(node: fx.Node) -> Iterator[float]:
         size = node.meta["val"]
         yield from (abs(int(atom)) for atom in size.node.expr.atoms(sympy.Integer) if abs(int(atom)) > SMALL) if isinstance(size, torch.SymInt) else ()
     else:
-        yield from (abs(arg) for arg in (*node.args, *node.kwargs.values()) if _compared(node, arg))  # type: ignore[arg-type]
+        yield from (abs(arg) for arg in (*node.args, *node.kwargs.values()) if _compared(arg, node))
 
 
-def _compared(node: fx.Node, arg: Any) -> bool:
+def _compared(arg: Any, node: fx.Node) -> TypeGuard[float]:
     """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing symbolic, and does not hide."""
     if not isinstance(arg, (int, float)) or isinstance(arg, bool) or not SMALL < abs(arg) < math.inf:
         return False
     if node.target is aten.slice.Tensor:
         source, dim = (*node.args, 0)[:2]
-        return isinstance(facts.value(source).shape[dim], torch.SymInt)  # type: ignore[arg-type,index]
+        return isinstance(facts.value(source).shape[dim], torch.SymInt)  # type: ignore[arg-type]
     if node.target in RANGES:
         return any(isinstance(size, torch.SymInt) for size in _sizes(node))
     return arg > HIDDEN or node.target not in FILLS or not facts.dtype(node).is_floating_point
@@ -162,8 +162,8 @@ def evaluate(nodes: list[fx.Node], trial: Trial) -> Any:
         if is_size(node):
             held[node] = trial.size(node.meta["val"])
             continue
-        args, kwargs = ([trial.number(arg) if _compared(node, arg) else arg for arg in node.args],
-                        {name: trial.number(arg) if _compared(node, arg) else arg for name, arg in node.kwargs.items() if name != "device"})
+        args, kwargs = ([trial.number(arg) if _compared(arg, node) else arg for arg in node.args],
+                        {name: trial.number(arg) if _compared(arg, node) else arg for name, arg in node.kwargs.items() if name != "device"})
         args, kwargs = fx.map_arg((args, kwargs), lambda n: held[n])
         held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return held[nodes[-1]]

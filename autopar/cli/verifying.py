@@ -1,8 +1,9 @@
-"""`autopar verify`: the emitted module on local ranks against the model's graph on one device."""
+"""`autopar verify`: the emitted module on local ranks against the model's graph on one device, and that graph against the model."""
 
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.cli.running import on_cpu
 from autopar.errors import PlanError
+from autopar.frontend import Loaded
 from autopar.report.checks import checked
-from autopar.verify import Case, case_of, verify
+from autopar.verify import Case, case_of, graph_rows, verify
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
@@ -23,16 +25,22 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
         raise PlanError(f"dtype {dtype!r}: wanted one of {', '.join(TOLERANCES)}")
     with progress(f"verifying {where}") as tell:
         rebuilt = rebuild(where, tell, weights=True)
+        loaded = loaded_at(rebuilt, batch, seq)
+        tell("the model against its graph")
+        rows, notes = graph_rows(loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train")
         tell(f"{rebuilt.plan.ranks} ranks against one device")
-        report = verify(case(rebuilt, getattr(torch, dtype), batch, seq), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+        report = verify(case(rebuilt, loaded, getattr(torch, dtype)), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+        report = replace(report, rows=(*rows, *report.rows), notes=(*notes, *report.notes))
     if not write_json(json, json_text.loads(report.to_json())):
         show(checked(report))
     return 0 if report.ok else 1
 
 
-def case(rebuilt: Rebuilt, dtype: torch.dtype = torch.float64, batch: int | None = None, seq: int | None = None) -> Case:
-    """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, at another batch or sequence than
-    planned where they are given."""
-    loaded = rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
-    batch_by_name = by_name(loaded, rebuilt.captured.input_names)
-    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), batch_by_name, dtype)
+def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None) -> Loaded:
+    """The model with a batch, at another batch or sequence than planned where they are given."""
+    return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
+
+
+def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64) -> Case:
+    """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
+    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), by_name(loaded, rebuilt.captured.input_names), dtype)

@@ -1,6 +1,7 @@
 """Is the emitted program right? Compared with one device: outputs, loss, gradients, parameters after an optimizer step.
 
     reference   the captured graph on one device (passes.interpret), all floats lifted to float64
+    origin      the user's own module against that graph, in float32
     ranks       the emitted module on local gloo ranks, the same weights and global batch; each rank compares all that it holds
     collectives every step that ran against every step that was priced
 
@@ -10,6 +11,7 @@ last one in forward order whose gradient does: the first that the backward got w
 
 from autopar.verify.case import Case, case_of
 from autopar.verify.check import verify
+from autopar.verify.origin import graph_rows
 from autopar.verify.report import Report, Row
 
-__all__ = ["Case", "Report", "Row", "case_of", "verify"]
+__all__ = ["Case", "Report", "Row", "case_of", "graph_rows", "verify"]

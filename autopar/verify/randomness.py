@@ -59,6 +59,12 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
     return (*notes, *(f"{name} draws random numbers: its values cannot agree" for name in others))
 
 
+def drawn(gm: fx.GraphModule) -> list[str]:
+    """The operators of a captured graph that draw random numbers, dropout aside, by name."""
+    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes if node.op == "call_function"]
+    return [node.name for node in nodes if node.target not in DROPOUTS and (node.target in STILL or ((rule := rule_for(node.target)) is not None and rule.random))]
+
+
 def _keep(node: fx.Node) -> bool:
     """Set one dropout's probability to 0; whether it was another."""
     at = DROPOUTS[node.target]

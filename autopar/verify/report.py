@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. `kind` is output, loss, gradient, parameter, buffer or collectives; `error` is the largest absolute
+    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against it); `error` is the largest absolute
     difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ."""
 
     name: str

@@ -1,0 +1,5 @@
+"""`python -m autopar`: the command line."""
+
+from autopar.cli import main
+
+main()

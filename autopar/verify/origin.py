@@ -1,0 +1,81 @@
+"""Is the captured graph the model? The user's own module and its graph on one device, on the same weights and batch, with nothing dropped at random.
+
+In float32: models cast to it, and not all operators that they call have a float64 kernel outside of a graph. What capture or a pass got wrong (a mask, a
+branch that other sizes take) is far beyond the rounding of that; emitted programs are compared with the graph in float64 (`verify.check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from autopar._torch import pytree
+from autopar.capture import Captured, lift
+from autopar.verify.compare import difference
+from autopar.verify.randomness import drawn, keep_all
+from autopar.verify.reference import train_step
+from autopar.verify.report import Row
+
+TOLERANCE = 1e-4
+"""Of float32, relative to max(1, the largest value)."""
+
+
+def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
+    """Rows of kind "model", outputs and gradients of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared. The model has
+    its weights, on the CPU; it and they stay as they are."""
+    drawing = drawn(captured.gm)
+    if drawing:
+        return [], [f"the model draws random numbers ({', '.join(drawing[:3])}): it is not compared with its graph"]
+    gm = lift(captured.gm, torch.float32)
+    keep_all(gm)
+    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    held = {name: tensor for name, tensor in captured.constants.items() if name in names}
+    weights = _single(names | captured.constants)
+    batch = {**dict(zip(captured.input_names, args, strict=False)), **kwargs}
+    got = train_step(gm, weights, _single({name: batch[name] for name in captured.input_names}), training=training)
+    outputs, gradients = _model_step(model, held, args, kwargs, [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else [])
+    if len(outputs) != len(got["output"]):
+        return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)], []
+    rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
+    rows += [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in got["gradient"].items()]
+    return rows, []
+
+
+def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The tensors that the model gives, in order, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
+    leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _single(dict(model.named_parameters())).items()}
+    buffers = _single(dict(model.named_buffers()) | held)
+    with undropped(), torch.set_grad_enabled(bool(kinds)):
+        result = functional_call(model, {**leaves, **buffers}, tuple(_single(dict(enumerate(args))).values()), _single(kwargs))
+    result = dict(result) if hasattr(result, "to_tuple") else result
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if "loss" in kinds and len(kinds) == len(outputs):
+        outputs[kinds.index("loss")].backward()
+    return [output.detach() for output in outputs], {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _single(tensors: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copies in float32 of what is floating, of other tensors as they are."""
+    return {name: (item.detach().to(torch.float32, copy=True) if item.is_floating_point() else item.detach().clone()) if isinstance(item, Tensor) else item
+            for name, item in tensors.items()}
+
+
+@contextmanager
+def undropped() -> Iterator[None]:
+    """Dropout drops nothing: that of torch.nn.functional, which modules call, and of attention."""
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **more: Any) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **more)
+
+    try:
+        F.dropout, F.scaled_dot_product_attention = lambda input, *_, **__: input, attend
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = dropout, attention

@@ -1,0 +1,87 @@
+"""The user's module against its graph: the same numbers, and what capture could get wrong is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from autopar import frontend
+from autopar.capture import capture
+from autopar.verify import Row, graph_rows
+from autopar.verify.origin import undropped
+from tests.helpers.tiny import TINY
+
+aten = torch.ops.aten
+QUICK = ("hf-gpt2", "hf-t5", "hf-resnet", "hf-mixtral", "recommender")
+
+
+def rows_of(name: str, mode: str = "train", spoil: Callable[[fx.GraphModule], None] = lambda gm: None, dtype: torch.dtype = torch.float32) -> list[Row]:
+    loaded = frontend.load(TINY[name], batch=4, seq=16, device="cpu", dtype=dtype, train=mode == "train", labels=mode == "train")
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=mode)
+    spoil(captured.gm)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    rows, notes = graph_rows(loaded.model, captured, loaded.args, loaded.kwargs, training=mode == "train")
+    assert notes == [] and all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in loaded.model.parameters())
+    return rows
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), [*((name, "train", torch.float32) for name in QUICK), ("hf-gpt2", "inference", torch.float32), ("hf-llama", "train", torch.bfloat16),
+                                                     *(pytest.param(name, mode, torch.float32, marks=pytest.mark.slow) for name in TINY for mode in ("train", "inference"))])
+def test_a_graph_is_its_model(name: str, mode: str, dtype: torch.dtype) -> None:
+    """Dropout and statistics of batch norms included; weights of half precision count as they are."""
+    rows = rows_of(name, mode, dtype=dtype)
+    assert {row.name for row in rows} >= ({"loss"} if mode == "train" else set())
+    assert any(row.name.startswith("gradient of") for row in rows) is (mode == "train")
+    assert max(row.error for row in rows) < 1e-5
+
+
+def open_masks(gm: fx.GraphModule) -> None:
+    """Attention sees what comes later."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target is aten.scaled_dot_product_attention.default:
+                node.args = (*node.args[:5], False)
+    gm.recompile()
+
+
+def fewer_outputs(gm: fx.GraphModule) -> None:
+    """The logits are forgotten."""
+    (output,) = gm.graph.find_nodes(op="output")
+    output.args = (output.args[0][:1],)
+    gm.meta["outputs"] = gm.meta["outputs"][:1]
+
+
+@pytest.mark.parametrize(("spoil", "wrong"), [(open_masks, {"loss", "logits", "gradient of transformer.wte.weight"}), (fewer_outputs, {"2 outputs of the model, 1 of its graph"})])
+def test_a_graph_that_is_another_model_is_seen(spoil: Callable[[fx.GraphModule], None], wrong: set[str]) -> None:
+    assert {row.name for row in rows_of("hf-gpt2", "train", spoil) if not row.ok} >= wrong
+
+
+class Noisy(nn.Module):
+    """Draws numbers; drops some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (F.dropout(self.linear(x), 0.5) + torch.randn_like(x)).sum()
+
+
+def test_a_model_that_draws_numbers_is_not_compared() -> None:
+    x = torch.randn(4, 4)
+    model = Noisy()
+    rows, notes = graph_rows(model, capture(model, (x,)), (x,), {}, training=True)
+    assert rows == [] and len(notes) == 1 and "draws random numbers (randn_like" in notes[0]
+
+
+def test_dropout_is_as_before_afterwards() -> None:
+    before = (F.dropout, F.scaled_dot_product_attention)
+    with pytest.raises(ZeroDivisionError), undropped():
+        assert torch.equal(F.dropout(torch.ones(100), 0.9), torch.ones(100))
+        _ = 1 / 0
+    assert before == (F.dropout, F.scaled_dot_product_attention)

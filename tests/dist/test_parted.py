@@ -74,7 +74,7 @@ def test_the_answer_of_the_search() -> None:
 
 
 PIPED = [("hf-llama", ("zero3", "samples x tensor"), "1f1b", "full"), ("hf-gpt2", ("samples x tensor", "data"), "1f1b", "none"),
-         ("hf-t5", ("tensor", "zero3 x samples"), "gpipe", "selective")]
+         pytest.param("hf-t5", ("tensor", "zero3 x samples"), "gpipe", "selective", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "ways", "schedule", "level"), PIPED, ids=str)

@@ -27,13 +27,12 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
     ("hf-gpt-oss", (1,), "single", 2, 4, "1f1b", 1),              # experts with biases
-    ("hf-llama4", (1,), "single", 2, 2, "1f1b", 1),               # all experts see all tokens of a microbatch
 ]
 MODELS = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-bert")
-SLOW = [(model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples
+SLOW = [("hf-llama4", (1,), "single", 2, 2, "1f1b", 1), *((model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples
         for model in MODELS for mesh, recipe in (((1,), "single"), ((2,), "zero3"), ((2,), "tp")) for places in (2, 4)
         for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,)
-        if not (places == 4 and (mesh != (1,) or schedule in ("zbv_zero_bubble", "dualpipev") and model == "hf-vit"))]
+        if not (places == 4 and (mesh != (1,) or schedule in ("zbv_zero_bubble", "dualpipev") and model == "hf-vit")))]
 
 
 def _right(report: Report) -> None:
@@ -73,7 +72,7 @@ def test_a_cut_can_be_anywhere(cut: int) -> None:
 
 
 def test_inference_goes_forward_only() -> None:
-    who = subject("hf-t5", "inference")
+    who = subject("gpt", "inference")
     report = who.verified(by_stages(who, (2,), "tp", 2, 2, "1f1b"))
     assert report.ok and {row.kind for row in report.rows} == {"output", "collectives"}
 

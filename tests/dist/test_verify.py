@@ -13,14 +13,14 @@ from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, kinds, planned, subject
 
 FAST: list[tuple[str, Sizes, str]] = [
-    ("hf-gpt2", (2,), "ddp"), ("hf-gpt2", (4,), "megatron"), ("hf-llama", (4,), "tp_sp"), ("hf-llama-2kv", (2, 2), "tp_zero3"),
-    ("hf-bert", (4,), "zero3"), ("hf-t5", (2, 2), "hsdp"), ("hf-vit", (4,), "tp"), ("hf-resnet", (2,), "ddp"),
-    ("hf-mixtral", (2,), "zero3"), ("hf-phi3", (2,), "tp"), ("hf-neox", (2,), "tp_sp"), ("hf-bloom", (4,), "megatron"),
-    ("mlp", (2,), "single"), ("cnn", (4,), "one_weird_trick"), ("recommender", (4,), "tp"), ("moe", (2, 2), "hsdp"), ("hf-mixtral", (4,), "ep"), ("moe", (2, 2), "ep"),
-    ("hf-llama-2kv", (4,), "cp"), ("hf-t5", (2,), "cp"), ("hf-gpt2", (4,), "ulysses"),
+    ("hf-gpt2", (4,), "megatron"), ("hf-llama", (4,), "tp_sp"), ("hf-llama-2kv", (2, 2), "tp_zero3"),
+    ("hf-bert", (4,), "zero3"), ("hf-t5", (2, 2), "hsdp"), ("hf-vit", (4,), "tp"),
+    ("hf-neox", (2,), "tp_sp"), ("hf-bloom", (4,), "megatron"),
+    ("mlp", (2,), "single"), ("cnn", (4,), "one_weird_trick"), ("recommender", (4,), "tp"), ("moe", (2, 2), "hsdp"), ("hf-mixtral", (4,), "ep"),
+    ("hf-t5", (2,), "cp"), ("hf-gpt2", (4,), "ulysses"),
     ("gpt", (2,), "zero1"), ("hf-phi3", (4,), "zero2"), ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
-    ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"), ("hf-t5", (4,), "random 2"), ("hf-resnet", (2, 2), "random 3"),
-    ("moe", (4,), "random 4"), ("cnn", (2, 2), "spatial"), ("hf-resnet", (4,), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (4,), "tp_sp"),
+    ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"),
+    ("moe", (4,), "random 4"), ("hf-resnet", (2, 2), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (4,), "tp_sp"),
     ("hf-gpt-oss", (4,), "ep"), ("hf-llama4", (2,), "ddp"),
 ]
 SLOW = [entry for entry in entries() if entry.batch is not None or (entry.model, entry.mesh, entry.how) not in FAST]

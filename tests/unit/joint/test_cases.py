@@ -53,7 +53,7 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), [ON[0], pytest.param(*ON[1], marks=pytest.mark.slow)])
 def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "CASES", 12)
+    monkeypatch.setattr(cases, "CASES", 6)
     who = subject(name)
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
     here = Alone(inner, Shape(1, mesh, 1))

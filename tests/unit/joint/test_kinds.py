@@ -48,7 +48,7 @@ def _blocks(made: Plan) -> list[int]:
     return [sum(stop - first for stage in made.stages if stage.place == place for first, stop in stage.blocks.values()) for place in range(made.places)]
 
 
-@pytest.mark.parametrize("recipe", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("recipe", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "zero_bubble"))])
 def test_the_faster_device_has_more_blocks(recipe: str) -> None:
     """On both orders of the parts: the one that is asked for first does not matter."""
     cluster = two_kinds("cpu:1x2", 2.0)
@@ -166,7 +166,7 @@ def test_more_of_the_same_is_one_kind() -> None:
 
 
 @pytest.mark.parametrize("part", ["cpu:1x1", pytest.param("cpu:1x2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("times", "better"), [(100.0, True), (1.2, False)])
+@pytest.mark.parametrize(("times", "better"), [(100.0, True), pytest.param(1.2, False, marks=pytest.mark.slow)])
 def test_a_part_that_is_in_the_way_is_named(part: str, times: float, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a percent in the way is enough here."""
     monkeypatch.setattr(alone_of_parts, "CLOSE", 0.001)

@@ -74,7 +74,7 @@ def graph_of(build, *, train: bool = True):
     return export_graph(model, (), inputs, dims)
 
 
-@pytest.mark.parametrize("build", [pytest.param(build, marks=[pytest.mark.slow] * (build in (phi3, mixtral))) for build in FOLDS], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [pytest.param(build, marks=[pytest.mark.slow] * (build in (phi3, mixtral, t5))) for build in FOLDS], ids=lambda build: build.__name__)
 def test_model_is_unchanged_by_the_passes(build):
     gm = run(graph_of(build), NORMALIZE)
     check_values(gm)

@@ -135,7 +135,7 @@ def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: C
     assert np.abs(off).max() < 0.1 and np.std(off) < 0.02
 
 
-@pytest.mark.parametrize("room", [1.0, 1.3])
+@pytest.mark.parametrize("room", [1.0, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_a_candidate_that_is_honed_fits_and_is_faster(planner: Planner, found: Candidate, room: float) -> None:
     """From a solution that is not the best of its mesh, and with little memory."""
     limited = replace(planner, request=replace(planner.request, memory_bytes=room * found.peak))

@@ -6,9 +6,10 @@ branch that other sizes take) is far beyond the rounding of that; emitted progra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +35,9 @@ def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs
         return [], [f"the model draws random numbers ({', '.join(drawing[:3])}): it is not compared with its graph"]
     gm = lift(captured.gm, torch.float32)
     keep_all(gm)
-    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    names: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     held = {name: tensor for name, tensor in captured.constants.items() if name in names}
-    weights = _single(names | captured.constants)
+    weights = _single({**names, **captured.constants})
     batch = {**dict(zip(captured.input_names, args, strict=False)), **kwargs}
     got = train_step(gm, weights, _single({name: batch[name] for name in captured.input_names}), training=training)
     outputs, gradients = _model_step(model, held, args, kwargs, [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else [])
@@ -50,7 +51,7 @@ def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The tensors that the model gives, in order, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
     leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _single(dict(model.named_parameters())).items()}
-    buffers = _single(dict(model.named_buffers()) | held)
+    buffers = _single({**dict(model.named_buffers()), **held})
     with undropped(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, {**leaves, **buffers}, tuple(_single(dict(enumerate(args))).values()), _single(kwargs))
     result = dict(result) if hasattr(result, "to_tuple") else result
@@ -69,13 +70,10 @@ def _single(tensors: Mapping[Any, Any]) -> dict[Any, Any]:
 @contextmanager
 def undropped() -> Iterator[None]:
     """Dropout drops nothing: that of torch.nn.functional, which modules call, and of attention."""
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **more: Any) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, is_causal, **more)
 
-    try:
-        F.dropout, F.scaled_dot_product_attention = lambda input, *_, **__: input, attend
+    with mock.patch.object(F, "dropout", lambda input, *_, **__: input), mock.patch.object(F, "scaled_dot_product_attention", attend):
         yield
-    finally:
-        F.dropout, F.scaled_dot_product_attention = dropout, attention

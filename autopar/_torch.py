@@ -70,7 +70,7 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
 def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
     """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in the dtype of the value."""
     about = node._input_metadata[index]
-    return grad.sum_to_size(*about.shape).to(about.dtype)
+    return grad.sum_to_size(tuple(about.shape)).to(about.dtype)
 
 
 def is_view(tensor: Tensor) -> bool:

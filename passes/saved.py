@@ -63,7 +63,7 @@ NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
 MOVES = (
     aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.flip.default, aten.movedim.intlist,
-    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.repeat_interleave.self_int, aten.roll.default,
+    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.roll.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
     aten.view_as_complex.default, aten.view_as_real.default,
 )  # fmt: skip

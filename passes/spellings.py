@@ -125,6 +125,20 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
     return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
+def _repeated(node: fx.Node) -> fx.Node:
+    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a dim, of all elements in line."""
+    given = edit.args_of(node)
+    operand, dim = given["self"], given["dim"]
+    assert isinstance(operand, fx.Node)
+    if dim is None:
+        operand, dim = edit.call(node.graph, aten.reshape.default, (operand, [-1]), like=node), 0
+    rank = len(facts.shape(operand))
+    dim %= rank
+    wide = edit.call(node.graph, aten.unsqueeze.default, (operand, dim + 1), like=node)
+    wide = edit.call(node.graph, aten.expand.default, (wide, [-1] * (dim + 1) + [given["repeats"]] + [-1] * (rank - dim - 1)), like=node)
+    return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
+
+
 def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
     """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled with zeros."""
     def spell(node: fx.Node) -> fx.Node:
@@ -160,6 +174,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
     aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeated,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),
     aten.to.device: _cast,

@@ -32,16 +32,28 @@ def cuts_heads(op: Op, option: Option) -> bool:
 def makes_few_heads(node: fx.Node, ways: int) -> bool:
     """Whether all that is made of `node` are keys and values with too few heads for `ways` ranks, of attentions whose query heads
     are enough."""
-    return bool(node.users) and all(_few(user, node, ways) for user in node.users)
+    made, todo = {node}, [node]
+    while todo:
+        value = todo.pop()
+        attentions = [user for user in value.users if user.target is ATTENTION]
+        others = [user for user in value.users if user.target is not ATTENTION]
+        if not value.users or not all(_few(user, value, ways) for user in attentions) or not all(map(_passes, others)):
+            return False
+        todo += [user for user in others if user not in made]
+        made.update(others)
+    return True
 
 
-def _few(user: fx.Node, node: fx.Node, ways: int) -> bool:
-    if user.target is ATTENTION:
-        given = edit.args_of(user)
-        enough = _divide(facts.shape(given[QUERY]), ways) and given[QUERY] is not node
-        return enough and node in (given[KEY], given[VALUE]) and not _divide(facts.shape(node), ways)
-    passes = user.target is operator.getitem or (user.op == "call_function" and user.target not in CONTRACTIONS)
-    return passes and makes_few_heads(user, ways)
+def _few(attention: fx.Node, node: fx.Node, ways: int) -> bool:
+    """Whether `node` is key or value of `attention`, with too few heads for `ways` ranks, for which its queries have enough."""
+    given = edit.args_of(attention)
+    enough = _divide(facts.shape(given[QUERY]), ways) and given[QUERY] is not node
+    return enough and node in (given[KEY], given[VALUE]) and not _divide(facts.shape(node), ways)
+
+
+def _passes(node: fx.Node) -> bool:
+    """Whether `node` hands its operands on without a contraction."""
+    return node.target is operator.getitem or (node.op == "call_function" and node.target not in CONTRACTIONS)
 
 
 def _divide(shape: tuple[facts.Size, ...], ways: int) -> bool:

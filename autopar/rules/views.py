@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import Spec, dims, given, line, rank_of, replicated, rule, words
+from autopar.rules.arguments import Spec, dims, given, line, rank_of, rule, words
 from autopar.rules.language import Call
 from autopar.rules.reshapes import reshape
 from autopar.rules.rule import Rule
@@ -157,18 +157,6 @@ def repeat(call: Call) -> str:
     return rule([line(len(before))], [" ".join(right)])
 
 
-def repeat_interleave(call: Call) -> str:
-    """Every index of a dim several times in a row."""
-    rank, arguments = rank_of(call), given(call)
-    if arguments["output_size"] is not None:  # speaks of the whole
-        return replicated(call)
-    if arguments["dim"] is None:
-        inner = line(rank)
-        return rule([inner], [f"({inner} n!)"])
-    dim = arguments["dim"] % rank
-    return rule([line(rank)], [line(rank, {dim: f"(d{dim} n!)"})])
-
-
 def pixel_shuffle(call: Call) -> str:
     """Channels become positions: `[..., c r r, h, w] -> [..., c, h r, w r]`."""
     return "... (c r! q!) h w -> ... c (h r!) (w q!)"
@@ -187,7 +175,6 @@ MOVES: dict[Any, Spec] = {
     aten.permute.default: permute,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.repeat.default: repeat,
-    aten.repeat_interleave.self_int: repeat_interleave,
     aten.reshape.default: reshape,
     aten.roll.default: along("dims"),
     aten.select.int: select,

@@ -24,7 +24,7 @@ def r(*sizes, grad=True):
 IDS = torch.tensor([[0, 2], [1, 1], [3, 0]])
 MOVED = {
     aten.channel_shuffle.default: (2,), aten.constant_pad_nd.default: ([0, 1],), aten.flip.default: ([1],), aten.movedim.intlist: ([0], [1]),
-    aten.pixel_shuffle.default: (2,), aten.pixel_unshuffle.default: (2,), aten.repeat.default: ([2, 1, 1, 1],), aten.repeat_interleave.self_int: (2, 1),
+    aten.pixel_shuffle.default: (2,), aten.pixel_unshuffle.default: (2,), aten.repeat.default: ([2, 1, 1, 1],),
     aten.roll.default: ([1], [1]), aten.select_scatter.default: (r(4, 6, 6), 1, 2), aten.slice_scatter.default: (r(4, 2, 6, 6), 1, 2, 4)}
 """What they take behind a tensor of four dims."""
 BETWEEN = ("halves(lambda first, second: F.silu(first) * second)", "lambda x: F.relu(x)", "lambda x: F.gelu(x)",

@@ -242,8 +242,14 @@ def attends(repeated=(True, True), each=3, **named):
     return function
 
 
-def test_repeated_key_heads_become_groups():
-    gm = normalized(attends(is_causal=True), data(2, 6, 5, 6))
+def interleaved(m, x, y):
+    k, v = ((x[:, ::3] @ w).repeat_interleave(3, dim=1) for w in (m.w, m.w.T))
+    return F.scaled_dot_product_attention(x, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("function", [attends(is_causal=True), interleaved], ids=["expanded", "interleaved"])
+def test_repeated_key_heads_become_groups(function):
+    gm = normalized(function, data(2, 6, 5, 6))
     assert "aten.expand.default" not in targets(gm)
     (node,) = [n for n in gm.graph.nodes if n.op == "call_function" and "scaled_dot" in str(n.target)]
     assert node.kwargs["enable_gqa"] and node.args[1].meta["val"].shape[1] == node.args[2].meta["val"].shape[1] == 2
@@ -268,6 +274,17 @@ def test_copies_of_a_dim_of_size_one_are_expanded():
     gm = normalized(lambda m, x, y: m.w[:1].unsqueeze(0).repeat(x.shape[0], 2, 1) * x.repeat(1, 2, 1), data(4, 1, 6), dims={"x": {0: B}})
     assert targets(gm).count("aten.repeat.default") == 0
     assert targets(normalized(lambda m, x, y: x.repeat(2, 1) @ m.w, data(4, 6))).count("aten.repeat.default") == 1
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x, y: m.w.repeat_interleave(2, 0)[:5] @ x.mT,
+    lambda m, x, y: x.repeat_interleave(2, -2, output_size=2 * x.shape[1]) @ m.w,
+    lambda m, x, y: x.repeat_interleave(3, 0) @ m.w,
+    lambda m, x, y: x.repeat_interleave(2) * m.w.sum(),
+], ids=["rows", "given size", "samples", "flat"])
+def test_repeated_indices_are_expanded(function):
+    gm = normalized(function, data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert not [name for name in targets(gm) if "repeat" in name] and targets(gm).count("aten.expand.default") == 1
 
 
 def test_sizes_of_another_tensor_are_an_expansion():

@@ -25,7 +25,6 @@ VIEWS: Samples = {
     aten.permute.default: [case(f(5, 4, 6), [2, 0, 1]), case(f(5, 4, 6), [-1, 0, -2])],
     aten.pixel_shuffle.default: [case(f(5, 12, 4, 6), 2)],
     aten.repeat.default: [case(f(5, 4), [2, 1, 3]), case(f(5, 1), [1, 4])],
-    aten.repeat_interleave.self_int: [case(f(5, 4, 6), 3, 1), case(f(4, 3), 2)],
     aten.reshape.default: [case(f(5, 4, 12), [5, 4, 4, 3]), case(f(5, 4, 12), [20, 12]), case(f(6, 4), [4, 6]), case(f(5, 1, 4), [5, 4]),
                            case(f(24, 6), [4, 36]), case(f(4, 3, 2, 8), [4, 3, 16]), case(f(), [1, 1])],
     aten.roll.default: [case(f(5, 4), [1], [1]), case(f(5, 4), [2]), case(f(5, 4, 6), [1, 2], [0, -1])],

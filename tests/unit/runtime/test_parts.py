@@ -16,6 +16,7 @@ USES: dict[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {
     "in a row": lambda x, w: F.linear(F.linear(x, w[0]), w[0]),
     "around another": lambda x, w: F.linear(F.linear(F.linear(x, w[0]), w[1]), w[0]),
     "beside another": lambda x, w: F.layer_norm(x, (4,), w[2], w[3]) @ w[1] + w[3],
+    "a single number": lambda x, w: (x * w[4]) @ w[0] + w[4],
     "added twice": lambda x, w: x + w[2] + w[3] + (x + w[3]),
 }
 
@@ -61,7 +62,7 @@ def _groups(out: Tensor, x: Tensor, weights: Sequence[Tensor], upstream: Tensor)
 def test_gradients_are_those_of_one_backward(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    weights = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 4), (4, 4), (4,), (4,))]
+    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 4), (4, 4), (4,), (4,), ())]
     wanted = torch.autograd.grad(USES[name](x, weights).square().sum(), [x, *weights], allow_unused=True)
     out = USES[name](x, weights)
     grad, groups = _groups(out, x, weights, 2 * out.detach())

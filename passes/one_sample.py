@@ -2,8 +2,9 @@
 
 Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a
 batch that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
-several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. Random numbers of a batch
-are drawn like a tensor of its sizes, so that whoever has some samples draws for those.
+several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. So are values of the heads of all
+samples in one dim, for the heads of one. Random numbers of a batch are drawn like a tensor of its sizes, so that whoever has some samples draws
+for those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from passes import edit, facts
 from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, is_size, trials
+from passes.spellings import reshape_sizes
 
 aten = torch.ops.aten
 
@@ -37,7 +39,7 @@ def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
         symbol = _batch_of(node, batches)
         if symbol is None:
             continue
-        if node.target in DRAWN:
+        if node.target in DRAWN and any(_expression(size) == symbol for size in facts.value(node).shape):
             _draw(node, symbol, batches[symbol])
         elif node in of_sizes and (readers := [user for user in node.users if user not in of_sizes]):
             cone = depends_on_sizes_only(node)
@@ -63,11 +65,23 @@ def _batches(gm: fx.GraphModule) -> Batches:
 
 
 def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
-    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives."""
+    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives, or divides the size of just one (samples by heads, flattened)."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    return next((symbol for size in value.shape if (symbol := _expression(size)) in batches), None)
+    for symbol in batches:
+        each = [_per_sample(size, symbol) for size in value.shape
+                if (expr := _expression(size)) is not None and symbol in expr.free_symbols]
+        if each and None not in each and sum(n != 1 for n in each) <= 1:
+            return symbol
+    return None
+
+
+def _per_sample(size: int | torch.SymInt, symbol: sympy.Symbol) -> sympy.Expr | None:
+    """What there is of a dim of `size` for each sample, 1 if it is that of samples; None where it is not so many times something."""
+    expr = _expression(size)
+    each = None if expr is None else sympy.cancel(expr / symbol)
+    return None if each is None or symbol in each.free_symbols or sympy.fraction(each)[1] != 1 else each
 
 
 def _expression(size: int | torch.SymInt) -> sympy.Expr | None:
@@ -97,7 +111,9 @@ def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
             whole, one = evaluate(cone, trial), evaluate(cone, replace(trial, sizes={**trial.sizes, symbol: 1}))
         except (RuntimeError, IndexError):  # what is exported for several samples need not run for one, nor with constants scaled
             return False
-        if whole.dtype != one.dtype or whole.dim() != one.dim() or not torch.equal(whole, one.expand_as(whole)):
+        if whole.dtype != one.dtype or whole.dim() != one.dim() or any(n % each for n, each in zip(whole.shape, one.shape, strict=True) if each):
+            return False
+        if not torch.equal(whole, one.repeat([n // each if each else 1 for n, each in zip(whole.shape, one.shape, strict=True)])):
             return False
     return True
 
@@ -123,10 +139,16 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
 
 
 def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
-    """`one` at the sizes of `node`, before it."""
-    count = edit.size(owner, 0)
-    sizes = [count if _expression(size) == symbol else -1 for size in facts.value(node).shape]
-    return edit.call(node.graph, aten.expand.default, (one, sizes), like=node)
+    """`one` for as many samples as `node`, before it. A dim of samples by something else is made of two."""
+    count, shape = edit.size(owner, 0), facts.value(node).shape
+    each = [_per_sample(size, symbol) for size in shape]
+    sizes: list[fx.Node | int] = [count if n == 1 else -1 for n in each]
+    flat = [dim for dim, n in enumerate(each) if n is not None and n != 1]
+    for dim in flat:
+        one = edit.call(node.graph, aten.unsqueeze.default, (one, dim), like=node)
+        sizes.insert(dim, count)
+    wide = edit.call(node.graph, aten.expand.default, (one, sizes), like=node)
+    return edit.call(node.graph, aten.reshape.default, (wide, reshape_sizes(wide, node)), like=node) if flat else wide
 
 
 def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:

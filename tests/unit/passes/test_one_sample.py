@@ -34,6 +34,13 @@ OTHER = {
     "a number of a tensor": lambda x: torch.ones(x.shape[0], x.shape[1], x.shape[1], dtype=x.dtype) * torch.arange(x.shape[1]).sum().item(),
     "the size of the batch": lambda x: torch.full((x.shape[0], x.shape[1], x.shape[1]), 1.0, dtype=x.dtype) * x.shape[0],
 }
+PER_HEAD = {
+    "zeros for each head": lambda q: torch.zeros(q.shape[0], q.shape[1], q.shape[1], dtype=q.dtype),
+    "slopes for each head": lambda q: (torch.arange(2 * 1.0).repeat(q.shape[0] // 2)[:, None, None] * torch.arange(q.shape[1])).to(q.dtype).expand(-1, q.shape[1], -1),
+}
+PER_HEAD_OTHER = {
+    "samples inside": lambda q: torch.arange(2 * 1.0).repeat_interleave(q.shape[0] // 2)[:, None, None].to(q.dtype).expand(-1, q.shape[1], q.shape[1]),
+}
 
 
 class Masked(nn.Module):
@@ -71,6 +78,34 @@ def test_what_is_the_same_is_made_for_one_sample(name):
 @pytest.mark.parametrize("name", OTHER)
 def test_what_differs_or_counts_samples_stays(name):
     model = Masked(OTHER[name])
+    gm = graph_of(model)
+    for batch in (2, 5):
+        assert_same(gm, model, {"x": torch.randn(batch, 7, 4, dtype=torch.float64)})
+
+
+class Heads(Masked):
+    """Two heads, of all samples in one dim."""
+
+    def forward(self, x):
+        q = (x @ self.w).unflatten(-1, (2, 2)).transpose(1, 2).flatten(0, 1)
+        return (q @ q.mT + self.mask(q)).softmax(-1) @ q
+
+
+@pytest.mark.parametrize("name", PER_HEAD)
+def test_what_is_the_same_for_heads_of_each_sample_is_made_for_those_of_one(name):
+    model = Heads(PER_HEAD[name])
+    gm = graph_of(model)
+    (added,) = [node for node in gm.graph.nodes if "add.Tensor" in str(node.target)]
+    wide = added.args[1].args[0]
+    assert [str(n.target) for n in (added.args[1], wide)] == ["aten.reshape.default", "aten.expand.default"]
+    assert facts.shape(wide.args[0])[:2] == (1, 2)
+    for batch in (2, 5):
+        assert_same(gm, model, {"x": torch.randn(batch, 7, 4, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("name", PER_HEAD_OTHER)
+def test_what_differs_for_heads_stays(name):
+    model = Heads(PER_HEAD_OTHER[name])
     gm = graph_of(model)
     for batch in (2, 5):
         assert_same(gm, model, {"x": torch.randn(batch, 7, 4, dtype=torch.float64)})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -121,6 +121,20 @@ def tracing() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph of the operators that `body(*inputs)` runs on fake tensors, below autograd: also those of a backward inside it. torch.export traces above
+    autograd, and sees nothing that autograd keeps of an operator's inside."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    modes = dict.fromkeys(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        program: torch.fx.GraphModule = make_fx(body, tracing_mode="real")(*inputs)
+    return program
 
 
 def without_fake_cache() -> AbstractContextManager[None]:

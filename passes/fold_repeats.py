@@ -17,7 +17,7 @@ from torch import fx
 from passes import edit, facts
 from passes._torch import make_graph_module
 from passes.grads import needs_grad
-from passes.repeats import Run, containers, find_runs, same_everywhere, users_outside
+from passes.repeats import Run, containers, find_runs, is_weight, same_everywhere, users_outside
 
 
 def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
@@ -57,7 +57,8 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     first = run.instances[0]
     constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and same_everywhere(run.instances, slot)]
     weights = [slot for slot in range(len(first.outside)) if slot not in run.carried and slot not in constant]
-    body = _body(gm, run, constant, weights, total, carries)
+    idle = _idle(gm, run, total)
+    body = _body(gm, run, constant, weights, idle, total, carries)
     edit.drop_mutations(gm, [i.outside[slot].meta["fqn"] for i in run.instances for _, slot in i.writes])
     name = _free_name(gm, f"{run.container}_{first.start}")
     gm.add_submodule(name, body)
@@ -76,9 +77,24 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user in users)
     for node in reversed(run.nodes):
         gm.graph.erase_node(node)
-    for value in [instance.outside[slot] for instance in run.instances for slot in weights]:
+    for value in [*(instance.outside[slot] for instance in run.instances for slot in weights), *(value for values in idle for value in values)]:
         if not value.users:
             gm.graph.erase_node(value)
+
+
+def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
+    """The weights of the blocks that nothing reads, of each the one of every instance: they are parts of the block like all others."""
+    found: list[list[fx.Node]] = []
+    unread = {node.meta["fqn"]: node for node in gm.graph.find_nodes(op="placeholder") if is_weight(node) and not node.users}
+    for offset in range(run.period):
+        prefixes = [f"{run.container}.{instance.start + offset}." for instance in run.instances]
+        for rest in [name.removeprefix(prefixes[0]) for name in unread if name.startswith(prefixes[0])]:
+            values = [unread.get(prefix + rest) for prefix in prefixes]
+            if all(value is not None for value in values):
+                found.append([value for value in values if value is not None])
+            elif total != len(run.instances):
+                raise ValueError(f"{prefixes[0]}{rest} is read by no operator, and its like is in other blocks of {run.container}: cannot name all {total}")
+    return found
 
 
 def _call_meta(run: Run, total: int) -> dict[str, Any]:
@@ -92,7 +108,7 @@ def _call_meta(run: Run, total: int) -> dict[str, Any]:
 
 
 def _body(
-    gm: fx.GraphModule, run: Run, constant: list[int], weights: list[int], total: int, carries: dict[fx.Node, bool]
+    gm: fx.GraphModule, run: Run, constant: list[int], weights: list[int], idle: list[list[fx.Node]], total: int, carries: dict[fx.Node, bool]
 ) -> fx.GraphModule:
     first, second = run.instances[0], run.instances[1]
     graph = fx.Graph()
@@ -102,13 +118,15 @@ def _body(
         holder = graph.placeholder(value.name)
         holder.meta.update(value.meta)
         if slot in weights:
-            holder.meta.update(_weight_names(run, slot, total))
+            holder.meta.update(_weight_names(run, [instance.outside[slot] for instance in run.instances], total))
         else:
             holder.meta.pop("role", None)  # only weights have a role in a body
             holder.meta["port"] = "carried" if slot in run.carried else "invariant"
             # The first instance may get a carried value that no gradient flows into, the others do not.
             holder.meta["requires_grad"] = carries[value] or carries[second.outside[slot]]
         env[value] = holder
+    for values in idle:
+        graph.placeholder(values[0].name).meta.update(values[0].meta | _weight_names(run, values, total))
     for node in first.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
     writes = [(first.nodes[source], env[first.outside[slot]]) for source, slot in first.writes]
@@ -123,11 +141,11 @@ def _body(
     return body
 
 
-def _weight_names(run: Run, slot: int, total: int) -> dict[str, Any]:
-    """`fqns` of all instances, checked against those in the graph, and `fqn`, the name in the block: relative to its module, `up.weight`;
-    in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first instance, with
-    underscores, where the weight is elsewhere."""
-    known = [instance.outside[slot].meta["fqn"] for instance in run.instances]
+def _weight_names(run: Run, values: list[fx.Node], total: int) -> dict[str, Any]:
+    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the block: relative to its module,
+    `up.weight`; in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first instance,
+    with underscores, where the weight is elsewhere."""
+    known = [value.meta["fqn"] for value in values]
     elsewhere = known[0].replace(".", "_")
     start = run.instances[0].start
     match = re.fullmatch(re.escape(run.container) + r"\.(\d+)\.(.*)", known[0])

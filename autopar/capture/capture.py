@@ -19,6 +19,7 @@ from autopar.capture.chain import is_chain
 from autopar.capture.constants import constants, fleeting
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
+from autopar.capture.hooks import refuse_hooks
 from autopar.capture.shadow import WithLoss, shadow
 from autopar.errors import CaptureError
 from autopar.frontend import max_positions
@@ -32,10 +33,12 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
 
     With `loss_fn` the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
     `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False` captures every block.
-    Raises CaptureError where the model cannot be exported, or has no loss in train mode.
+    Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
     clock = _Clock(progress)
     _check_inputs(model, args, kwargs or {}, loss_fn)
+    if mode == "train":
+        refuse_hooks(model)
     inputs, named = _to_meta(args), _to_meta(dict(kwargs or {}))
     flat, tree = pytree.tree_flatten((inputs, named))
     asked = dims.explicit(flat, dynamic_shapes, tree) if dynamic_shapes is not None else dims.find(flat, max_positions(model))
@@ -45,7 +48,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
     with clock("export"), code_when_asked():
-        program, known, found = export(twin, tuple(inputs), dict(named), asked)
+        program, known, found = export(twin, tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
     with clock("passes"), code_when_asked():
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from autopar._torch import export_errors, pytree, without_fake_cache
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, says, source, why_static
+from autopar.capture.hooks import refusing_hooks
 from autopar.capture.lengths import symbolic_lengths
+from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module
@@ -29,8 +31,8 @@ MANY = 256  # modules: from about twenty blocks on, operators come again often e
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[ExportedProgram, Dims, list[str]]:
-    """Export with as many symbolic dims as the model allows: a dim that the model fixes becomes static, with a note.
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str]]:
+    """Export with as many symbolic dims as the model allows: a dim that the model fixes becomes static, with a note. `training`: gradients are to be right.
 
     Raises CaptureError with the model's source line when it cannot be exported at all.
     """
@@ -40,8 +42,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
     for tried in _weaker(dims):
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
+        kept: list[str] = []
         try:
-            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)):
+            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), _as_differentiated(kept) if training else nullcontext():
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error
@@ -49,7 +52,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:
             notes.append(why_static(failure, fixed, dims, model))
-        return program, tried, notes
+        return program, tried, notes + kept
     assert failure is not None
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
 
@@ -57,6 +60,13 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
     """With torch's cache of fake tensors or without it, whichever takes less time for this model."""
     return nullcontext() if sum(1 for _ in model.modules()) > MANY else without_fake_cache()
+
+
+@contextmanager
+def _as_differentiated(notes: list[str]) -> Iterator[None]:
+    """The graph that is traced has the gradients of the model."""
+    with refusing_hooks(), own_backwards(notes):
+        yield
 
 
 def _class(model: nn.Module) -> str:

@@ -58,9 +58,18 @@ def source(error: BaseException | None, model: nn.Module) -> str:
     """The last frame outside torch: the user's own line."""
     library = str(Path(inspect.__file__).parent) + "/"
     frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None)
-              if "/torch/" not in f.filename and "/autopar/" not in f.filename
-              and ("/site-packages/" in f.filename or not f.filename.startswith(library))]
+              if _outside(f) and ("/site-packages/" in f.filename or not f.filename.startswith(library))]
     if frames:
         return f"at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
     found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
     return f"at {found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
+
+
+def caller() -> str:
+    """The user's line that is running, `model.py:12`."""
+    frames = [f for f in traceback.extract_stack() if _outside(f)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "called by torch"
+
+
+def _outside(frame: traceback.FrameSummary) -> bool:
+    return "/torch/" not in frame.filename and "/autopar/" not in frame.filename

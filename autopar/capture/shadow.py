@@ -2,7 +2,7 @@
 
 `shadow(model, keep)` shares no tensor with the model. `keep` names containers and the children to keep of them, which is how
 capture shortens runs of alike blocks: what is left out is never copied. Forward hooks are part of what a model computes and come
-along; backward hooks cannot be captured and do not.
+along; backward hooks cannot be captured and do not (`capture.hooks` refuses them in models that train).
 """
 
 from __future__ import annotations

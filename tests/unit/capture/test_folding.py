@@ -82,6 +82,17 @@ def assert_same(captured, model):
             torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_that_nothing_reads_are_weights_of_their_blocks():
+    """All of them, also of blocks that are not captured."""
+    model = Stack(blocks("rt" * 4 + "r"))
+    for number, layer in enumerate(model.layers):
+        layer.register_parameter("spare", torch.nn.Parameter(torch.full((2,), float(number))))
+    gm = capture(model, batch()).gm
+    held = [node.meta.get("fqns", [node.meta["fqn"]]) for part in (gm, *gm.children()) for node in part.graph.find_nodes(op="placeholder") if "fqn" in node.meta]
+    assert sorted(name for names in held for name in names) == sorted(dict(model.named_parameters()))
+    assert all("layers.0." not in name for node in gm.graph.find_nodes(op="placeholder") for name in [node.meta.get("fqn", "")])
+
+
 def test_the_graph_does_not_grow_with_depth():
     sizes = [len(capture(Stack(blocks("r" * depth)), batch()).gm.graph.nodes) for depth in (5, 50)]
     assert sizes[0] == sizes[1]

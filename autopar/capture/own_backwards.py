@@ -1,0 +1,286 @@
+"""Functions with a backward of their own (`torch.autograd.Function`), in models that train.
+
+torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train with zeros, and nothing would
+say so. While a model is traced such a function is therefore tried first, on random numbers of the sizes that it is called with. Where autograd makes of
+its forward what its own backward gives, nothing is to be done. Otherwise its backward b is kept: it is linear in the gradient g, so there is a matrix J
+of which b is the transpose, and J x, which is what b is differentiated by g with x coming in, has just that backward. The result y becomes
+`y + (J x - J x)` with all but the first J x detached: y as before, with the gradient b(g). These are operators like all others, and are cut like them.
+What neither is right for (a backward that clips, or adds something of its own) is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+
+from autopar._torch import below_autograd, pytree
+from autopar.capture.devices import on_meta
+from autopar.capture.failures import caller
+from autopar.errors import CaptureError
+
+TOLERANCE = 1e-4
+"""Of a result or gradient in a trial, relative to its largest value."""
+NOTHING = 1e-6
+"""What counts as zero, relative to the largest value of any result or gradient of a trial."""
+Draw = tuple[Callable[..., Tensor], int]
+DRAWS: tuple[Draw, ...] = tuple((floating, whole) for whole in (2, 1) for floating in (torch.randn, torch.rand, lambda shape: torch.randn(shape) / 100))
+"""What trials run on: how floating values are drawn, and how many different whole numbers there are (indices may have to be small)."""
+ENOUGH = 2
+"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with finite gradients that are not all
+zero count."""
+Call = Callable[[type[Function], Sequence[Any]], Any]
+"""A way to call a function."""
+
+
+@contextmanager
+def own_backwards(notes: list[str]) -> Iterator[None]:
+    """Every torch.autograd.Function that is not torch's own is traced with its own backward. `notes` takes what was kept.
+
+    Raises CaptureError, inside, where a backward cannot be kept, or the function does not run on random numbers.
+    """
+    original: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
+    tracing, known = threading.current_thread(), dict[Any, bool]()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        here = threading.current_thread() is tracing and torch.is_grad_enabled() and not _is_torchs(cls)
+        if not here or not any(_wants_gradient(arg) for arg in args) or kwargs:
+            return original(cls, *args, **kwargs)
+        key = (cls, *(_spec(arg) for arg in args))
+        if key not in known:
+            known[key] = _tried(cls, args, original) is _kept
+            if known[key]:
+                notes.append(f"{cls.__qualname__} keeps its own backward ({caller()})")
+        return _traced(cls, args) if known[key] else original(cls, *args)
+
+    with mock.patch.object(Function, "apply", classmethod(apply)):
+        yield
+
+
+def _is_torchs(cls: type[Function]) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
+
+
+def _wants_gradient(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.requires_grad
+
+
+def _spec(arg: Any) -> Any:
+    """What of an argument a trial depends on."""
+    return (tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad) if isinstance(arg, Tensor) else repr(arg)
+
+
+def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
+    """Which way is right for arguments like `args`: as torch.export has it (None), or `_kept`. Raises CaptureError where neither is right."""
+    said: list[str] = []
+    ways: dict[Call | None, list[float]] = {None: [], _kept: []}
+    like = pytree.tree_map(_like, list(args))
+    for draw in DRAWS:
+        with ThreadPoolExecutor(1) as outside:  # modes are a thread's: nothing of this is traced
+            trial = outside.submit(_trial, cls, like, draw, original, ways)
+        if (error := trial.exception()) is not None:
+            said.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            continue
+        for way, gap in trial.result().items():
+            ways[way].append(gap)
+        if len(ways[None]) == ENOUGH:
+            break
+    for way, found in ways.items():
+        if found and max(found) <= TOLERANCE:
+            return way
+    if any(ways.values()):
+        why = ("its backward is not linear in the gradient that comes in, or adds to it; autograd makes of its forward what differs by "
+               f"{max(ways[None]):.1e}, a linear backward by {max(ways[_kept]):.1e}")
+    else:
+        why = f"it does not run on random numbers of the sizes that it is called with: {'; '.join(dict.fromkeys(said))}"
+    raise CaptureError(f"{cls.__module__}.{cls.__qualname__} ({caller()}) has a backward of its own that cannot be kept: {why}\n"
+                       "write its forward with operators that autograd differentiates as you want, or make it an operator with torch.library.custom_op "
+                       "and register_autograd, which every rank then runs whole")
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor without values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def drawn(self, draw: Draw) -> Tensor:
+        """Random numbers of that kind."""
+        floating, whole = draw
+        if self.dtype.is_floating_point:
+            return floating(self.shape).to(self.dtype).requires_grad_(self.requires_grad)
+        return torch.randint(whole, self.shape).to(self.dtype)
+
+
+def _like(item: Any) -> Any:
+    """What a trial needs to know of an argument. A traced size is the number that it has."""
+    if isinstance(item, torch.SymInt):
+        return int(item.node.hint)
+    return _Like(tuple(map(_like, item.shape)), item.dtype, item.requires_grad) if isinstance(item, Tensor) else item
+
+
+def _trial(cls: type[Function], like: Sequence[Any], draw: Draw, original: Callable[..., Any], ways: Iterable[Call | None]) -> dict[Call | None, float]:
+    """How far results and gradients of each way are from those of the function itself."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        args = pytree.tree_map(lambda x: x.drawn(draw) if isinstance(x, _Like) else x, like)
+        truth = _gradients(partial(original, cls), args)
+        if not all(torch.isfinite(x).all() for x in truth):
+            raise ValueError("its results or gradients are not finite")
+        if not any(x.any() for x in truth[-sum(map(_wants_gradient, args)):]):
+            raise ValueError("its gradients are all zero")
+        return {way: _way(way, cls, args, truth) for way in ways}
+
+
+def _way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequence[Tensor]) -> float:
+    """How far one way is from `truth`; infinitely where it does not run."""
+    try:
+        got = _gradients(lambda *given: (_plain if way is None else way)(cls, given), args)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
+        return float("inf")
+    least = NOTHING * max((float(x.abs().max()) for x in truth if x.numel()), default=0.0)
+    return max((_gap(a, b, least) for a, b in zip(got, truth, strict=True)), default=0.0) if len(got) == len(truth) else float("inf")
+
+
+def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
+    if got.shape != wanted.shape or not torch.isfinite(got).all():
+        return float("inf")
+    gap = float((got - wanted).abs().max()) if wanted.numel() else 0.0
+    return gap / max(least, float(wanted.abs().max())) if gap else 0.0
+
+
+def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    """What `call(*args)` gives, and the gradients of `args` for random ones of that, the same for every call."""
+    with torch.enable_grad():
+        given = [arg.clone() if _wants_gradient(arg) else arg for arg in args]  # a leaf could not be changed in place
+        outs = [x for x in pytree.tree_leaves(call(*given)) if isinstance(x, Tensor)]
+    chance = torch.Generator().manual_seed(1)
+    ups = [torch.randn(x.shape, generator=chance).to(x.dtype) if x.is_floating_point() else None for x in outs]
+    asked = [arg for arg in args if _wants_gradient(arg)]
+    pairs = [(x, up) for x, up in zip(outs, ups, strict=True) if up is not None and x.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(asked)
+    if pairs:
+        found = torch.autograd.grad([x for x, _ in pairs], asked, [up for _, up in pairs], allow_unused=True)
+    return [x.detach().double() for x in (*outs, *(torch.zeros_like(arg) if g is None else g for g, arg in zip(found, asked, strict=True)))]
+
+
+def _plain(cls: type[Function], args: Sequence[Any]) -> Any:
+    """What torch.export makes of the function: its forward, differentiated."""
+    return _Context([_wants_gradient(arg) for arg in args]).forward(cls, args)
+
+
+def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
+    """The result of the function, with its own backward."""
+    outs, times, tree = _parts(cls, *_apart(args))
+    return _joined(outs, times, tree)
+
+
+def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
+    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner values are seen by no trace of a model;
+    what was traced is run once more."""
+    plain, needs, comes = _apart(args)
+    leaves, tree = pytree.tree_flatten((plain, comes))
+    inputs = [x for x in leaves if isinstance(x, Tensor | torch.SymInt)]
+    said: list[Any] = []
+
+    def body(*given: Any) -> list[Tensor]:
+        new = iter(given)
+        filled, xs = pytree.tree_unflatten([next(new) if isinstance(x, Tensor | torch.SymInt) else x for x in leaves], tree)
+        outs, times, result = _parts(cls, filled, needs, xs)
+        said[:] = [[None if isinstance(x, Tensor) else (x,) for x in outs], [x is not None for x in times], result]
+        return [x for x in (*outs, *times) if isinstance(x, Tensor)]
+
+    with ThreadPoolExecutor(1) as outside:
+        program = outside.submit(_program, body, inputs).result()
+    made = iter(fx.Interpreter(program).run(*inputs))
+    others, products, result = said
+    outs = [next(made) if other is None else other[0] for other in others]
+    return _joined(outs, [next(made) if there else None for there in products], result)
+
+
+def _program(body: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    """The operators that `body` runs below autograd, on traced tensors."""
+    with on_meta():
+        program = below_autograd(body, inputs)
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])  # whose gradients count is said by what comes in
+        program.graph.erase_node(node)
+    program.recompile()
+    return program
+
+
+def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
+    """The arguments without gradients, which of them want one, and those as they came."""
+    needs = tuple(map(_wants_gradient, args))
+    return [arg.detach() if isinstance(arg, Tensor) else arg for arg in args], needs, [arg for arg, wanted in zip(args, needs, strict=True) if wanted]
+
+
+def _parts(cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]) -> tuple[list[Any], list[Tensor | None], Any]:
+    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the arguments `comes`, if anything; and how
+    results are nested."""
+    context = _Context(needs)
+    with torch.no_grad():
+        leaves, tree = pytree.tree_flatten(context.forward(cls, args))
+    asked = [isinstance(x, Tensor) and x.is_floating_point() and not any(x is other for other in context.without) for x in leaves]
+    ups = [torch.zeros_like(x).requires_grad_(wanted) if isinstance(x, Tensor) else None for x, wanted in zip(leaves, asked, strict=True)]
+    into = [x for x, wanted in zip(ups, asked, strict=True) if wanted and x is not None]
+    with torch.enable_grad():
+        made = inspect.unwrap(cls.backward)(context, *(x.clone() if isinstance(x, Tensor) else x for x in ups))
+    made = made if isinstance(made, tuple) else (made,)
+    pairs = [(g, x) for g, x in zip([g for g, wanted in zip(made, needs, strict=False) if wanted], comes, strict=True) if isinstance(g, Tensor) and g.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(into)
+    if pairs and into:
+        found = torch.autograd.grad([g for g, _ in pairs], into, [x.to(g.dtype) for g, x in pairs], create_graph=True, allow_unused=True)
+    products = iter(found)
+    return leaves, [next(products) if wanted else None for wanted in asked], tree
+
+
+def _joined(outs: Sequence[Any], times: Sequence[Tensor | None], tree: Any) -> Any:
+    """Results whose values are `outs` and whose gradients are those of `times`."""
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in outs]
+    return pytree.tree_unflatten([x if t is None else x + (t - t.detach()) for x, t in zip(plain, times, strict=True)], tree)
+
+
+class _Context:
+    """What a function's forward and backward are given as `ctx`."""
+
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self.needs_input_grad = tuple(needs)
+        self.without: tuple[Tensor, ...] = ()
+
+    def forward(self, cls: type[Function], args: Sequence[Any]) -> Any:
+        """What `cls` gives, in either of the two ways that functions are written."""
+        if cls.setup_context is Function.setup_context:
+            return cls.forward(self, *args)
+        result = cls.forward(*args)
+        cls.setup_context(self, tuple(args), result)
+        return result
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.without = tensors
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise NotImplementedError("it changes its inputs in place")
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Gradients are always there."""
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        """Forward-mode derivatives are not asked for."""

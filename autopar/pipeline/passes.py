@@ -245,7 +245,7 @@ class Passes:
         inside = bool(link.cluster.scope)
         own, others = (self._synced_bytes.get((made, leaf, scope), 0.0) for scope in (inside, not inside))
         together = own + others
-        sums = routes.loads(leaf, made.back, grad_bytes, min(self.prices.bucket_bytes, together) * grad_bytes / link.size_bytes)
+        sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
         if made.each or not self.late:
             local, moving = split(sums)
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))

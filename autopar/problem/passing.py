@@ -199,7 +199,7 @@ class Passing:
         back = self._moved(here.read, grad_bytes)
         self._hides(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last)
         self._waits(found[BACKWARD], back, np.where(gathers, 0.0, graded))
-        sums = self._moved(here.summed, grad_bytes, prices.bucket_bytes * grad_bytes / link.size_bytes)
+        sums = self._moved(here.summed, grad_bytes, prices.grad_bucket_bytes(link.size_bytes, grad_bytes))
         self._after(found[BACKWARD], sums, np.where(here.each | (not self.late), graded, 0.0), self.behind(0), self._hidden(link))
         if not self.late:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)

@@ -151,7 +151,7 @@ class Prices:
         return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes, last) + (1.0 - ahead) * leaf_s)
 
     def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float, last: np.ndarray) -> np.ndarray:
-        bucket_bytes = self.bucket_bytes * grad_bytes / size_bytes
+        bucket_bytes = self.grad_bucket_bytes(size_bytes, grad_bytes)
         return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(here.summed, grad_bytes, bucket_bytes)
 
     def again(self, rows: Sequence[Pair], columns: Sequence[Pair], twice: Sequence[bool]) -> np.ndarray:
@@ -169,7 +169,12 @@ class Prices:
 
     def summed_s(self, here: Between, size_bytes: float, leaf_bytes: float) -> np.ndarray:
         """[rows, columns]: seconds of bringing gradients of `size_bytes` from leaves of `leaf_bytes` to where these rest, in buckets."""
-        return self.routes.seconds(here.summed, size_bytes, self.bucket_bytes * size_bytes / leaf_bytes if leaf_bytes else 0.0)
+        return self.routes.seconds(here.summed, size_bytes, self.grad_bucket_bytes(leaf_bytes, size_bytes))
+
+    def grad_bucket_bytes(self, size_bytes: float, grad_bytes: float, together_bytes: float = math.inf) -> float:
+        """Bytes of the gradients that go in one bucket with those of a weight of `size_bytes`, whose gradient has `grad_bytes`, where weights of
+        `together_bytes` are summed in all; 0 for a weight without elements."""
+        return min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes if size_bytes else 0.0
 
     def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""

@@ -6,15 +6,18 @@ its forward what its own backward gives, nothing is to be done. Otherwise its ba
 of which b is the transpose, and J x, which is what b is differentiated by g with x coming in, has just that backward. The result y becomes
 `y + (J x - J x)` with all but the first J x detached: y as before, with the gradient b(g). These are operators like all others, and are cut like them.
 What neither is right for (a backward that clips, or adds something of its own) is refused.
+
+A forward is traced as plain code, not by `apply`: that runs it without gradients, which a trace sees only where the forward says so itself, and then until
+somebody says otherwise. What a re-entrant checkpoint runs is traced as if it were not there; the search says what runs again.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import below_autograd, pytree
 from autopar.capture.devices import on_meta
@@ -53,18 +57,37 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
     tracing, known = threading.current_thread(), dict[Any, bool]()
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        here = threading.current_thread() is tracing and torch.is_grad_enabled() and not _is_torchs(cls)
-        if not here or not any(_wants_gradient(arg) for arg in args) or kwargs:
+        if threading.current_thread() is not tracing or not torch.is_grad_enabled():
             return original(cls, *args, **kwargs)
-        key = (cls, *(_spec(arg) for arg in args))
+        if kwargs or cls.setup_context is not Function.setup_context:
+            args = _by_position(cls, args, kwargs)
+        if cls is CheckpointFunction:
+            return once(*args)
+        if not any(map(_wants_gradient, args)):
+            with torch.no_grad():
+                return _plain(cls, args)
+        key = (cls, *map(_spec, args))
         if key not in known:
-            known[key] = _tried(cls, args, original) is _kept
+            known[key] = not _is_torchs(cls) and _tried(cls, args, original) is _kept
             if known[key]:
                 notes.append(f"{cls.__qualname__} keeps its own backward ({caller()})")
-        return _traced(cls, args) if known[key] else original(cls, *args)
+        return _traced(cls, args) if known[key] else _plain(cls, args)
 
     with mock.patch.object(Function, "apply", classmethod(apply)):
         yield
+
+
+def once(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """What a re-entrant checkpoint gives (`CheckpointFunction.apply`), without running again. As there, nothing has a gradient where no input has one."""
+    with nullcontext() if any(map(_wants_gradient, args)) else torch.no_grad():
+        return run(*args)
+
+
+def _by_position(cls: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a function of the newer kind, which may have names and defaults."""
+    bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
 
 
 def _is_torchs(cls: type[Function]) -> bool:
@@ -233,6 +256,8 @@ def _parts(cls: type[Function], args: Sequence[Any], needs: Sequence[bool], come
     context = _Context(needs)
     with torch.no_grad():
         leaves, tree = pytree.tree_flatten(context.forward(cls, args))
+    if context.dirty:
+        raise NotImplementedError(f"{cls.__qualname__} changes its inputs in place")
     asked = [isinstance(x, Tensor) and x.is_floating_point() and not any(x is other for other in context.without) for x in leaves]
     ups = [torch.zeros_like(x).requires_grad_(wanted) if isinstance(x, Tensor) else None for x, wanted in zip(leaves, asked, strict=True)]
     into = [x for x, wanted in zip(ups, asked, strict=True) if wanted and x is not None]
@@ -261,6 +286,7 @@ class _Context:
     def __init__(self, needs: Sequence[bool]) -> None:
         self.needs_input_grad = tuple(needs)
         self.without: tuple[Tensor, ...] = ()
+        self.dirty: tuple[Tensor, ...] = ()
 
     def forward(self, cls: type[Function], args: Sequence[Any]) -> Any:
         """What `cls` gives, in either of the two ways that functions are written."""
@@ -277,7 +303,7 @@ class _Context:
         self.without = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        raise NotImplementedError("it changes its inputs in place")
+        self.dirty = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
         """Gradients are always there."""

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture import Captured, lift
+from autopar.capture.own_backwards import once
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
 from autopar.verify.reference import train_step
@@ -68,7 +70,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     """The tensors that the model gives, in order, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
     leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _cast(dict(model.named_parameters()), dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
-    with undropped(), torch.set_grad_enabled(bool(kinds)):
+    with undropped(), _running_once(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, {**leaves, **buffers}, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype))
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -92,4 +94,11 @@ def undropped() -> Iterator[None]:
         return attention(query, key, value, attn_mask, 0.0, is_causal, **more)
 
     with mock.patch.object(F, "dropout", lambda input, *_, **__: input), mock.patch.object(F, "scaled_dot_product_attention", attend):
+        yield
+
+
+@contextmanager
+def _running_once() -> Iterator[None]:
+    """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then."""
+    with mock.patch.object(CheckpointFunction, "apply", once):
         yield

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -57,6 +60,35 @@ def test_what_needs_no_gradient_is_not_tried() -> None:
             return super().forward(REFUSED["clipped"][0](x, torch.eye(8)), y)
 
     assert not capture(Reading(AS_AUTOGRAD["lean"]), batch()).notes
+
+
+class Quiet(Function):
+    """Looks at its input without gradients, as checkpoints do: in a trace nothing says where that ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, least: float = 0.5) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean().clamp(min=least)
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+@pytest.mark.parametrize("body", [
+    lambda h, w: Quiet.apply(h @ w),
+    lambda h, w: h + Quiet.apply(w.detach().abs(), 0.1).mean() * (h @ w),
+    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=True),
+    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h.detach(), use_reentrant=True),
+    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=False),
+], ids=["a scale", "a scale of what has no gradient", "re-entrant checkpoint", "that nobody asks gradients of", "checkpoint"])
+def test_what_comes_behind_a_function_has_gradients(body: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = calling(body)
+    rows, notes = graph_rows(model, capture(model, batch()), batch(), {}, training=True)
+    assert not notes and max(row.error for row in rows) < 1e-5, rows
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_a_function_is_as_before_afterwards() -> None:

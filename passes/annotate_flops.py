@@ -120,6 +120,13 @@ def _einsum(node: fx.Node) -> Size:
     return max(1, 2 * (len(operands) - 1)) * total
 
 
+def _recurrent(node: fx.Node) -> Size:
+    """Every weight matrix with every position of every sample."""
+    inputs, *others = edit.tensor_operands(node)
+    matrices = sum(facts.numel(weight) for weight in others if len(facts.shape(weight)) == 2)
+    return 2 * matrices * facts.numel(inputs) / facts.shape(inputs)[-1]
+
+
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.bmm.default: _matmul,
     aten.conv1d.default: _convolution,
@@ -130,11 +137,15 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.conv_transpose1d.default: _transposed_convolution,
     aten.conv_transpose2d.input: _transposed_convolution,
     aten.einsum.default: _einsum,
+    aten.gru.input: _recurrent,
     aten.linear.default: _matmul,
     ops.experts: _experts,
     ops.grouped_matmul: _matmul,
+    aten.lstm.input: _recurrent,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
+    aten.rnn_relu.input: _recurrent,
+    aten.rnn_tanh.input: _recurrent,
     aten.scaled_dot_product_attention.default: _attention,
 }
 

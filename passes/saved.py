@@ -59,6 +59,11 @@ def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
     return (*range(len(grads)), OUT)
 
 
+def _recurrent(states: int) -> Row:
+    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the input."""
+    return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
+
+
 NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
 MOVES = (
@@ -92,6 +97,7 @@ SAVED: dict[Any, Row] = {
     aten.exp.default: RESULT,
     aten.gather.default: _fixed(0, 1),
     aten.gelu.default: OPERAND,
+    aten.gru.input: _recurrent(1),
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,
     aten.index.Tensor: _indices,
@@ -101,6 +107,7 @@ SAVED: dict[Any, Row] = {
     aten.linear.default: _crosswise,
     aten.log.default: OPERAND,
     aten.log_softmax.int: RESULT,
+    aten.lstm.input: _recurrent(2),
     aten.masked_fill.Scalar: _fixed(1),
     aten.masked_fill.Tensor: _fixed(1),
     aten.matmul.default: _crosswise,
@@ -114,6 +121,8 @@ SAVED: dict[Any, Row] = {
     aten.reciprocal.default: RESULT,
     aten.relu.default: RESULT,
     aten.rms_norm.default: _fixed(0),
+    aten.rnn_relu.input: _recurrent(1),
+    aten.rnn_tanh.input: _recurrent(1),
     aten.rsqrt.default: RESULT,
     aten.rsub.Scalar: NOTHING,
     aten.scaled_dot_product_attention.default: _attention,

@@ -6,9 +6,11 @@ softmax over the last dim, a pointwise op with a bias) do the same with and with
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -27,7 +29,8 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in edit.calls(gm):
         if node.target is aten.reshape.default:
-            merge(node)
+            if not merge(node):
+                _in_two_steps(node)
         elif node.target in CONTRACTIONS and _whole_weight(node):
             _sink(node, [node.args[0]])
         elif (node.target in UNARY or node.target in BINARY) or (node.target in LAST_DIM and _last(node)):
@@ -47,6 +50,36 @@ def flattened(node: Any) -> fx.Node | None:
     assert isinstance(operand, fx.Node)
     before, after = facts.shape(operand), facts.shape(node)
     return operand if len(after) == 2 < len(before) and before[-1] == after[-1] else None
+
+
+def _in_two_steps(node: fx.Node) -> None:
+    """A reshape of [..., heads, h] or of [..., samples x heads, h] to [-1, heads x h] makes heads one dim with h first, and flattens then."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    before, after = facts.shape(operand), facts.shape(node)
+    if len(after) != 2 or before[-1] == after[-1]:
+        return
+    with edit.before(node):
+        sizes = _with_last(operand, after[1])
+        if sizes is not None:
+            merged = edit.call(node.graph, aten.reshape.default, (operand, sizes), like=node)
+            edit.replace(node, edit.call(node.graph, aten.reshape.default, (merged, [-1, after[1]]), like=node))
+
+
+def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None:
+    """Sizes, three or more, to which `operand` can be reshaped so that its last dim has size `last` and all in front of the one before stay."""
+    before = facts.shape(operand)
+    for rank in range(len(before) - 1, 1, -1):
+        inner = before[rank:]
+        if not isinstance(last, int) or not all(isinstance(size, int) for size in inner) or last % math.prod(inner):
+            return None
+        times = last // math.prod(inner)
+        if times == 1:
+            return [*(edit.size(operand, dim) for dim in range(rank)), last]
+        left = sympy.cancel(sympy.sympify(before[rank - 1]) / times)
+        if left != 1 and sympy.fraction(left)[1] == 1:
+            return [*(edit.size(operand, dim) for dim in range(rank - 1)), -1, last]
+    return None
 
 
 def _whole_weight(node: fx.Node) -> bool:
@@ -104,11 +137,12 @@ def _sink_topk(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def merge(node: fx.Node) -> None:
-    """The reshape `node` back to sizes that were there before, with only reshapes between, goes away."""
+def merge(node: fx.Node) -> bool:
+    """Whether the reshape `node` is back to sizes that were there before, with only reshapes between; then it goes away."""
     operand = node.args[0]
     while isinstance(operand, fx.Node):
         if facts.shape(operand) == facts.shape(node):
             edit.replace(node, operand)
-            return
+            return True
         operand = operand.args[0] if operand.target is aten.reshape.default else None
+    return False

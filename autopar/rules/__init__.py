@@ -9,14 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.rules import contractions, experts, factories, indexing, losses, pointwise, reductions, views, vision
+from autopar.rules import (
+    contractions,
+    experts,
+    factories,
+    indexing,
+    losses,
+    pointwise,
+    recurrent,
+    reductions,
+    views,
+    vision,
+)
 from autopar.rules.arguments import replicated
 from autopar.rules.derive import derive
 from autopar.rules.language import Call, Option, parse
 from autopar.rules.rule import Rule
 
 RULES: dict[Any, Rule] = {**contractions.RULES, **experts.RULES, **factories.RULES, **indexing.RULES, **losses.RULES, **pointwise.RULES,
-                          **reductions.RULES, **views.RULES, **vision.RULES}
+                          **recurrent.RULES, **reductions.RULES, **views.RULES, **vision.RULES}
 
 WHOLE = Rule(replicated)
 """What an operator without a row gets."""

@@ -39,6 +39,9 @@ SAMPLES = {
                      aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.elu.default,
                      aten.sqrt.default, aten.sum.default, aten.tanh.default)},
     **{target: lambda t=target: (t, (r(4, 8, 6, 6), *MOVED.get(t, ()))) for target in MOVES},
+    **{target: lambda t=target, gates=gates, states=states: (t, (r(5, 4, 3, grad=False), r(1, 5, 2, grad=False) if states == 1 else [r(1, 5, 2, grad=False)] * 2,
+                                                                 [r(gates * 2, 3), r(gates * 2, 2)], False, 1, 0.0, True, False, True))
+       for target, gates, states in ((aten.gru.input, 3, 1), (aten.lstm.input, 4, 2), (aten.rnn_relu.input, 1, 1), (aten.rnn_tanh.input, 1, 1))},
     aten.stack.default: lambda: (aten.stack.default, ([r(3, 4), r(3, 4)],)),
     aten.view_as_complex.default: lambda: (aten.view_as_complex.default, (r(3, 2),)),
     aten.view_as_real.default: lambda: (aten.view_as_real.default, (torch.view_as_complex(r(3, 2)),)),
@@ -101,6 +104,7 @@ def expected_bytes(target, args):
 
 
 EXTRA = {
+    aten.gru.input: 3000, aten.lstm.input: 5000, aten.rnn_relu.input: 1000, aten.rnn_tanh.input: 1000,  # states and gates at each position
     aten.dropout.default: 8 * 40 * 50,  # the mask, in the dtype of the result
     aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
     aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,

@@ -277,6 +277,17 @@ def test_copies_of_a_dim_of_size_one_are_expanded():
 
 
 @pytest.mark.parametrize("function", [
+    lambda m, x, y: F.linear(x.unflatten(-1, (3, 2)).permute(1, 0, 2, 3).reshape(-1, 6), m.w).reshape(x.shape[1], x.shape[0], 6),
+    lambda m, x, y: F.linear(x.unflatten(-1, (3, 2)).transpose(1, 2).flatten(0, 1).transpose(0, 1).reshape(-1, 6), m.w).reshape(x.shape[1], x.shape[0], 6),
+], ids=["heads", "samples by heads"])
+def test_heads_and_samples_that_are_flattened_in_one_step(function):
+    """As torch.nn.MultiheadAttention does before its last map."""
+    gm = normalized(function, data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    (product,) = [n for n in gm.graph.nodes if "linear" in str(n.target)]
+    assert len(product.meta["val"].shape) == 3
+
+
+@pytest.mark.parametrize("function", [
     lambda m, x, y: m.w.repeat_interleave(2, 0)[:5] @ x.mT,
     lambda m, x, y: x.repeat_interleave(2, -2, output_size=2 * x.shape[1]) @ m.w,
     lambda m, x, y: x.repeat_interleave(3, 0) @ m.w,

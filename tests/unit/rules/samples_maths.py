@@ -11,6 +11,13 @@ aten = torch.ops.aten
 P = T((5, 4), "p")
 U = T((5, 4), "t")
 
+
+def weights(gates: int, inputs: int, hidden: int, ways: int = 1, biased: bool = True) -> list[T]:
+    """Parameters of a recurrent layer."""
+    one = [f(gates * hidden, inputs), f(gates * hidden, hidden), *([f(gates * hidden)] * 2 if biased else [])]
+    return one * ways
+
+
 CONTRACTIONS: Samples = {
     aten.addmm.default: [case(f(6), f(5, 4), f(4, 6)), case(f(5, 1), f(5, 4), f(4, 6), beta=2)],
     aten.addmv.default: [case(f(5), f(5, 4), f(4))],
@@ -35,6 +42,11 @@ CONTRACTIONS: Samples = {
                           case("ii->i", [f(5, 5)]), case("ij,jk", [f(5, 4), f(4, 3)]), case("bhqd,bhkd->bhqk", [f(4, 1, 3, 2), f(4, 5, 6, 2)]),
                           case("i,j->ij", [f(5), f(4)]), case("bid,bjd->b", [f(5, 3, 2), f(5, 4, 2)])],
     aten.embedding.default: [case(f(257, 3), i(257, 4, 5)), case(f(8, 5), i(8, 6))],
+    aten.gru.input: [case(f(5, 4, 3), f(1, 5, 2), weights(3, 3, 2), True, 1, 0.0, True, False, True),
+                     case(f(4, 5, 3), f(2, 5, 2), weights(3, 3, 2, 2, False), False, 1, 0.0, True, True, False)],
+    aten.lstm.input: [case(f(5, 4, 3), [f(1, 5, 2), f(1, 5, 2)], weights(4, 3, 2), True, 1, 0.0, True, False, True)],
+    aten.rnn_relu.input: [case(f(5, 4, 3), f(1, 5, 2), weights(1, 3, 2), True, 1, 0.0, True, False, True)],
+    aten.rnn_tanh.input: [case(f(4, 5, 3), f(1, 5, 2), weights(1, 3, 2), True, 1, 0.0, True, False, False)],
     aten.linear.default: [case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1))],
     aten.matmul.default: [case(f(5, 4), f(4, 6)), case(f(4), f(4)), case(f(4), f(3, 4, 6)), case(f(3, 5, 4), f(4)), case(f(4), f(4, 6)),
                           case(f(3, 5, 4), f(4, 6)), case(f(5, 1, 3, 4), f(2, 4, 6)), case(f(5, 4), f(3, 4, 6)), case(f(5, 4), f(4))],

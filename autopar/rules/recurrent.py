@@ -1,0 +1,26 @@
+"""Recurrent networks of torch.nn, one operator each: samples split, positions and features do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.rules.arguments import given, named, rule
+from autopar.rules.language import Call
+from autopar.rules.rule import Rule
+
+RECURRENT = "gru.input lstm.input rnn_relu.input rnn_tanh.input"
+
+
+def layers(call: Call) -> str:
+    """`input [b s i]` or `[s b i]`, one or two states `[l b h]`, weights; the same without weights comes out."""
+    first, states = bool(given(call)["batch_first"]), len(call.outs) - 1
+    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states:]))
+    return rule([_line("i", first), *[f"l{n}! b h{n}!" for n in range(states)], *weights],
+                [_line("o", first), *[f"m{n}! b g{n}!" for n in range(states)]])
+
+
+def _line(kind: str, batch_first: bool) -> str:
+    return f"b {kind}s! {kind}!" if batch_first else f"{kind}s! b {kind}!"
+
+
+RULES: dict[Any, Rule] = {op: Rule(layers) for op in named(RECURRENT)}

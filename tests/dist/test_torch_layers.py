@@ -1,0 +1,71 @@
+"""Layers of torch.nn that are more than one operator, or one that holds a whole network: cut by weights and samples, and in pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.verify import case_of, graph_rows, verify
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_stages, planned
+
+WIDTH = 16
+
+
+class First(nn.Module):
+    """The first result of a layer, between maps."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], wide: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.layer, self.down, self.call = nn.Linear(WIDTH, WIDTH), layer, nn.Linear(wide, WIDTH), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.call(self.layer, self.up(x))) - x).square().mean()
+
+
+def _transformer(batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=True), 2, enable_nested_tensor=False)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
+    "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
+    "encoder and decoder": lambda: First(nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True), lambda layer, x: layer(x, x.flip(1))),
+    "attention with weights": lambda: First(nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
+    "lstm": lambda: First(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), lambda layer, x: layer(x)[0]),
+    "gru": lambda: First(nn.GRU(WIDTH, 8), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1), 8),
+    "rnn": lambda: First(nn.RNN(WIDTH, 8, batch_first=True), lambda layer, x: layer(x)[0], 8),
+}
+
+
+def data(batch: int) -> Tensor:
+    return torch.randn(batch, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def subject(name: str) -> Subject:
+    torch.manual_seed(0)
+    model = LAYERS[name]()
+    captured = capture(model, (data(8),))
+    rows, notes = graph_rows(model, captured, (data(6),), {}, training=True)
+    assert not notes and all(row.ok for row in rows), rows
+    return Subject(name, "train", captured, model.state_dict())
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"),
+    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")),
+])
+def test_equals_one_device(name: str, how: str) -> None:
+    who = subject(name)
+    if how in ("1f1b", "zbv_zero_bubble"):
+        made = by_stages(who, (1,), "single", 2, 4, how, 2 if how.startswith("zbv") else 1)
+    else:
+        made = planned(who, (2,), how)
+    report = verify(case_of(who.captured, made, who.weights, {"x": data(8)}), ranks=living(2))
+    assert report.ok, (report.first, report.worst)

@@ -144,6 +144,7 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.lstm.input: _recurrent,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
+    aten.mv.default: _matmul,
     aten.rnn_relu.input: _recurrent,
     aten.rnn_tanh.input: _recurrent,
     aten.scaled_dot_product_attention.default: _attention,

@@ -27,9 +27,29 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
     """
     for node in edit.calls(gm):
+        if isinstance(node.target, OpOverload) and "out" in node.kwargs:
+            _written_in_place(node)
+    for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             _functionalize(gm, node)
     return edit.finish(gm)
+
+
+def _written_in_place(node: fx.Node) -> None:
+    """`op(..., out=x)` is `x.copy_(op(...))`."""
+    target, kwargs = node.target, dict(node.kwargs)
+    assert isinstance(target, OpOverload)
+    out = kwargs.pop("out")
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    packet = target.overloadpacket
+    twins = [twin for name in packet.overloads() for twin in [getattr(packet, name)]
+             if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments] == wanted]
+    if not twins or not isinstance(out, fx.Node):
+        raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
+    with edit.before(node):
+        result = edit.call(node.graph, twins[0], node.args, kwargs, like=node)
+        written = edit.call(node.graph, aten.copy_.default, (out, result), like=node)
+    edit.replace(node, written)
 
 
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:

@@ -15,7 +15,16 @@ import autopar
 from autopar.codegen.context import Context
 from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.stages import pipelined_model
-from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
+from autopar.codegen.tables import (
+    INDENT,
+    Names,
+    even_lines,
+    interface,
+    parameter_tables,
+    run_table,
+    signature,
+    size_lines,
+)
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
@@ -95,13 +104,13 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     writer = ScopeWriter(context, body, run.scope)
     lines = writer.write()
     ports = [writer.names[port, 0] for port in run.ports]
-    symbols = "".join(f", {s}" for s in context.symbols)
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",
         f'{INDENT}"""{run.count} instances of {first_path(namings(context.program, run)[0]) or run.scope}."""', "",
         *parameter_tables(context, _ops(context, run.scope)), *_mutates(context, run), "",
-        f"{INDENT}def forward(self, {', '.join(ports)}{', *' if symbols else ''}{symbols}):",
-        *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
+        signature("forward", ports, context.symbols), *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
+
+
 
 
 def _mutates(context: Context, run: Run) -> list[str]:

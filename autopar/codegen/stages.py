@@ -13,18 +13,39 @@ from torch import fx
 
 from autopar.codegen.context import Context
 from autopar.codegen.scope import ScopeWriter
-from autopar.codegen.tables import INDENT, Names, even_lines, interface, parameter_tables, run_table, size_lines
+from autopar.codegen.tables import (
+    INDENT,
+    Names,
+    even_lines,
+    interface,
+    parameter_tables,
+    run_table,
+    signature,
+    size_lines,
+)
+from autopar.errors import PlanError
 from autopar.pipeline import View, views
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.views import total_ref
-from autopar.problem.graph import Op, Ref, Run
+from autopar.problem.graph import Op, Program, Ref, Run
 
 
 def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     """The stage classes and the model class."""
     found = views(context.program, context.plan)
+    for view in found:
+        _check_buffers(context.program, view)
     return "\n".join([*(_stage(context, gm, view, names, len(found)) for view in found), _model(context, gm, names, len(found))])
+
+
+def _check_buffers(program: Program, view: View) -> None:
+    """Raise PlanError where a stage gives a new value to a buffer that another one reads: it would come too late, to the wrong place."""
+    held = {program.ops[name].fqn for name in view.held}
+    for _, op in view.results:
+        if op.role == "mutation" and op.fqn not in held:
+            raise PlanError(f"stage {view.index} makes the new value of buffer {op.fqn}, which an earlier stage reads ({program.ops[op.operands[0][0]].where}): "
+                            "cut the model in front of what reads the buffer or behind what changes it, or take one stage")
 
 
 class StageWriter(ScopeWriter):
@@ -74,7 +95,6 @@ def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count
     program, plan = context.program, context.plan
     user_names = _user_names(context, names)
     arguments = [*received, *(writer.names[name, 0] for name in view.inputs), *given]
-    symbols = "".join(f", {s}" for s in context.symbols)
     text = [
         "", f"class Stage{view.index}(Stage):",
         f'{INDENT}"""Stage {view.index} of {count}, on place {plan.stages[view.index].place} of {plan.places}: {_content(context, view)}."""', "",
@@ -87,7 +107,7 @@ def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count
         f"{INDENT}@staticmethod",
         f"{INDENT}def receives({', '.join(context.symbols)}):",
         *(f"{INDENT * 2}{line}" for line in _received(context, view.receives)), "",
-        f"{INDENT}def forward(self, {', '.join(arguments)}{', *' if symbols else ''}{symbols}):",
+        signature("forward", arguments, context.symbols),
         *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
     return "\n".join(text)
 
@@ -115,7 +135,6 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
     lines = writer.write()[:-1]  # what the totals need, without the return of a stage
     totals = [total_ref(text) for text in plan.totals]
     inputs = [writer.names.get((op.name, 0), op.node.name) for op in context.program.ops.values() if op.role == "input"]
-    symbols = "".join(f", {s}" for s in context.symbols)
     named = {ref: name for op, name in zip(_inputs(context), inputs, strict=True) for ref in [(op.name, 0)]}
     table = {_key(ref): writer.names[ref] for ref in totals}
     pieces = [
@@ -131,7 +150,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
         f"{INDENT * 2}return {{{', '.join(f'{s!r}: {s}' for s in context.symbols)}}}", ""]
     if totals:
         pieces += [
-            f"{INDENT}def totals(self, {', '.join(inputs)}{', *' if symbols else ''}{symbols}):",
+            signature("totals", inputs, context.symbols),
             *(f"{INDENT * 2}{line}".rstrip() for line in lines),
             f"{INDENT * 2}return {{{', '.join(f'{key!r}: {name}' for key, name in table.items())}}}", ""]
     return "\n".join(pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +154,9 @@ def _size_line(context: Context, names: Mapping[Ref, str], symbol: str) -> str |
                 ways = math.prod(n for entry, n in zip(layout, context.sizes, strict=True) if entry == f"S{dim}")
                 return f"{symbol} = {names[op.name, 0]}.shape[{dim}]{f' * {ways}' if ways > 1 else ''}"
     return None
+
+
+def signature(name: str, arguments: Iterable[str], symbols: Iterable[str]) -> str:
+    """The line that begins a method of a block or stage: values by position, sizes by name."""
+    sizes = list(symbols)
+    return f"{INDENT}def {name}({', '.join(['self', *arguments, *(['*'] if sizes else []), *sizes])}):"

@@ -104,6 +104,8 @@ class _Reader:
         outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
                      for i in range(len(held)))
         lookup = [known[ref[0]].call.outs[ref[1]] for ref in operands]
+        if role == "op" and not gradient:  # its operands may have one from others
+            lookup = [replace(tensor, grad=False) for tensor in lookup]
         arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
         call = Call(node.target, *arguments, outs)
         op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),

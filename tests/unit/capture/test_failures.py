@@ -31,6 +31,11 @@ class Sized(Net):
         return x[: int(x.sum().item())]  # the line
 
 
+class Mapped(Net):
+    def change(self, x):
+        return torch.func.vmap(lambda one: one * self.shift[0])(x)
+
+
 class Even(Net):
     def change(self, x):
         return x.view(x.shape[0] // 2, 2, 4).reshape(-1, 4)
@@ -125,6 +130,7 @@ class Missing(Net):
     (MasksUnlessCompiled, r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code fails there .*pass it as an input"),
     (Missing, r"(?s)has no attribute 'scale'.*at test_failures.py:\d+: .*# the line; the model's own code fails there"),
     (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
+    (Mapped, r"Mapped cannot be captured: .*transform of torch.func .*operators on batches"),
     (PicksRows, r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
 ])
 def test_what_passes_refuse_names_the_line_and_what_to_do(model: type[nn.Module], text: str) -> None:

@@ -42,6 +42,9 @@ SAMPLES = {
     **{target: lambda t=target, gates=gates, states=states: (t, (r(5, 4, 3, grad=False), r(1, 5, 2, grad=False) if states == 1 else [r(1, 5, 2, grad=False)] * 2,
                                                                  [r(gates * 2, 3), r(gates * 2, 2)], False, 1, 0.0, True, False, True))
        for target, gates, states in ((aten.gru.input, 3, 1), (aten.lstm.input, 4, 2), (aten.rnn_relu.input, 1, 1), (aten.rnn_tanh.input, 1, 1))},
+    aten.mv.default: lambda: (aten.mv.default, (r(40, 50), r(50, grad=False))),
+    aten.dot.default: lambda: (aten.dot.default, (r(50), r(50))),
+    aten.vdot.default: lambda: (aten.vdot.default, (r(50, grad=False), r(50))),
     aten.stack.default: lambda: (aten.stack.default, ([r(3, 4), r(3, 4)],)),
     aten.view_as_complex.default: lambda: (aten.view_as_complex.default, (r(3, 2),)),
     aten.view_as_real.default: lambda: (aten.view_as_real.default, (torch.view_as_complex(r(3, 2)),)),

@@ -308,6 +308,15 @@ def test_copies_for_each_sample_are_expanded():
     assert "aten.repeat.default" not in targets(gm) and targets(gm).count("aten.expand.default") == 1
 
 
+def test_what_is_written_to_a_given_tensor_is_its_new_value():
+    def function(m, x, y):
+        given = x > 1
+        return torch.where(torch.gt(x, 0, out=given), x @ m.w, x) + given * x
+
+    gm = normalized(function, data(4, 6), dims={"x": {0: B}})
+    assert not [name for name in targets(gm) if "out" in name]
+
+
 def test_what_is_written_over_all_of_a_tensor_is_that():
     def function(m, x, y):
         h = torch.zeros_like(x)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)  # of `make test`, which judges a change: the same examples every time
@@ -21,3 +23,15 @@ def what_stays_is_not_garbage() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+class TogetherOnRanks(LoadFileScheduling):
+    """File by file, but one worker has all the tests that run ranks: they share living ranks and captured models."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/dist" if nodeid.startswith("tests/dist/") else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """What `--dist loadfile` means here."""
+    return TogetherOnRanks(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -38,6 +38,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
     """
     notes: list[str] = []
     flat, tree = pytree.tree_flatten((args, kwargs))
+    _name_keywords(model, kwargs)
     failure: BaseException | None = None
     for tried in _weaker(dims):
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
@@ -55,6 +56,19 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         return program, tried, notes + kept
     assert failure is not None
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
+
+
+def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those twice."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
+    if extra:
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        named.__signature__ = signature.replace(parameters=[*kept, *extra])  # type: ignore[attr-defined]  # what inspect.signature reads
+        model.forward = named
 
 
 def _cache(model: nn.Module) -> AbstractContextManager[None]:

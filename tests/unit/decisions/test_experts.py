@@ -58,7 +58,7 @@ def test_dense_dispatch_is_an_all_to_all_between_samples_and_experts() -> None:
     assert sum(r.count for r in moved) == 2 * blocks, "to the experts and back, per block"
 
 
-@pytest.mark.parametrize("work", [TINY, Work("hf-gpt2", 16, 64)], ids=str)
+@pytest.mark.parametrize("work", [pytest.param(TINY, marks=pytest.mark.slow), Work("hf-gpt2", 16, 64)], ids=str)
 def test_the_recipe_is_priced_for_models_with_experts_only(work: Work) -> None:
     tried = {other.name for other in planned(work, "cpu:1x4").plan.alternatives}
     assert ("ep" in tried) == (work is TINY) and {"ddp", "tp"} <= tried

@@ -37,6 +37,7 @@ def test_one_node_that_does_not_hold_the_model_with_nvlink() -> None:
     assert not any(other.step_s for other in made.plan.alternatives if other.name in ("single", "ddp")), str(made)
 
 
+@pytest.mark.slow
 def test_one_node_that_does_not_hold_the_model_without_nvlink() -> None:
     """Guide: without NVLink PP is faster than TP or ZeRO. The same Llama on the same devices by PCIe: PP 1.48 s, TP 2.35, ZeRO-3 2.44: a stage
     sends 16 KiB per token, tensor parallel ranks and ZeRO-3 move the activations and weights of every block. With samples of 2048 tokens
@@ -58,6 +59,7 @@ def test_a_layer_that_no_device_holds_is_cut() -> None:
     assert set(tiled(zero3.runs)) == {"layers_0/linear_default_1"} and "linear.weight in" in zero3.notes[0], zero3.notes
 
 
+@pytest.mark.slow
 def test_several_nodes_with_fast_links() -> None:
     """Guide: ZeRO, which needs close to no changes to the model, or PP+TP+DP with less communication. Llama-3-8B on 2 x 4 A100-80 with
     200 Gb/s for each: ZeRO 1.06 s, nearly all of it compute; the best of PP+TP+DP 1.43."""

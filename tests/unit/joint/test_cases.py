@@ -51,7 +51,7 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
     assert more or len(mesh) == 1
 
 
-@pytest.mark.parametrize(("name", "cluster", "mesh"), [ON[0], pytest.param(*ON[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "cluster", "mesh"), [pytest.param(*on, marks=pytest.mark.slow) for on in ON[:2]])
 def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "CASES", 6)
     who = subject(name)

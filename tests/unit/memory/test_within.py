@@ -32,7 +32,7 @@ def test_the_two_counts_are_within_a_factor_of_two(name: str, recipe: str) -> No
     assert counted / 2 <= peak <= 2 * counted
 
 
-@pytest.mark.parametrize("room", [0.6, pytest.param(0.8, marks=pytest.mark.slow), 0.95])
+@pytest.mark.parametrize("room", [*(pytest.param(room, marks=pytest.mark.slow) for room in (0.6, 0.8)), 0.95])
 def test_plans_fit_by_both_counts(room: float) -> None:
     """On devices with less memory than the fastest plan takes."""
     who, cluster = subject("gpt"), Cluster.parse("cpu:1x4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -135,6 +136,24 @@ def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> 
             stack.enter_context(mode)
         program: torch.fx.GraphModule = make_fx(body, tracing_mode="real")(*inputs)
     return program
+
+
+def getitem_modes() -> list[Any]:
+    """The active modes under which an index that is a tensor of no dims is not read as a number: models enter it around functions of single samples."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.overrides import _get_current_function_mode_stack
+
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, TransformGetItemToIndex)]
+
+
+@contextmanager
+def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """Inside, every call of a function that `torch.vmap` gave is `run(original, func, in_dims, out_dims, randomness, chunk_size, args=..., kwargs=...)`."""
+    from torch._functorch import apis
+
+    original = apis.vmap_impl
+    with mock.patch.object(apis, "vmap_impl", lambda *given, **kwargs: run(original, *given[:5], args=given[5:], kwargs=kwargs)):
+        yield
 
 
 def without_fake_cache() -> AbstractContextManager[None]:

@@ -31,9 +31,9 @@ class Sized(Net):
         return x[: int(x.sum().item())]  # the line
 
 
-class Mapped(Net):
+class Directional(Net):
     def change(self, x):
-        return torch.func.vmap(lambda one: one * self.shift[0])(x)
+        return torch.func.jvp(lambda one: one * self.shift[0], (x,), (x,))[1]
 
 
 class Even(Net):
@@ -130,7 +130,7 @@ class Missing(Net):
     (MasksUnlessCompiled, r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code fails there .*pass it as an input"),
     (Missing, r"(?s)has no attribute 'scale'.*at test_failures.py:\d+: .*# the line; the model's own code fails there"),
     (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
-    (Mapped, r"Mapped cannot be captured: .*transform of torch.func .*operators on batches"),
+    (Directional, r"Directional cannot be captured: .*transform of torch.func .*operators on batches"),
     (PicksRows, r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
 ])
 def test_what_passes_refuse_names_the_line_and_what_to_do(model: type[nn.Module], text: str) -> None:

@@ -1,0 +1,61 @@
+"""Functions of single samples in a model: operators on batches in its graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.verify import graph_rows
+
+
+class Mapping(nn.Module):
+    """A map, and what a subclass does with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.w = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mapped(self.linear(x)).square().mean()
+
+
+class Once(Mapping):
+    def mapped(self, h: Tensor) -> Tensor:
+        """With a weight from outside."""
+        return torch.func.vmap(lambda one: (one @ self.w).tanh())(h)
+
+
+class Twice(Mapping):
+    def mapped(self, h: Tensor) -> Tensor:
+        """Every row with every other."""
+        rows = h.flatten(0, 1)
+        pair = torch.vmap(lambda a, b: (a * b).sum(), (None, 0))
+        return torch.vmap(pair, (0, None))(rows, rows @ self.w)
+
+
+class Masks(Mapping):
+    def mapped(self, h: Tensor) -> Tensor:
+        """As Hugging Face makes masks of its own rules."""
+        groups, places = (h[..., 0] > 0).long(), torch.arange(h.shape[1])
+        mask = torch.vmap(torch.vmap(lambda group, i, j: (i >= j) | (group[0] == 1), (None, None, 0)), (None, 0, None))
+        return (h @ h.mT) * mask(groups[0], places, places)
+
+
+class Results(Mapping):
+    def mapped(self, h: Tensor) -> Tensor:
+        """Several results, one along another dim; an argument by name."""
+        found = torch.vmap(lambda one, by: {"sum": one.sum(0) * by, "row": one[0]}, out_dims={"sum": 1, "row": 0})(h, by=self.w[0])
+        return found["sum"].T + found["row"]
+
+
+@pytest.mark.parametrize("kind", [Once, Twice, Masks, Results])
+def test_what_is_mapped_over_samples(kind: type[Mapping]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    captured = capture(model, (torch.randn(4, 6, 8),))
+    assert captured.hints == {"b": 4} and not captured.notes
+    for batch in (4, 7):
+        rows, notes = graph_rows(model, captured, (torch.randn(batch, 6, 8),), {}, training=True)
+        assert not notes and max(row.error for row in rows) < 1e-5, rows

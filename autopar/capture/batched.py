@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import fx
-
-from autopar._torch import below_autograd, getitem_modes, pytree, vmap_replaced
-from autopar.capture.devices import on_meta
+from autopar._torch import getitem_modes, vmap_replaced
+from autopar.capture.aside import aside
 
 
 @contextmanager
@@ -27,29 +23,7 @@ def batched() -> Iterator[None]:
     def run(original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.current_thread() is not tracing:
             return original(func, *settings, *args, **kwargs)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        traced = [isinstance(x, torch.Tensor | torch.SymInt) for x in leaves]
-        inputs = [x for x, is_traced in zip(leaves, traced, strict=True) if is_traced]
-        shape: list[Any] = []
-
-        def body(*given: Any) -> list[Any]:
-            new = iter(given)
-            positional, named = pytree.tree_unflatten([next(new) if is_traced else x for x, is_traced in zip(leaves, traced, strict=True)], tree)
-            flat, out = pytree.tree_flatten(original(func, *settings, *positional, **named))
-            shape[:] = [out]
-            return list(flat)
-
-        modes = getitem_modes()
-        with ThreadPoolExecutor(1) as outside:
-            program = outside.submit(_program, body, inputs, modes).result()
-        return pytree.tree_unflatten(fx.Interpreter(program).run(*inputs), shape[0])
+        return aside(lambda positional, named: original(func, *settings, *positional, **named), (args, kwargs), getitem_modes())
 
     with vmap_replaced(run):
         yield
-
-
-def _program(body: Callable[..., Any], inputs: list[Any], modes: list[Any]) -> fx.GraphModule:
-    with on_meta(), ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        return below_autograd(body, inputs)

@@ -24,12 +24,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar._torch import below_autograd, pytree
-from autopar.capture.devices import on_meta
+from autopar._torch import pytree
+from autopar.capture.aside import aside
 from autopar.capture.failures import caller
 from autopar.errors import CaptureError
 
@@ -206,42 +206,14 @@ def _plain(cls: type[Function], args: Sequence[Any]) -> Any:
 
 def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
     """The result of the function, with its own backward."""
-    outs, times, tree = _parts(cls, *_apart(args))
-    return _joined(outs, times, tree)
+    return _joined(*_parts(cls, *_apart(args)))
 
 
 def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
     """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner values are seen by no trace of a model;
     what was traced is run once more."""
     plain, needs, comes = _apart(args)
-    leaves, tree = pytree.tree_flatten((plain, comes))
-    inputs = [x for x in leaves if isinstance(x, Tensor | torch.SymInt)]
-    said: list[Any] = []
-
-    def body(*given: Any) -> list[Tensor]:
-        new = iter(given)
-        filled, xs = pytree.tree_unflatten([next(new) if isinstance(x, Tensor | torch.SymInt) else x for x in leaves], tree)
-        outs, times, result = _parts(cls, filled, needs, xs)
-        said[:] = [[None if isinstance(x, Tensor) else (x,) for x in outs], [x is not None for x in times], result]
-        return [x for x in (*outs, *times) if isinstance(x, Tensor)]
-
-    with ThreadPoolExecutor(1) as outside:
-        program = outside.submit(_program, body, inputs).result()
-    made = iter(fx.Interpreter(program).run(*inputs))
-    others, products, result = said
-    outs = [next(made) if other is None else other[0] for other in others]
-    return _joined(outs, [next(made) if there else None for there in products], result)
-
-
-def _program(body: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
-    """The operators that `body` runs below autograd, on traced tensors."""
-    with on_meta():
-        program = below_autograd(body, inputs)
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])  # whose gradients count is said by what comes in
-        program.graph.erase_node(node)
-    program.recompile()
-    return program
+    return _joined(*aside(lambda filled, xs: _parts(cls, filled, needs, xs), (plain, comes), detaching=False))
 
 
 def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:

@@ -111,8 +111,6 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
         signature("forward", ports, context.symbols), *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
 
 
-
-
 def _mutates(context: Context, run: Run) -> list[str]:
     """The buffers whose new values forward returns, behind the carried values."""
     names = tuple(context.program.ops[name].fqn for name in run.mutated)

@@ -50,7 +50,18 @@ class Results(Mapping):
         return found["sum"].T + found["row"]
 
 
-@pytest.mark.parametrize("kind", [Once, Twice, Masks, Results])
+class Scaled(Mapping):
+    def mapped(self, h: Tensor) -> Tensor:
+        """By what no gradient is asked of."""
+        def one(row: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = (row @ self.w).abs().sum()
+            return row / scale + row.detach() * row
+
+        return torch.vmap(one)(h)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Once, Twice, Masks, Results])
 def test_what_is_mapped_over_samples(kind: type[Mapping]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -1,0 +1,61 @@
+"""Code of a model that is traced by itself, below autograd, and whose operators are run once more in the trace of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import below_autograd, pytree
+from autopar.capture.devices import on_meta
+
+detach = torch.ops.aten.detach.default
+
+
+def aside(call: Callable[..., Any], args: Sequence[Any], modes: Sequence[AbstractContextManager[Any]] = (), *, detaching: bool = True) -> Any:
+    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are not there. Where it runs without
+    gradients, or detaches, no gradient comes back; without `detaching` it does: then `args` alone say whose gradients count."""
+    leaves, tree = pytree.tree_flatten(list(args))
+    inputs = [x for x in leaves if _traced(x)]
+    said: list[Any] = []
+
+    def body(*given: Any) -> list[Tensor]:
+        new = iter(given)
+        flat, shape = pytree.tree_flatten(call(*pytree.tree_unflatten([next(new) if _traced(x) else x for x in leaves], tree)))
+        said[:] = [[None if isinstance(x, Tensor) else (x,) for x in flat], shape]
+        return [x for x in flat if isinstance(x, Tensor)]
+
+    with ThreadPoolExecutor(1) as outside:  # modes are a thread's
+        program = outside.submit(_program, body, inputs, [*modes, *([_Unrecorded()] if detaching else [])]).result()
+    if not detaching:
+        for node in program.graph.find_nodes(op="call_function", target=detach):
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+        program.recompile()
+    made = iter(fx.Interpreter(program).run(*inputs))
+    others, shape = said
+    return pytree.tree_unflatten([next(made) if other is None else other[0] for other in others], shape)
+
+
+def _traced(item: Any) -> bool:
+    return isinstance(item, Tensor | torch.SymInt)
+
+
+def _program(body: Callable[..., Any], inputs: Sequence[Any], modes: Sequence[AbstractContextManager[Any]]) -> fx.GraphModule:
+    with on_meta(), ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        return below_autograd(body, inputs)
+
+
+class _Unrecorded(TorchFunctionMode):
+    """Detaches what is computed without gradients: below autograd nothing says so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result if torch.is_grad_enabled() else pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.is_floating_point() else x, result)

@@ -8,22 +8,44 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
+
+from torch.autograd import Function
 
 from autopar._torch import getitem_modes, vmap_replaced
 from autopar.capture.aside import aside
+from autopar.capture.failures import caller
+from autopar.capture.own_backwards import is_torchs
+from autopar.errors import CaptureError
 
 
 @contextmanager
-def batched() -> Iterator[None]:
-    """Inside, `torch.vmap` is traced as the operators on batches that it makes."""
+def batched(*, training: bool) -> Iterator[None]:
+    """Inside, `torch.vmap` is traced as the operators on batches that it makes. Raises CaptureError, inside, where a function with a backward of its own is
+    mapped in a model that trains: of that only the forward would be left."""
     tracing = threading.current_thread()
 
     def run(original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.current_thread() is not tracing:
             return original(func, *settings, *args, **kwargs)
-        return aside(lambda positional, named: original(func, *settings, *positional, **named), (args, kwargs), getitem_modes())
+        with _refusing_functions() if training else nullcontext():
+            return aside(lambda positional, named: original(func, *settings, *positional, **named), (args, kwargs), getitem_modes())
 
     with vmap_replaced(run):
+        yield
+
+
+@contextmanager
+def _refusing_functions() -> Iterator[None]:
+    original: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if is_torchs(cls):
+            return original(cls, *args, **kwargs)
+        raise CaptureError(f"{caller()} maps {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, over samples (torch.vmap), where its backward cannot be "
+                           "kept: call it on whole batches")
+
+    with mock.patch.object(Function, "apply", classmethod(apply)):
         yield

@@ -46,7 +46,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
         try:
-            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), batched(), _as_differentiated(kept) if training else nullcontext():
+            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), batched(training=training), _as_differentiated(kept) if training else nullcontext():
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error

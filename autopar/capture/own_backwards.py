@@ -68,7 +68,7 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
                 return _plain(cls, args)
         key = (cls, *map(_spec, args))
         if key not in known:
-            known[key] = not _is_torchs(cls) and _tried(cls, args, original) is _kept
+            known[key] = not is_torchs(cls) and _tried(cls, args, original) is _kept
             if known[key]:
                 notes.append(f"{cls.__qualname__} keeps its own backward ({caller()})")
         return _traced(cls, args) if known[key] else _plain(cls, args)
@@ -90,7 +90,8 @@ def _by_position(cls: type[Function], args: Sequence[Any], kwargs: Mapping[str, 
     return bound.args
 
 
-def _is_torchs(cls: type[Function]) -> bool:
+def is_torchs(cls: type[Function]) -> bool:
+    """Whether a function is one of torch's own."""
     return cls.__module__.partition(".")[0] == "torch"
 
 

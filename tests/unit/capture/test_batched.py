@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.errors import CaptureError
 from autopar.verify import graph_rows
+from tests.helpers.own_functions import Rounded
 
 
 class Mapping(nn.Module):
@@ -70,3 +74,27 @@ def test_what_is_mapped_over_samples(kind: type[Mapping]) -> None:
     for batch in (4, 7):
         rows, notes = graph_rows(model, captured, (torch.randn(batch, 6, 8),), {}, training=True)
         assert not notes and max(row.error for row in rows) < 1e-5, rows
+
+
+def test_a_function_with_a_backward_of_its_own_is_not_mapped() -> None:
+    class Rounds(Mapping):
+        def mapped(self, h: Tensor) -> Tensor:
+            return torch.vmap(lambda one: Mapped.apply(one))(h)
+
+    with pytest.raises(CaptureError, match=r"test_batched.py:\d+ maps .*Mapped, .*call it on whole batches"):
+        capture(Rounds(), (torch.randn(4, 6, 8),))
+    assert capture(Rounds(), (torch.randn(4, 6, 8),), mode="inference").gm
+
+
+class Mapped(Rounded):
+    """With torch's rule for mapping it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]  # the newer kind, which alone can be mapped
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Nothing is kept."""

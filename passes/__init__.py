@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from passes.annotate_flops import annotate_flops
 from passes.annotate_memory import annotate_memory
+from passes.bags import bags
 from passes.batch_norm import batch_norm
 from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
 from passes.experts import experts
+from passes.fills import fills
 from passes.fold_repeats import fold_repeats
 from passes.grouped import grouped
 from passes.grouped_heads import grouped_heads
@@ -25,6 +27,7 @@ from passes.matmul import matmul
 from passes.means import means
 from passes.one_sample import one_sample
 from passes.provenance import provenance
+from passes.ranges import ranges
 from passes.rows_apart import rows_apart
 from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
@@ -40,6 +43,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     broadcasts,
     drop_noops,
+    ranges,
     causal_masks,
     one_sample,
     grouped_heads,
@@ -47,6 +51,8 @@ NORMALIZE: tuple[Pass, ...] = (
     matmul,
     sink_flatten,
     rows_apart,
+    bags,
+    fills,
     experts,
     split_ops,
     losses,

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# Operators that torch writes with others see symbolic sizes only under Python's dispatcher.
+from torch._dispatch.python import enable_python_dispatcher
+
 # What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -21,4 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 shape_check: Callable[..., Any] = torch._check  # export leaves calls of it in graphs; documented, but with an underscore
 
-__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "free_unbacked_symbols", "make_graph_module", "shape_check"]
+# An assertion on data that a GPU is not waited for; the operator has no public name.
+assert_async: Callable[..., Any] = torch._assert_async
+
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module", "shape_check"]

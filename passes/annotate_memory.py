@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import edit, facts, ops
 from passes.facts import Size
 from passes.grads import needs_grad
 from passes.ordered import copied
@@ -18,6 +18,9 @@ aten = torch.ops.aten
 
 GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
 """Read as much of their first operand as they write."""
+
+BAGS = (ops.bag, ops.ragged_bags)
+"""Read a row of their first operand for each number of the second."""
 
 STATISTIC_BYTES = 4
 """Attention and normalisation keep float32 statistics per row."""
@@ -73,8 +76,14 @@ def _traffic(node: fx.Node) -> tuple[Size, Size]:
     operands = list(dict.fromkeys(edit.tensor_operands(node)))
     read: Size = 0
     for position, operand in enumerate(operands):
-        read = read + (written if position == 0 and node.target in GATHERS else facts.nbytes(operand))
+        read = read + (_looked_up(node, written) if position == 0 and node.target in (*GATHERS, *BAGS) else facts.nbytes(operand))
     return read, written
+
+
+def _looked_up(node: fx.Node, written: Size) -> Size:
+    """Bytes of the rows that are read: one for each that is written, or all of a bag."""
+    table, chosen = edit.tensor_operands(node)[:2]
+    return facts.numel(chosen) * facts.shape(table)[1] * facts.dtype(table).itemsize if node.target in BAGS else written
 
 
 def _extra(node: fx.Node) -> Size:

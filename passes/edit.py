@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes import facts
-from passes._torch import FakeTensor, FakeTensorMode
+from passes._torch import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def infer(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
     if _makes(node):  # factories carry no device in a captured graph; their value must lie where all other values lie
         kwargs = {**kwargs, "device": device(node.graph)}
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, enable_python_dispatcher():
         return node.target(*args, **kwargs)
 
 

@@ -45,7 +45,7 @@ def experts(gm: fx.GraphModule) -> fx.GraphModule:
             tokens = _apart(layer.hidden, layer.chosen, layer.gates)
             new = edit.call(gm.graph, ops.experts, (*tokens, *layer.weights), like=node)
             if layer.bias is not None:
-                more = edit.call(gm.graph, ops.blend, (layer.bias, *tokens[1:]), like=node)
+                more = edit.call(gm.graph, ops.bag, (layer.bias, *tokens[1:]), like=node)
                 new = edit.call(gm.graph, aten.add.Tensor, (new, more), like=node)
             flat = edit.call(gm.graph, aten.reshape.default, (new, [-1, edit.size(new, -1)]), like=node)
             users = list(node.users)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes._torch import FakeTensor
+from passes._torch import FakeTensor, assert_async
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -68,6 +68,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 INNER, BIAS = 5, 6
 """Where a call of `experts` has them."""
+MODE = 3
+"""Where a call of `bag` has it."""
 
 Inner = Callable[[Tensor], Tensor]
 """What is between the two layers of an expert: `[n, columns of the first] -> [n, rows of the second]`."""
@@ -120,9 +122,39 @@ def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Ten
     return weighted[back].view(*chosen.shape, down.shape[2]).sum(-2)
 
 
-def blend(table: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
-    """Sums of rows of `table [e, o]`: the rows `chosen [..., k]`, `gates [..., k]` times each. Result: `[..., o]`, of the dtype that both promote to."""
-    dtype = torch.promote_types(table.dtype, gates.dtype)
+def bag(table: Tensor, chosen: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1) -> Tensor:
+    """Of each bag of rows of `table [v, d]`, `chosen [..., n]`, their sum, mean or max by `mode`; in sums each `gates [..., n]` times. Row `padding`
+    (-1: none) counts nothing. Result: `[..., d]`, of the dtype that table and gates promote to.
+    """
+    dtype = table.dtype if gates is None else torch.promote_types(table.dtype, gates.dtype)
     if chosen.is_meta or isinstance(chosen, FakeTensor):
-        return gates.new_empty((*chosen.shape[:-1], table.shape[1]), dtype=dtype)
-    return F.embedding_bag(chosen.flatten(0, -2), table.to(dtype), mode="sum", per_sample_weights=gates.flatten(0, -2).to(dtype)).view(*chosen.shape[:-1], table.shape[1])
+        return table.new_empty((*chosen.shape[:-1], table.shape[1]), dtype=dtype)
+    weights = None if gates is None else gates.reshape(-1, chosen.shape[-1]).to(dtype)
+    found = F.embedding_bag(chosen.reshape(-1, chosen.shape[-1]), table.to(dtype), mode=mode, per_sample_weights=weights, padding_idx=padding if padding >= 0 else None)
+    return found.view(*chosen.shape[:-1], table.shape[1])
+
+
+def ragged_bags(table: Tensor, chosen: Tensor, starts: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1, last: bool = False) -> Tensor:
+    """As `bag`, of bags of several lengths: one behind the other in `chosen [n]`, and `gates [n]`, from `starts [b]` on (with `last` also the end of
+    the last one, `[b + 1]`). Result: `[b, d]`.
+    """
+    if chosen.is_meta or isinstance(chosen, FakeTensor):
+        return table.new_empty((starts.shape[0] - last, table.shape[1]))
+    return F.embedding_bag(chosen, table, starts, mode=mode, per_sample_weights=gates, include_last_offset=last, padding_idx=padding if padding >= 0 else None)
+
+
+def fill_rows(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """`x [b, s, d]` with `rows [b, n, d]`, one after the other, in the rows where `places [b, s]` is true: image features for image tokens.
+
+    There are as many places as rows, in each part that samples are cut into, or a ValueError is raised (on a GPU, which is not waited for, its
+    own assertion fails).
+    """
+    if x.is_meta or isinstance(x, FakeTensor):  # sizes only: how many places there are is data
+        return torch.empty_like(x)
+    wanted, found = rows.shape[0] * rows.shape[1], places.sum()
+    said = f"wanted {wanted} places for as many rows, {rows.shape[1]} for each of {rows.shape[0]} samples"
+    if found.device.type == "cpu" and int(found) != wanted:
+        raise ValueError(f"{said}; got {int(found)} places, {places.sum(1).tolist()} in these samples. A batch that is cut by samples needs as many "
+                         "image tokens in each part as there are features of its images: put as many images into each sample")
+    assert_async(found == wanted, f"{said}: image tokens and image features of this part of the batch do not match")
+    return x.masked_scatter(places.unsqueeze(-1), rows)

@@ -59,6 +59,11 @@ def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
     return (*range(len(grads)), OUT)
 
 
+def _bags(grads: Sequence[bool]) -> tuple[int, ...]:
+    """All but the table, which is kept for the gradient of the weights of sums alone."""
+    return (0, *_indices(grads)) if any(grads[1:]) else _indices(grads)
+
+
 def _recurrent(states: int) -> Row:
     """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the input."""
     return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
@@ -94,6 +99,7 @@ SAVED: dict[Any, Row] = {
     aten.einsum.default: _crosswise,
     aten.elu.default: OPERAND,
     aten.embedding.default: _fixed(1),
+    aten.embedding_bag.padding_idx: _bags,
     aten.erf.default: OPERAND,
     aten.exp.default: RESULT,
     aten.gather.default: _fixed(0, 1),
@@ -146,11 +152,13 @@ SAVED: dict[Any, Row] = {
     aten.vdot.default: _crosswise,
     aten.where.ScalarOther: _fixed(0),
     aten.where.self: _fixed(0),
-    ops.blend: _fixed(0, 1, 2),
+    ops.bag: _bags,
+    ops.ragged_bags: _bags,
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
     ops.cross_entropy_each: _fixed(0, 1),
     ops.cross_entropy_sum: _fixed(0, 1),
     ops.experts: lambda grads: (3, 4) if grads[0] else (4,),  # the first layer for the gradient of tokens; and what autopar.rules.experts says
+    ops.fill_rows: _fixed(1),
     ops.grouped_matmul: _crosswise,
 }
 

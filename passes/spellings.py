@@ -47,6 +47,12 @@ def _as(target: Callable[..., Any], node: fx.Node, args: tuple[Any, ...]) -> fx.
     return new
 
 
+def _dense(node: fx.Node) -> fx.Node | None:
+    """Gradients of tables are dense: sums over ranks, shards and AdamW want them so."""
+    given = edit.args_of(node)
+    return _as(aten.embedding.default, node, tuple(given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))) if given["sparse"] else None
+
+
 def _reshape(node: fx.Node) -> fx.Node:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
@@ -162,6 +168,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
+    aten.embedding.default: _dense,
     aten.expand_as.default: _expanded,
     aten.concat.default: _same_args(aten.cat.default, 2),
     aten.concatenate.default: _same_args(aten.cat.default, 2),

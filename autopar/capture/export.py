@@ -15,6 +15,7 @@ from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree, without_fake_cache
+from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
@@ -46,7 +47,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
         try:
-            with on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), batched(training=training), _as_differentiated(kept) if training else nullcontext():
+            with (on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+                  _as_differentiated(kept) if training else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "halves", "own_groups", "own_heads", "pairs", "placed", "ring_attention", "seeded",
-            "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding")
+            "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -68,6 +68,11 @@ def _embedding(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], con
     context.algorithms["vocab_embedding"] = None
     padding = f", {call.args[2]}" if len(call.args) > 2 else ""
     return f"vocab_embedding({call.args[1]}, {call.args[0]}{padding}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
+
+
+def _bag(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+    context.algorithms["vocab_bag"] = None
+    return f"vocab_bag({', '.join(call.args)}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
 
 
 def _cross_entropy(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -189,6 +194,7 @@ def seeded_text(op: Op, node: NodePlan, text: str, call: Written, context: Conte
 
 
 ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Context], str]] = {
+    "bag": _bag,
     "causal_rows": _causal_rows,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,

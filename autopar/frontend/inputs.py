@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
+from autopar.frontend import images
 
 IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
 IMAGE_SIDE = 224  # pixels, where the config (ResNet's, for one) does not say: the size ImageNet models are trained on
+IMAGE_CHANNELS = 3  # where the config does not say: red, green, blue
 PASS_THEM = "pass example_inputs to compile, or name a factory that gives (model, args)"
 
 # What the labels are, by how the class name ends (Hugging Face's own convention for heads).
@@ -28,6 +30,7 @@ LABELS = {
     "ForImageClassification": "classes",
 }
 POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
+MARKS = ("token_type_ids", "mm_token_type_ids")  # which tokens are those of images, where models want to be told
 MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 
@@ -57,7 +60,7 @@ class _Maker:
         config = getattr(self.config, "vision_config", self.config)
         side = getattr(config, "image_size", None) or IMAGE_SIDE
         height, width = side if isinstance(side, Iterable) else (side, side)
-        return self.normal(self.b, config.num_channels, height, width)
+        return self.normal(self.b, getattr(config, "num_channels", None) or IMAGE_CHANNELS, height, width)
 
     def features(self) -> Tensor:
         """Spectra [b, mel bins, frames] of sound as long as the encoder's positions, two frames each, float32."""
@@ -115,7 +118,7 @@ def inputs_for(
     seed: int = 0,
     labels: bool = True,
 ) -> Inputs:
-    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them), or spectra of sound; decoder ids,
+    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them, or put images into texts), or spectra of sound; decoder ids,
     and labels that match its head.
 
     `device` None is the model's own. On "meta" the values mean nothing; elsewhere they follow from `seed`. There is no
@@ -136,25 +139,42 @@ def inputs_for(
         kwargs[name] = made.to(next(model.parameters()).dtype) if made.is_floating_point() else made
     if "input_ids" in kwargs or config.is_encoder_decoder:
         check_positions(model, seq)
+    if images.puts_images_into_texts(model, accepted):
+        kwargs |= texts_with_images(model, kwargs, accepted)
     if labels and MATCHES in accepted:
         kwargs[MATCHES] = True
     elif labels:
         kwargs["labels"] = make.labels(label_kind(model, accepted))
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         kwargs["decoder_input_ids"] = make.decoder_ids(kwargs.get("labels"))
-    if "use_cache" in accepted and config.use_cache:
+    if _takes("use_cache", accepted, config) and getattr(of_text(config), "use_cache", False):
         kwargs["use_cache"] = False
     return (), kwargs
 
 
+def _takes(name: str, accepted: Mapping[str, inspect.Parameter], config: Any) -> bool:
+    """Whether a forward has an argument `name`, or hands all that it does not know on to the part that reads text."""
+    hands_on = of_text(config) is not config and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    return name in accepted or hands_on
+
+
+def texts_with_images(model: Any, made: Mapping[str, Any], accepted: Mapping[str, object]) -> dict[str, object]:
+    """Token ids with image tokens as many as `model` makes features of the pixels that are `made`, and what says which are such tokens."""
+    count = images.tokens_of_an_image(model, made["pixel_values"])
+    ids = images.with_images(made["input_ids"], model.config.image_token_id, count, type(model).__name__)
+    marks = {name: (ids == model.config.image_token_id).long() for name in MARKS if name in accepted}
+    return {"input_ids": ids, **marks}
+
+
 def main_inputs(model: Any, accepted: Mapping[str, object]) -> list[str]:
-    """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless it matches them."""
+    """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless it matches them or puts
+    images into texts."""
     known = [name for name in MAIN if name in accepted]
-    if known == [model.main_input_name] or (len(known) > 1 and MATCHES in accepted):
+    if known == [model.main_input_name] or (len(known) > 1 and (MATCHES in accepted or images.puts_images_into_texts(model, accepted))):
         return known
     raise CaptureError(
         f"inputs for {type(model).__name__} cannot be made from its config: its forward takes {', '.join(accepted)}, and only one of "
-        f"{', '.join(MAIN)}, or several with {MATCHES}, are known; {PASS_THEM}"
+        f"{', '.join(MAIN)}, or several with {MATCHES} or image tokens, are known; {PASS_THEM}"
     )
 
 

@@ -79,8 +79,7 @@ def tensor_sequence(ways: int) -> Allow:
     by_vocabulary, by_sequence = roles.megatron(ways), roles.tensor_sequence(ways)
 
     def allow(op: Op, option: Option) -> bool:
-        over_classes = getattr(op.target, "__name__", "").startswith(("embedding", "cross_entropy"))
-        allowed = (by_vocabulary if over_classes else by_sequence)(op, option)
+        allowed = (by_vocabulary if roles.over_vocabulary(op) else by_sequence)(op, option)
         return allowed and (not between_blocks(op) or cuts_sequence(op, option) or kind(op, option) in (REPLICATE, PARTIAL))
     return allow
 

@@ -15,6 +15,7 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.resting import EACH, is_gathered
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
+from autopar.rules.arguments import given
 from autopar.rules.language import Option
 from passes import edit, facts, ops
 
@@ -23,6 +24,8 @@ Role = Callable[[int], Allow]
 
 STACKS = (aten.bmm.default, aten.einsum.default, aten.matmul.default, ops.experts, ops.grouped_matmul)
 """Contractions whose weight may be a stack of matrices, one per expert."""
+
+OVER_VOCABULARY = (aten.embedding.default, ops.bag, ops.cross_entropy_sum)
 
 LOCAL = ("", "own_heads")
 """What tensor parallelism by hand does with operators: shards of them, and the key heads of a rank's query heads."""
@@ -136,8 +139,7 @@ def tensor_sequence(ways: int) -> Allow:
 def megatron(ways: int) -> Allow:
     """Tensor parallel with vocabulary-parallel embedding and loss."""
     def allow(op: Op, option: Option) -> bool:
-        vocabulary = getattr(op.target, "__name__", "").startswith(("embedding", "cross_entropy"))
-        if vocabulary and op.role == "op" and _vocabulary_size(op) >= ways * 8:
+        if over_vocabulary(op) and op.role == "op" and _vocabulary_size(op) >= ways * 8:
             return bool(option.run)
         return _model(op, option, ways) and not (op.role != "param" and cuts_sequence(op, option))
     return allow
@@ -225,6 +227,16 @@ def _norm_of_tokens(op: Op, ways: int) -> bool:
         return False
     tensor = op.call.ins[0]
     return len(tensor.shape) == 3 and not isinstance(tensor.shape[1], int) and 1 not in op.batch[0] and tensor.sizes[1] % ways == 0
+
+
+def over_vocabulary(op: Op) -> bool:
+    """Whether `op` looks up rows of a table or takes a loss over classes, and can do so with the rows or the classes cut."""
+    return op.target in OVER_VOCABULARY and not (op.target is ops.bag and "max" in op.call.args) and not _counts(op)
+
+
+def _counts(op: Op) -> bool:
+    """Whether gradients are scaled by how often a row comes in the whole batch."""
+    return op.target is aten.embedding.default and bool(given(op.call)["scale_grad_by_freq"])
 
 
 def _vocabulary_size(op: Op) -> int:

@@ -105,4 +105,4 @@ def _cut(reader: Op, axis: int, plan: Plan) -> str:
     return "row" if partial else "column"
 
 
-VOCABULARY: Mapping[str, None] = {"embedding": None, "cross_entropy": None}
+VOCABULARY: Mapping[str, None] = {"bag": None, "embedding": None, "cross_entropy": None}

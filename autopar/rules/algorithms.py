@@ -1,5 +1,6 @@
 """Splits that need more than the plain operator on shards: what the runtime runs inside them, for prices and counts.
 
+    bag              rows of a table, in bags: those of other ranks count nothing, and nothing is sent
     embedding        rows of other ranks are masked to zero: nothing is sent
     cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
     causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
@@ -86,6 +87,7 @@ def _statistic(site: Site) -> float:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    "bag": Algorithm(),
     "causal_rows": Algorithm(pace=ring.later_rows),
     "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import Spec, given, rule
+from autopar.rules.arguments import Spec, given, line, replicated, rule
 from autopar.rules.halo import borders
 from autopar.rules.language import Call
 from autopar.rules.ring import ring
@@ -159,10 +159,37 @@ def _full_sizes(call: Call, rank: int) -> list[Any]:
 
 def embedding(call: Call) -> str:
     """A row per id; with the vocabulary split, ids of other ranks give zeros, so the parts sum up."""
+    if given(call)["scale_grad_by_freq"]:  # by how often an id comes in the whole batch
+        ids = line(len(call.ins[1].shape), {dim: f"x{dim}!" for dim in range(len(call.ins[1].shape))})
+        return rule(["v! d", ids], [f"{ids} d"])
     return "v@embedding d, ... -> ... d"
 
 
+def bag(call: Call) -> str:
+    """Rows of a table in bags: with the rows split those of other ranks count nothing, so the parts of a sum add up."""
+    lead = " ".join(f"t{d}" for d in range(len(call.ins[1].shape) - 1))
+    rows = "v!" if _mode(call) == "max" else "v@bag"
+    return f"{rows} d, {lead} n!{f', {lead} n!' if len(call.ins) > 2 else ''} -> {lead} d"
+
+
+def bag_of_sums(call: Call) -> str:
+    """A sum or a mean is linear in the table, and in the weights of a sum."""
+    return "" if _mode(call) == "max" else "0|2" if len(call.ins) > 2 else "0"
+
+
+def _mode(call: Call) -> str:
+    return str(dict(enumerate(call.args)).get(ops.MODE, "sum"))
+
+
+def ragged_bags(call: Call) -> str:
+    """Bags of several lengths, one behind the other: how many numbers a sample has is data, and only the width of the table can be cut."""
+    return rule(["v! d", *(f"x{i}!" for i in range(1, len(call.ins)))], ["b! d"])
+
+
 RULES: dict[Any, Rule] = {
+    ops.bag: Rule(bag, linear=bag_of_sums),
+    ops.ragged_bags: Rule(ragged_bags),
+    aten.embedding_bag.padding_idx: Rule(replicated),
     aten.addmm.default: Rule(added("m k!, k! n", "m n")),
     aten.addmv.default: Rule(added("m k!, k!", "m")),
     aten.baddbmm.default: Rule(added("b m k!, b k! n", "b m n")),

@@ -34,12 +34,6 @@ def experts(call: Call) -> str:
     return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! {columns}, e f o{bias} -> {lead} o"
 
 
-def blend(call: Call) -> str:
-    """Rows of a table that is whole but for its width, weighted and summed up over the last dim of the tokens."""
-    lead = " ".join(f"t{d}" for d in range(len(call.ins[1].shape) - 1))
-    return f"e! o, {lead} k!, {lead} k! -> {lead} o"
-
-
 def _tokens(call: Call) -> str:
     return " ".join(f"t{d}" for d in range(len(call.ins[HIDDEN].shape) - 1))
 
@@ -136,6 +130,6 @@ def if_tokens_learn(site: Site) -> int:
 FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
 BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True))
 
-RULES: dict[Any, Rule] = {ops.blend: Rule(blend, linear="0|2"), ops.experts: Rule(experts, together=dispatched)}
+RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched)}
 
 INSIDE: dict[Any, Inside] = {ops.experts: Inside(kept_bytes, moved_bytes)}

@@ -13,6 +13,7 @@ import torch
 from autopar.rules.arguments import given, line, rank_of, replicated, rule, words
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
+from passes import ops
 
 aten = torch.ops.aten
 
@@ -137,7 +138,6 @@ def _grows(call: Call) -> str:
 RULES: dict[Any, Rule] = {
     aten.bincount.default: Rule(replicated),
     aten.bucketize.Tensor: Rule("..., n! -> ..."),
-    aten.embedding_bag.padding_idx: Rule(replicated),
     aten.gather.default: Rule(gather, linear="first"),
     aten.histc.default: Rule(replicated),
     aten.index.Tensor: Rule(index, linear="first"),
@@ -157,4 +157,5 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: Rule(part_write, linear="all"),
     aten.slice_scatter.default: Rule(part_write, linear="all"),
     aten.take_along_dim.default: Rule(take_along_dim, linear="first"),
+    ops.fill_rows: Rule("b s! d, b s!, b n! d -> b s! d", linear="0+2"),
 }

@@ -76,7 +76,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
-    return [output.detach() for output in outputs], {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:

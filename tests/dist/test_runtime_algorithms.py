@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from autopar.runtime import Mesh, count
-from autopar.runtime.algorithms import causal_rows, dropout, own_heads, vocab_cross_entropy_sum, vocab_embedding
+from autopar.runtime.algorithms import causal_rows, dropout, own_heads, vocab_bag, vocab_cross_entropy_sum, vocab_embedding
 from autopar.runtime.collectives import all_reduce
 from autopar.runtime.cuts import own
 from autopar.runtime.rng import Rng, using
+from passes import ops
 from tests.helpers.ranks import on_ranks
 
 MESHES = [(2,), (4,), (2, 2)]
@@ -56,6 +57,29 @@ def _embedding(sizes, vocab, padding):
 @pytest.mark.parametrize("padding", [-1, 0])
 def test_vocab_embedding(sizes, vocab, padding):
     on_ranks(math.prod(sizes), _embedding, sizes, vocab, padding)
+
+
+def _bag(sizes, vocab, mode, gated, padding):
+    mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
+    torch.manual_seed(0)
+    table, chosen = torch.randn(vocab, 6, dtype=torch.float64), torch.randint(0, vocab, (3, 4, 5))
+    gates, pull = torch.rand(3, 4, 5, dtype=torch.float64) if gated else None, torch.randn(3, 4, 6, dtype=torch.float64)
+    whole, part = table.clone().requires_grad_(), _cut(table, 0, mesh).requires_grad_()
+    theirs, mine = [gates.clone().requires_grad_() if gated else None for _ in range(2)]
+    wanted, got = ops.bag(whole, chosen, theirs, mode, padding), vocab_bag(part, chosen, mine, mode, padding, vocab=vocab, axes=axes, mesh=mesh)
+    wanted.backward(pull)
+    got.backward(pull)
+    _close(_sum(got.detach(), mesh), wanted.detach())
+    _close(part.grad, _cut(whole.grad, 0, mesh))
+    if gated:
+        _close(_sum(mine.grad, mesh), theirs.grad)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize(("mode", "gated", "padding"), [("sum", True, -1), ("sum", False, 0), ("mean", False, 0)])
+def test_vocab_bag(sizes, mode, gated, padding):
+    for vocab in SIZES:
+        on_ranks(math.prod(sizes), _bag, sizes, vocab, mode, gated, padding)
 
 
 def _cross_entropy(sizes, vocab, smoothing, scale):

@@ -13,8 +13,9 @@ from autopar.runtime.algorithms.placed import placed
 from autopar.runtime.algorithms.ring_attention import ring_attention
 from autopar.runtime.algorithms.seeded import seeded
 from autopar.runtime.algorithms.tiled import tiled_embedding, tiled_linear, tiled_matmul
+from autopar.runtime.algorithms.vocab_bag import vocab_bag
 from autopar.runtime.algorithms.vocab_cross_entropy import vocab_cross_entropy_sum
 from autopar.runtime.algorithms.vocab_embedding import vocab_embedding
 
 __all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded", "tiled_embedding", "tiled_linear",
-           "tiled_matmul", "vocab_cross_entropy_sum", "vocab_embedding"]
+           "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding"]

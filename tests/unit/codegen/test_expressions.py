@@ -1,4 +1,4 @@
-"""Every writer of expressions against the operator: the text, evaluated, gives what the operator gives."""
+"""Every writer of expressions against the operator: the text, evaluated, gives what the operator gives, and its gradients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def rand(*shape: int) -> Tensor:
 
 
 X, Y = rand(2, 4, 6), rand(2, 4, 6)
-IDS = torch.tensor([[0, 3], [1, 2]])
+IDS = torch.tensor([[0, 3], [2, 3]])
 CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.cat.default: [(([X, Y],), {}), (([X, Y], 1), {}), (([X, Y], -1), {})],
     aten.contiguous.default: [((X.transpose(0, 1),), {})], aten.detach.default: [((X,), {})], aten.neg.default: [((X,), {})],
-    aten.embedding.default: [((rand(4, 3), IDS), {}), ((rand(4, 3), IDS, 0), {}), ((rand(4, 3), IDS, -1), {}), ((rand(4, 3), IDS, 2, True), {})],
+    aten.embedding.default: [((rand(4, 3), IDS), {}), ((rand(4, 3), IDS, 0), {}), ((rand(4, 3), IDS, -1), {}), ((rand(4, 3), IDS, 2, True), {}), ((rand(4, 3), IDS, -1, True), {}),
+                             ((rand(4, 3), IDS), {"padding_idx": 3, "scale_grad_by_freq": True})],
     aten.expand.default: [((rand(1, 4, 1), [2, 4, 6]), {})], aten.reshape.default: [((X, [2, 24]), {}), ((X, [8, -1]), {}), ((rand(1), []), {})],
     aten.gelu.default: [((X,), {}), ((X,), {"approximate": "tanh"})],
     aten.layer_norm.default: [((X, [6]), {}), ((X, [6], rand(6), rand(6), 1e-3), {}), ((X, [4, 6], None, None, 1e-3), {})],
@@ -42,6 +43,8 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.sum.dim_IntList: [((X, [1]), {}), ((X, [0, 2], True), {}), ((X, [-1]), {"dtype": torch.float32})],
     aten.to.dtype: [((X, torch.float32), {})], aten.transpose.int: [((X, 0, 2), {})], aten.unsqueeze.default: [((X, 1), {})],
 }
+UNDERIVED = (aten.floor_divide.default, aten.floor_divide.Scalar)
+"""Operators whose gradient torch does not have."""
 SCALARS = {"bitwise_and": 3, "bitwise_or": 3}
 
 
@@ -60,7 +63,7 @@ def texts(item: Any, names: dict[str, Any]) -> str:
     """The text of an argument; tensors get names."""
     if isinstance(item, Tensor):
         name = f"t{len(names)}"
-        names[name] = item
+        names[name] = item.requires_grad_() if item.is_floating_point() else item
         return name
     if isinstance(item, (list, tuple)):
         return f"[{', '.join(texts(i, names) for i in item)}]"
@@ -71,14 +74,24 @@ def texts(item: Any, names: dict[str, Any]) -> str:
 def test_the_text_computes_what_the_operator_does(target: Any) -> None:
     calls = CALLS.get(target) or infix_calls(target)
     for args, kwargs in calls:
-        wanted = target(*args, **kwargs)
-        outs = tuple(tuple(map(str, w.shape)) for w in (wanted if isinstance(wanted, (tuple, list)) else [wanted]))
         names: dict[str, Any] = {}
+        texts([args, list(kwargs.values())], names)  # they learn
+        wanted, names = target(*args, **kwargs), {}
+        outs = tuple(tuple(map(str, w.shape)) for w in (wanted if isinstance(wanted, (tuple, list)) else [wanted]))
         written = Written(tuple(texts(a, names) for a in args), {k: texts(v, names) for k, v in kwargs.items()}, args, outs)
         text = write(target, written)
         got = eval(text, {"torch": torch, "F": F, **names})
-        torch.testing.assert_close(list(got) if isinstance(got, tuple) else got, list(wanted) if isinstance(wanted, (tuple, list)) else wanted,
-                                   rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}")
+        both = [list(one) if isinstance(one, (tuple, list)) else [one] for one in (got, wanted)]
+        for mine, theirs in (both, *([] if target in UNDERIVED else [[gradients(one, list(names.values())) for one in both]])):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}")
+
+
+def gradients(results: list[Tensor], operands: list[Tensor]) -> list[Tensor | None]:
+    """Of `results`, pulled by numbers that are no two the same, in `operands`."""
+    graded = [result for result in results if result.requires_grad]
+    asked = [operand for operand in operands if operand.requires_grad]
+    pulls = [torch.linspace(1, 2, result.numel()).view(result.shape).to(result.dtype) for result in graded]
+    return list(torch.autograd.grad(graded, asked, pulls, allow_unused=True)) if graded else []
 
 
 def test_names_of_targets() -> None:

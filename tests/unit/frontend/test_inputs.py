@@ -77,9 +77,28 @@ def test_texts_that_belong_to_images():
     kwargs = inputs_for(clip, batch=4, seq=9, device="cpu")[1]
     assert kwargs["input_ids"].shape == (4, 9) and kwargs["input_ids"].max() < 100 and kwargs["pixel_values"].shape == (4, 3, 32, 32)
     assert kwargs["return_loss"] is True and "return_loss" not in inputs_for(clip, batch=4, seq=9, labels=False)[1]
-    llava = hugging_face("LlavaForConditionalGeneration", "LlavaConfig", text_config={**SMALL, "model_type": "llama"}, vision_config={**vision, "model_type": "clip_vision_model"})
-    with pytest.raises(CaptureError, match=r"inputs for LlavaForConditionalGeneration cannot be made .*several with return_loss"):
-        inputs_for(llava, batch=2, seq=4)
+
+
+def test_texts_with_images_in_them():
+    """As many image tokens as the model makes features of an image: 16 patches."""
+    vision = {**SMALL, "image_size": 32, "patch_size": 8, "model_type": "clip_vision_model"}
+    llava = hugging_face("LlavaForConditionalGeneration", "LlavaConfig", text_config={**SMALL, "model_type": "llama", "vocab_size": 100}, vision_config=vision, image_token_index=98)
+    kwargs = inputs_for(llava, batch=4, seq=20, device="cpu")[1]
+    ids = kwargs["input_ids"]
+    assert ids.shape == (4, 20) and kwargs["pixel_values"].shape == (4, 3, 32, 32) and kwargs["use_cache"] is False
+    assert ((ids == 98) == torch.tensor([1 <= place < 17 for place in range(20)])).all()
+    with pytest.raises(CaptureError, match="LlavaForConditionalGeneration puts 16 tokens of an image into each text, got a sequence of 17: use one of at least 18"):
+        inputs_for(llava, batch=2, seq=17)
+    more = hugging_face("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", text_config={**SMALL, "num_key_value_heads": 2},
+                        vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32})
+    with pytest.raises(CaptureError, match=r"Qwen2VL.* cannot be made: get_image_features does not work on pixels of \(2, 3, 224, 224\) alone .*; pass example_inputs"):
+        inputs_for(more, batch=2, seq=300)
+
+
+def test_both_kinds_of_inputs_without_a_sign_how_they_belong_together_are_refused():
+    blip = hugging_face("BlipForConditionalGeneration", "BlipConfig", text_config=SMALL, vision_config={**SMALL, "image_size": 32, "patch_size": 8})
+    with pytest.raises(CaptureError, match=r"inputs for BlipForConditionalGeneration cannot be made .*several with return_loss or image tokens"):
+        inputs_for(blip, batch=2, seq=4)
 
 
 def test_labels_follow_the_head():

@@ -88,7 +88,7 @@ def test_a_layer_of_experts_is_one_op_on_tokens_that_stay_apart(twist, biased):
     assert layer.args[ops.INNER] == GATES[twist][1] and len(layer.args) == ops.BIAS + biased
     assert [len(facts.shape(node)) for node in layer.args[:3]] == [3, 3, 3]
     assert not {"aten.sort.default", "aten.reshape.default", "aten.index.Tensor"} & set(targets(gm))
-    assert sum(node.target is ops.blend for node in gm.graph.nodes) == biased
+    assert sum(node.target is ops.bag for node in gm.graph.nodes) == biased
 
 
 @pytest.mark.parametrize(("twist", "biased"), [(twist, False) for twist in (*OTHERS, "sorted down", "other ends", "not back")] + [("other bias", True)])

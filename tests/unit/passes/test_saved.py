@@ -93,8 +93,11 @@ SAMPLES = {
     aten.where.ScalarOther: lambda: (aten.where.ScalarOther, (torch.rand(40, 50) > 0.5, r(40, 50), 0.0)),
     aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
     ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
-    ops.blend: lambda: (ops.blend, (r(4, 50), IDS16, r(16, 2))),
+    ops.bag: lambda: (ops.bag, (r(4, 50), IDS16, r(16, 2))),
+    ops.ragged_bags: lambda: (ops.ragged_bags, (r(4, 50), IDS16.reshape(-1), torch.arange(0, 32, 2), r(32))),
+    aten.embedding_bag.padding_idx: lambda: (aten.embedding_bag.padding_idx, (r(4, 50), IDS16.reshape(-1), torch.arange(0, 32, 2), True, 0, False, None, False, None)),
     ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), BETWEEN[0])),
+    ops.fill_rows: lambda: (ops.fill_rows, (r(8, 50, 4), torch.arange(50).expand(8, 50) < 3, r(8, 3, 4))),
     ops.grouped_matmul: lambda: (ops.grouped_matmul, (r(8, 16), r(2, 16, 6), torch.tensor([4, 8]))),
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
 }  # fmt: skip
@@ -115,7 +118,9 @@ EXTRA = {
     aten.rms_norm.default: 8 * 50,
     ops.cross_entropy_each: 8,
     ops.cross_entropy_sum: 8,
-    ops.blend: 8 * (16 * 2 + 3 * 16),  # of each pair whose it is, and of each token where its pairs are, how many, and a maximum
+    ops.bag: 8 * (16 * 2 + 3 * 16),  # of each pair whose it is, and of each token where its pairs are, how many, and a maximum
+    ops.ragged_bags: 8 * (16 * 2 + 3 * 16),
+    aten.embedding_bag.padding_idx: 8 * (16 * 2 + 3 * 16),
     ops.experts: expected_bytes(*SAMPLES[ops.experts]()),
 }
 """Bytes that a row may leave out: masks, statistics, pooling indices, counts."""

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 @dataclass(frozen=True)
 class T:
     """A random tensor. `kind`: "f" normal, "p" positive, "u" inside (-1, 1), "c" normal without gradient, "b" booleans,
-    "z" complex, "i7" integers below 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats."""
+    "z" complex, "i7" integers below 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats,
+    "n2" booleans of which 2 in each row are true."""
 
     shape: tuple[int, ...]
     kind: str = "f"
@@ -53,6 +54,8 @@ def _tensor(wanted: T) -> torch.Tensor:
     shape, kind = wanted.shape, wanted.kind
     if kind == "b":
         return torch.rand(shape) > 0.5
+    if kind[0] == "n":
+        return torch.rand(shape).argsort(-1) < int(kind[1:])
     if kind[0] == "i":
         return torch.randint(0, int(kind[1:]), shape)
     if kind.startswith("perm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from passes import ops
 from tests.unit.rules.samples import Samples, T, case, f, i
 
 aten = torch.ops.aten
@@ -63,8 +64,6 @@ FACTORIES: Samples = {
 INDEXING: Samples = {
     aten.bincount.default: [case(i(6, 9))],
     aten.bucketize.Tensor: [case(T((5, 4), "c"), T((6,), "s"))],
-    aten.embedding_bag.padding_idx: [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), False, 0, False, None, False, None),
-                                     case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), False, 1, False, None, False, None)],
     aten.gather.default: [case(f(5, 4, 6), 1, i(4, 5, 3, 6)), case(f(5, 7), -1, i(7, 3, 2)), case(f(5, 4), 0, i(5, 5, 4))],
     aten.histc.default: [case(T((9,), "c"), 4, 0, 1)],
     aten.index.Tensor: [case(f(5, 4), [i(5, 6)]), case(f(5, 4, 6), [None, i(4, 3, 5)]), case(f(5, 4, 6), [i(5, 4, 1), i(4, 3)]),
@@ -88,6 +87,7 @@ INDEXING: Samples = {
     aten.select_scatter.default: [case(f(5, 4, 6), f(5, 6), 1, 2)],
     aten.slice_scatter.default: [case(f(5, 4, 6), f(5, 2, 6), 1, 1, 3)],
     aten.take_along_dim.default: [case(f(5, 4), i(4, 5, 2), 1), case(f(5, 4), i(20, 3))],
+    ops.fill_rows: [case(f(6, 5, 4), T((6, 5), "n2"), f(6, 2, 4))],
 }
 
 STILL = (aten.empty.memory_format, aten.new_empty.default, aten.normal.Tensor_float, aten.rand.default, aten.randint.default,

@@ -28,13 +28,26 @@ SAMPLES: dict[Any, Sequence[Case]] = {
 
 
 def embedding(shards: Sequence[Any]) -> list[torch.Tensor]:
-    """Each rank looks up the ids of its own rows, and gives zeros for others."""
+    """Each rank looks up the ids of its own rows, and gives zeros for others; a padding id gives a row that does not learn."""
     outs, start = [], 0
-    for (weight, ids), _ in shards:
+    for (weight, ids, *padding), _ in shards:
         mine = (ids >= start) & (ids < start + len(weight))
         rows = torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype)
-        outs.append(rows.index_put((mine,), weight[ids[mine] - start]))
+        found = rows.index_put((mine,), weight[ids[mine] - start])
+        outs.append(torch.where((ids == padding[0]).unsqueeze(-1), found.detach(), found) if padding else found)
         start += len(weight)
+    return outs
+
+
+def bag(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank adds up the rows that it has; means are over those of all."""
+    outs, start = [], 0
+    for (table, chosen, *rest), _ in shards:
+        gates, mode, padding = (*rest, *(None, "sum", -1)[len(rest):])
+        mine, counted = (chosen >= start) & (chosen < start + len(table)), chosen != padding
+        rows = (table[(chosen - start).where(mine, 0)] * (mine & counted).unsqueeze(-1)) * (1 if gates is None else gates.unsqueeze(-1))
+        outs.append(rows.sum(-2) / (counted.sum(-1, keepdim=True).clamp(min=1) if mode == "mean" else 1))
+        start += len(table)
     return outs
 
 
@@ -118,7 +131,7 @@ def own_heads(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
-TOGETHER = {"embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts, "own_groups": own_groups,
+TOGETHER = {"bag": bag, "embedding": embedding, "cross_entropy": cross_entropy, "causal_rows": causal_rows, "own_experts": own_experts, "own_groups": own_groups,
             "expert_dispatch": expert_dispatch, "own_heads": own_heads, "ring": ring}
 
 

@@ -1,0 +1,73 @@
+"""Recognises bags of as many rows of a table for each sample and makes one call of `ops.bag` of it.
+
+ATen has the numbers of all bags in one row and where each begins: nothing there could be cut by samples.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+
+aten = torch.ops.aten
+MODES = ("sum", "mean", "max")
+
+
+def bags(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: every change of sizes spelled `reshape`; bags of matrices traced as `capture.bags` has them.
+    does: finds `embedding_bag` of a flattened matrix whose rows are the bags, and of bags of several lengths.
+    gives: `ops.bag` and `ops.ragged_bags`; gradients scaled by how often a row comes, and other results than the bags, stay as they are.
+    """
+    for node in edit.calls(gm, aten.embedding_bag.padding_idx):
+        given, result = edit.args_of(node), _only_bags(node)
+        if result is None or given["scale_grad_by_freq"]:
+            continue
+        rest = MODES[given["mode"]], -1 if given["padding_idx"] is None else given["padding_idx"]
+        even = _even(given)
+        with edit.before(node):
+            if even is not None:
+                new = edit.call(gm.graph, ops.bag, (given["weight"], *even, *rest), like=node)
+            else:
+                numbers = given["indices"], given["offsets"], given["per_sample_weights"]
+                new = edit.call(gm.graph, ops.ragged_bags, (given["weight"], *numbers, *rest, given["include_last_offset"]), like=node)
+        edit.replace(result, new)
+        for user in list(node.users):
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+    return edit.finish(gm)
+
+
+def _only_bags(node: fx.Node) -> fx.Node | None:
+    """The first result of `node`, where no other one is used."""
+    used = [user for user in node.users if user.users]
+    return used[0] if len(used) == 1 and used[0].target is operator.getitem and used[0].args[1] == 0 else None
+
+
+def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
+    """The matrices of numbers and of weights that bags of one length are the rows of; None where they are of several, or nobody knows."""
+    chosen, gates = _rows(given["indices"]), given["per_sample_weights"]
+    rows = None if gates is None else _rows(gates)
+    if chosen is None or given["include_last_offset"] or not _begins(given["offsets"], *facts.shape(chosen)):
+        return None
+    if gates is not None and (rows is None or facts.shape(rows) != facts.shape(chosen)):
+        return None
+    return chosen, rows
+
+
+def _rows(flat: Any) -> fx.Node | None:
+    """The matrix that `flat` has the rows of, one behind the other."""
+    source = flat.args[0] if isinstance(flat, fx.Node) and flat.target is aten.reshape.default else None
+    return source if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1 else None
+
+
+def _begins(offsets: Any, rows: facts.Size, width: facts.Size) -> bool:
+    """Whether `offsets` is `arange(rows) * width`."""
+    if not isinstance(offsets, fx.Node) or offsets.target is not aten.mul.Tensor:
+        return False
+    numbers, step = offsets.args
+    size = facts.as_size(step.meta["val"], offsets.graph.owning_module) if isinstance(step, fx.Node) else step
+    return bool(isinstance(numbers, fx.Node) and numbers.target is aten.arange.default and facts.shape(numbers) == (rows,) and size == width)

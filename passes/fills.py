@@ -1,0 +1,53 @@
+"""Recognises image features that are put in the places of image tokens and makes one call of `ops.fill_rows` of it.
+
+`masked_scatter` takes what it puts in from one row of numbers, whatever sample a place is in: nothing in front of it could be cut by samples.
+Where there are as many features for each sample as there are places in it, each sample has its own; whether that is so is data, and is checked
+when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.sink_flatten import flattened
+
+aten = torch.ops.aten
+
+
+def fills(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: flattening reshapes sunk, one spelling of reshapes and expansions.
+    does: finds `masked_scatter` of whole rows of [b, s, d] from features of as many samples.
+    gives: `ops.fill_rows`, which can be cut by samples and by width; all others stay as they are.
+    """
+    for node in edit.calls(gm, aten.masked_scatter.default):
+        target, mask, source = node.args
+        rows, which = _by_samples(source, facts.shape(node)), _of_rows(mask, facts.shape(node))
+        if rows is not None and which is not None:
+            with edit.before(node):
+                places = edit.call(gm.graph, aten.squeeze.dim, (which, -1), like=node)
+                edit.replace(node, edit.call(gm.graph, ops.fill_rows, (target, places, rows), like=node))
+    return edit.finish(gm)
+
+
+def _by_samples(source: Any, shape: tuple[facts.Size, ...]) -> fx.Node | None:
+    """`source` as [b, n, d] for a target of `shape` [b, s, d], where it is that or was before it was flattened; n is the same for all samples."""
+    found = source
+    while isinstance(found, fx.Node):
+        before = facts.shape(found)
+        if len(shape) == len(before) == 3 and (before[0], before[2]) == (shape[0], shape[2]):
+            return found
+        found = flattened(found)
+    return None
+
+
+def _of_rows(mask: Any, shape: tuple[facts.Size, ...]) -> fx.Node | None:
+    """`mask` as [b, s, 1], where whole rows of a target of `shape` [b, s, d] are in it or not."""
+    while isinstance(mask, fx.Node):
+        if facts.shape(mask) == (*shape[:2], 1):
+            return mask
+        mask = mask.args[0] if mask.target is aten.expand.default else None
+    return None

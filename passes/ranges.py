@@ -1,0 +1,133 @@
+"""Removes ranges over whole dims from indices: `x[arange(b), last]`, of each sample what is at its own position.
+
+Written so, each position could be of any sample, and neither samples nor positions could be cut. `gather` says that a sample is read at its own
+positions only; where there is nothing but ranges, nothing is read anywhere else than where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+RANGES: dict[Any, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+"""Where each has its end; what it begins with is in front of it, its step behind it."""
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that index i is a range along, or
+    None, and `rank` the number of dims of the block."""
+
+    x: fx.Node
+    first: int
+    indices: tuple[fx.Node, ...]
+    own: tuple[int | None, ...]
+    rank: int
+
+
+def ranges(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops, every change of sizes spelled `reshape`.
+    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or `gather` or `index_select`
+          along the one dim that has other positions.
+    gives: no index that is a range over a whole dim; with two other indices all stay as they are.
+    """
+    for node in edit.calls(gm, aten.index.Tensor):
+        found = _read(node)
+        others = [] if found is None else [i for i, own in enumerate(found.own) if own is None]
+        if found is None or len(others) > 1 or len(others) == len(found.own):
+            continue
+        with edit.before(node):
+            new = _taken(found, others[0], node) if others else _turned(found, found.x, list(found.own), node)  # type: ignore[arg-type]
+        if new is not None:
+            edit.replace(node, new)
+    return edit.finish(gm)
+
+
+def _read(node: fx.Node) -> _Indexed | None:
+    """What `node` indexes and how; None where dims that are indexed are not neighbours or no index is a range."""
+    x, given = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    assert isinstance(x, fx.Node)
+    places = [i for i, index in enumerate(given) if index is not None]
+    indices = tuple(given[i] for i in places)
+    if places != list(range(places[0], places[0] + len(places))) or any(facts.dtype(index).itemsize == 1 for index in indices):
+        return None
+    rank = max(len(facts.shape(index)) for index in indices)
+    own = [_along(index, facts.shape(x)[place], rank) for index, place in zip(indices, places, strict=True)]
+    named = [dim for dim in own if dim is not None]
+    return _Indexed(x, places[0], indices, tuple(own), rank) if len(set(named)) == len(named) else None
+
+
+def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
+    """The dim, of `rank`, along which `index` is the range over a dim of `size`; None where it is anything else."""
+    shape = facts.shape(index)
+    wide = [dim for dim, n in enumerate(shape) if n != 1]
+    if len(wide) != 1 or shape[wide[0]] != size:
+        return None
+    made: Any = index
+    while isinstance(made, fx.Node) and made.target in (aten.unsqueeze.default, aten.reshape.default, aten.to.dtype) and not facts.is_float(made):
+        made = made.args[0]
+    if not isinstance(made, fx.Node) or made.target not in RANGES or len(facts.shape(made)) != 1:
+        return None
+    end = RANGES[made.target]
+    zero, steps = made.args[:end], made.args[end + 1:]
+    return wide[0] + rank - len(shape) if zero in ((), (0,)) and steps in ((), (1,)) else None
+
+
+def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
+    """`x`, whose dims from the first indexed one on are the `dims` of the block, with these in order and of size 1 where there is none."""
+    rank, at = len(facts.shape(x)), found.first
+    order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), rank)]
+    if order != list(range(rank)):
+        x = edit.call(node.graph, aten.permute.default, (x, order), like=node)
+    for dim in range(found.rank):
+        if dim not in dims:
+            x = edit.call(node.graph, aten.unsqueeze.default, (x, at + dim), like=node)
+    return x
+
+
+def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
+    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that no range goes along."""
+    index = found.indices[number]
+    missing = found.rank - len(facts.shape(index))
+    shape = (1,) * missing + facts.shape(index)
+    kept = [dim for dim in range(found.rank) if shape[dim] != 1]
+    free = [dim for dim in kept if dim not in found.own]
+    if len(free) > 1:
+        return None
+    named = [dim for dim in found.own if dim is not None]
+    for dim in reversed(range(missing, found.rank)):
+        if dim not in kept:
+            index = edit.call(node.graph, aten.squeeze.dim, (index, dim - missing), like=node)
+    at, along = found.first, found.first + number
+    if kept == free:  # the same positions for all
+        one = index if free else edit.call(node.graph, aten.unsqueeze.default, (index, 0), like=node)
+        x = edit.call(node.graph, aten.index_select.default, (found.x, along, one), like=node)
+    else:
+        x = edit.call(node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, named, free, along, node)), like=node)
+    dims = [dim for dim in found.own if dim is not None]
+    if not free:
+        return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), dims, node)
+    dims.insert(along - at, free[0])
+    return _turned(found, x, dims, node)
+
+
+def _spread(found: _Indexed, index: fx.Node, kept: list[int], named: list[int], free: list[int], along: int, node: fx.Node) -> fx.Node:
+    """`index`, with the dims `kept` of the block, as wide as `x` but along dim `along`."""
+    dims = [*named[:along - found.first], *(free or [-1]), *named[along - found.first:]]  # of the block, for each indexed dim of x
+    order = [kept.index(dim) for dim in dims if dim in kept]
+    if order != list(range(len(order))):
+        index = edit.call(node.graph, aten.permute.default, (index, order), like=node)
+    shape = facts.shape(found.x)
+    has = [False] * found.first + [dim in kept for dim in dims] + [False] * (len(shape) - found.first - len(dims))
+    for dim, there in enumerate(has):
+        if not there:
+            index = edit.call(node.graph, aten.unsqueeze.default, (index, dim), like=node)
+    sizes = [-1 if there or dim == along else edit.size(found.x, dim) for dim, there in enumerate(has)]
+    return edit.call(node.graph, aten.expand.default, (index, sizes), like=node)

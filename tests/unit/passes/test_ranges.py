@@ -1,0 +1,73 @@
+"""Ranges over whole dims among indices: gone, with the same values, where at most one other index is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from passes import NORMALIZE, run
+from tests.helpers.export import B, S, assert_same, check_values, export_graph
+
+aten = torch.ops.aten
+D = 3
+
+
+def rows(x):
+    return torch.arange(x.shape[0])
+
+
+def columns(x):
+    return torch.arange(x.shape[1])
+
+
+FORMS = {
+    "last of each": lambda x, last: x[rows(x), last],
+    "last of each, by its size": lambda x, last: x[torch.arange(0, x.shape[0], 1), last % x.shape[1]],
+    "several of each": lambda x, last: x[rows(x)[:, None], last[:, None] % torch.tensor([1, 2, 3])],
+    "several of each, turned": lambda x, last: x[rows(x)[None, :], (last[:, None] % torch.tensor([1, 2, 3])).T],
+    "the same of all": lambda x, last: x[rows(x)[:, None], torch.tensor([2, 0, 2, 1])],
+    "one of all": lambda x, last: x[rows(x), torch.tensor(1)],
+    "all": lambda x, last: x[rows(x)[:, None, None, None], columns(x)[None, None, :, None]],
+    "all, turned": lambda x, last: x[rows(x)[None, :], columns(x)[:, None]],
+    "first dim by number": lambda x, last: x[(last % 2)[:, None], columns(x)[None, :]],
+    "behind a dim": lambda x, last: x.permute(2, 0, 1)[:, rows(x), last],
+    "between dims": lambda x, last: x[:, :, None].expand(-1, -1, 4, -1)[:, :, torch.arange(4), torch.tensor([2, 0, 1, 1])],
+    "a range alone": lambda x, last: x[rows(x)],
+}
+OTHERS = {
+    "range over a part": lambda x, last: x[:, torch.arange(2), torch.tensor([2, 0])],
+    "range from 1": lambda x, last: x[torch.arange(1, x.shape[0] + 1) % 2, last],
+    "backwards": lambda x, last: x[rows(x).flip(0), last],
+    "not neighbours": lambda x, last: x[rows(x), :, last % 2],
+    "two others": lambda x, last: x[rows(x), last, last % 2],
+    "two dims": lambda x, last: x[rows(x)[:, None, None], (last[:, None, None] * 0 + torch.arange(2)[:, None] + torch.tensor([0, 1]))],
+}
+
+
+class Indexed(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.read, self.map = {**FORMS, **OTHERS}[form], nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x, last):
+        return self.read(self.map(x), last).square().sum()
+
+
+def normalized(form):
+    torch.manual_seed(0)
+    model, inputs = Indexed(form), {"x": torch.randn(4, 7, D, dtype=torch.float64), "last": torch.tensor([6, 0, 3, 1])}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B, 1: S}, "last": {0: B}}), NORMALIZE)
+    check_values(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    return gm
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranges_are_gone(form):
+    assert not normalized(form).graph.find_nodes(op="call_function", target=aten.index.Tensor)
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_anything_else_stays(form):
+    assert len(normalized(form).graph.find_nodes(op="call_function", target=aten.index.Tensor)) == 1

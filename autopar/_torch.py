@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,10 +15,43 @@ from torch import Tensor
 # What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.export import ExportedProgram
 
 # torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their paths.
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator; no public name
+from torch.utils._sympy.value_ranges import ValueRanges  # what a symbolic size may be
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What an exported program holds for true of sizes: `texts` as Python in the names of `names`, which are sizes that an input has."""
+
+    texts: tuple[str, ...]
+    names: Mapping[str, torch.SymInt]
+
+
+def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> Conditions | None:
+    """The conditions of `program` in the names that `dims` gives to dims of each input; None where two sizes have one name, or one is not known by any.
+
+    torch keeps them to check inputs with (`_guards_code`), with the places that sizes are read at (`source_to_var`); neither has a public name.
+    """
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(program.graph_signature.user_inputs):]
+    sizes = [(name, values[number].shape[dim]) for number, each in dims.items() for dim, name in each.items()]
+    names = {name: size for name, size in sizes if isinstance(size, torch.SymInt)}
+    if any(str(size) != str(names.get(name)) for name, size in sizes if name in names) or not names:
+        return None
+    found = {str(size): name for name, size in names.items()}
+    environment = next(iter(names.values())).node.shape_env
+    places = {place: found.get(str(environment.replace(symbol)), str(environment.replace(symbol))) for place, symbol in environment.source_to_var.items()}
+    pattern = re.compile("|".join(re.escape(place) for place in sorted(places, key=len, reverse=True)))
+    texts = dict.fromkeys(pattern.sub(lambda match: places[match.group()], text) for text in program._guards_code)
+    return Conditions(tuple(texts), names)
+
+
+def narrow(size: torch.SymInt, least: int, most: int) -> None:
+    """Take `size` for one from `least` to `most`, without a condition of it in the graph. torch has this for sizes that are data alone."""
+    size.node.shape_env.var_to_range[size.node.expr] = ValueRanges(least, most)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

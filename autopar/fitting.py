@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -33,6 +34,7 @@ from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
+from passes import facts
 
 SOLVE_S = 2.0  # seconds for one strategy on one mesh
 PIPELINE_S = 4.0  # seconds for one pipeline recipe
@@ -64,13 +66,21 @@ class Row:
 
 @dataclass(eq=False)
 class Survey:
-    """All strategies for one graph. `most` bounds sizes by symbol (positions that the model has)."""
+    """All strategies for one graph."""
 
     gm: fx.GraphModule
     hints: Mapping[str, int]
     request: Request
-    most: Mapping[str, int] = field(default_factory=dict)
     _programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int | None, int]]:
+        return facts.spans(self.gm)
+
+    @property
+    def most(self) -> dict[str, int | None]:
+        """The greatest size of each symbol that the graph is for: positions that the model has."""
+        return {name: most for name, (_, most, _) in self._spans.items()}
 
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
         """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
@@ -162,7 +172,7 @@ class Survey:
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
         return Row(name, mesh, limits[place.number], plan, prediction, place, largest={
-            symbol: largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), self.most.get(symbol, LARGEST))
+            symbol: largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), self.most.get(symbol) or LARGEST)
             for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
             host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
 
@@ -179,7 +189,8 @@ class Survey:
         """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut something, but no
         finer than a 64th of the planned one."""
         if symbol != "b":
-            return max(math.lcm(*plan.mesh), self.hints[symbol] // 64 // math.lcm(*plan.mesh) * math.lcm(*plan.mesh))
+            fine = math.lcm(*plan.mesh, self._spans[symbol][2] if symbol in self._spans else 1)
+            return max(fine, self.hints[symbol] // 64 // fine * fine)
         program = self._program(self.hints)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
         ways = [math.prod(plan.mesh[a] for a in cutters(parse(plan.nodes[name].outs[0].split("|")[0]), 0)) for name in inputs]

@@ -28,6 +28,7 @@ from passes.means import means
 from passes.one_sample import one_sample
 from passes.provenance import provenance
 from passes.ranges import ranges
+from passes.rejoined import rejoined
 from passes.rows_apart import rows_apart
 from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
@@ -43,6 +44,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     broadcasts,
     drop_noops,
+    rejoined,
     ranges,
     causal_masks,
     one_sample,

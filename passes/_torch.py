@@ -22,9 +22,13 @@ from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 # Sizes that are read off tensors (`item`) have symbols like all others; what no run but the model's knows must be told apart.
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+# How torch writes sizes that are divided, in its own kinds of sympy functions.
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+
 shape_check: Callable[..., Any] = torch._check  # export leaves calls of it in graphs; documented, but with an underscore
 
 # An assertion on data that a GPU is not waited for; the operator has no public name.
 assert_async: Callable[..., Any] = torch._assert_async
 
-__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module", "shape_check"]
+__all__ = ["CleanDiv", "FakeTensor", "FakeTensorMode", "FloorDiv", "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "PythonMod", "assert_async", "enable_python_dispatcher",
+           "free_unbacked_symbols", "make_graph_module", "shape_check"]

@@ -6,6 +6,7 @@ environment), for example `b*s` and never `s72*s38`. A fact that a pass should h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -13,10 +14,16 @@ import sympy
 import torch
 from torch import fx
 
+from passes._torch import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+
 Size: TypeAlias = int | sympy.Expr
 
 UNBOUNDED = 2**31
 """A symbol that has no greatest value says this or something beyond."""
+
+
+SYMBOLIC = 2
+"""Sizes of 0 and 1 are no symbols for torch, and that is no bound of the model."""
 
 
 @cache
@@ -38,8 +45,29 @@ def renames(gm: torch.nn.Module | None) -> tuple[tuple[sympy.Symbol, sympy.Symbo
 
 @lru_cache(maxsize=100_000)
 def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbol], ...]) -> Size:
-    result = expression.xreplace(dict(pairs))
+    result = _plain(expression.xreplace(dict(pairs)))
     return int(result) if result.is_Integer else result
+
+
+def _plain(expression: sympy.Expr) -> sympy.Expr:
+    """The same in sympy's own floors, which it can work with, for torch's divisions and remainders."""
+    if not expression.args or expression.is_Symbol:
+        return expression
+    args = [_plain(arg) for arg in expression.args]
+    plain = PLAIN.get(type(expression))
+    return plain(*args) if plain is not None else expression.func(*args)
+
+
+def _remainder(number: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+    return number - by * sympy.floor(number / by)
+
+
+PLAIN: dict[type, Callable[..., sympy.Expr]] = {
+    **dict.fromkeys((CleanDiv, FloorDiv), lambda number, by: sympy.floor(number / by)),
+    **dict.fromkeys((Mod, PythonMod), _remainder),
+    Max: sympy.Max,
+    Min: sympy.Min,
+}
 
 
 def value(node: fx.Node) -> Any:
@@ -65,10 +93,18 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
     return int(known)
 
 
-def most(size: torch.SymInt) -> int | None:
-    """The greatest value of a symbolic size; None where it has none, or is a formula."""
-    span = size.node.shape_env.var_to_range.get(size.node.expr)
-    return int(span.upper) if span is not None and span.upper.is_Integer and span.upper < UNBOUNDED else None
+def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
+    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None where any is), and what it is a multiple of."""
+    steps: Mapping[str, int] = getattr(gm, "meta", {}).get("steps", {})
+    nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
+    sizes = [(friendly, traced) for node in nodes if node.meta.get("role") == "input" for friendly, traced in zip(shape(node), value(node).shape, strict=True)]
+    return {str(friendly): (*_bounds(traced), steps.get(str(friendly), 1)) for friendly, traced in sizes if isinstance(friendly, sympy.Symbol)}
+
+
+def _bounds(size: torch.SymInt) -> tuple[int, int | None]:
+    span = size.node.shape_env.var_to_range[size.node.expr]
+    least = int(span.lower)
+    return least if least > SYMBOLIC else 0, int(span.upper) if span.upper.is_Integer and span.upper < UNBOUNDED else None
 
 
 def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ class Dims:
     of: dict[int, dict[int, str]] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
+    loose: str = ""  # the symbol whose sizes are left to the model's conditions
+    steps: dict[str, int] = field(default_factory=dict)  # what sizes must be multiples of
+    own: bool = False  # whether that one is exported at the user's own size
+
+    @property
+    def of_samples(self) -> set[str]:
+        """The symbols that are dim 0 of an input."""
+        return {dims[0] for dims in self.of.values() if 0 in dims}
+
+    def loosened(self, name: str, *, own: bool) -> Dims:
+        """The same with the sizes of `name` left to the model's conditions, exported at the user's `own` one or at a stand-in."""
+        return replace(self, loose=name, own=own)
 
     def without(self, name: str) -> Dims:
         """The same with symbol `name` static."""
@@ -36,7 +48,9 @@ class Dims:
 
     def shapes(self, flat: list[Any]) -> list[Any]:
         """`dynamic_shapes` of torch.export, flat."""
-        dims = {name: Dim(name, min=2, max=self.limits[name]) if name in self.limits else Dim(name, min=2) for name in self.hints}
+        dims: dict[str, Any] = {name: Dim(name, min=2, max=self.limits[name]) if name in self.limits else Dim(name, min=2) for name in self.hints}
+        if self.loose:
+            dims[self.loose] = Dim.AUTO
         return [{d: dims[n] for d, n in self.of.get(i, {}).items()} or None if isinstance(x, torch.Tensor) else None
                 for i, x in enumerate(flat)]
 
@@ -47,6 +61,8 @@ class Dims:
     def stand_in(self, name: str) -> int:
         """The size to export symbol `name` at: the user's own for dims that the user named, where that is not specialised."""
         others = [size for other, size in self.hints.items() if other != name]
+        if name == self.loose and self.own:
+            return self.hints[name]
         if name in STAND_IN or self.hints[name] < 2 or self.hints[name] in others:
             return STAND_IN.get(name, 14 + 4 * list(self.hints).index(name))
         return self.hints[name]

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from autopar.capture.hooks import refusing_hooks
 from autopar.capture.lengths import symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss
+from autopar.capture.spans import TRIED, span
 from autopar.errors import CaptureError
-from passes._torch import make_graph_module
+from passes._torch import make_graph_module, shape_check
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
@@ -47,12 +49,18 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
         try:
-            with (on_meta(), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+            with (on_meta(), _one_size(model, tried), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   _as_differentiated(kept) if training else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             failure = failure or error
             continue
+        if tried.loose:
+            allowed = span(program, tried.of, tried.loose, tried.hints[tried.loose], tried.limits.get(tried.loose))
+            if allowed is None:
+                continue
+            notes += [f"{tried.loose} may be {allowed}: {says(failure, dims)}"] if allowed.most < (tried.limits.get(tried.loose) or TRIED) or allowed.step > 1 else []
+            tried = replace(tried, steps={tried.loose: allowed.step} if allowed.step > 1 else {})
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:
             notes.append(why_static(failure, fixed, dims, model))
@@ -72,6 +80,29 @@ def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         named.__signature__ = signature.replace(parameters=[*kept, *extra])  # type: ignore[attr-defined]  # what inspect.signature reads
         model.forward = named
+
+
+@contextmanager
+def _one_size(model: nn.Module, dims: Dims) -> Iterator[None]:
+    """Inside, `forward` begins by saying that all dims of the name that is left to the model's conditions have one size, which nothing else says of them."""
+    if not dims.loose:
+        yield
+        return
+    forward = model.forward
+
+    def same(*args: Any, **kwargs: Any) -> Any:
+        flat = pytree.tree_leaves((args, kwargs))
+        sizes = [flat[index].shape[dim] for index, each in dims.of.items() for dim, name in each.items() if name == dims.loose]
+        for size in sizes[1:]:
+            shape_check(size == sizes[0])
+        return forward(*args, **kwargs)
+
+    same.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what inspect.signature reads
+    model.forward = same
+    try:
+        yield
+    finally:
+        model.forward = forward
 
 
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
@@ -105,8 +136,9 @@ def _spell(model: nn.Module, shapes: Any) -> Any:
 
 
 def _weaker(dims: Dims) -> list[Dims]:
-    """The dims as asked, then with fewer symbolic ones."""
-    found = [dims]
+    """The dims as asked; then with sizes that are no batch left to the model's conditions, at a stand-in or, where those are not met by the user's own size, at that;
+    then with fewer symbolic ones."""
+    found = [dims, *(dims.loosened(name, own=own) for name in dims.hints if name not in dims.of_samples for own in (False, True))]
     for name in reversed(list(dims.hints)):
         if len(dims.hints) > 1:
             found.append(dims.without(name))
@@ -149,7 +181,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
             gm.graph.erase_node(node)
         else:
             seen[name] = node
-    gm.meta.update(symbols=symbols, fixed=fixed)
+    gm.meta.update(symbols=symbols, fixed=fixed, steps=dims.steps)
     gm.meta["constants"] = {name.removeprefix(INNER): value for name, value in program.constants.items()}
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)

@@ -52,8 +52,7 @@ def _survey(asked: Asked, tell: Any) -> Survey:
     loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=dtype, train=training, labels=training)
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=asked.mode, progress=tell)
     request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell)
-    positions = frontend.max_positions(loaded.model)
-    return Survey(captured.gm, captured.hints, request, {"s": positions} if positions else {})
+    return Survey(captured.gm, captured.hints, request)
 
 
 def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:

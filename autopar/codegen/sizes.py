@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 
 import sympy
+from sympy.printing.pycode import PythonCodePrinter
 
 from autopar.layout import Layout, cutters, dim_of, is_shard, sections_of
 from autopar.rules.language import Size
@@ -25,7 +26,19 @@ def text(size: Size) -> str:
     """A global size as Python source, in the names of the symbolic dims."""
     if isinstance(size, int):
         return str(size)
-    return sympy.pycode(sympy.factor_terms(size)).replace("math.floor", "int")
+    return _Integers().doprint(sympy.factor_terms(size))
+
+
+class _Integers(PythonCodePrinter):
+    """Formulas of sizes in whole numbers: `math.floor(s / 64)` is a division of floats."""
+
+    def _print_floor(self, expr: sympy.Expr) -> str:
+        number, by = expr.args[0].as_numer_denom()
+        return f"(({self._print(number)}) // {self._print(by)})"
+
+    def _print_ceiling(self, expr: sympy.Expr) -> str:
+        number, by = expr.args[0].as_numer_denom()
+        return f"(-(-({self._print(number)}) // {self._print(by)}))"
 
 
 def tuple_text(shape: Sequence[Size]) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
@@ -96,7 +94,7 @@ def interface(context: Context, names: Names) -> list[str]:
         *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
         f"{INDENT}DIMS = {_dims(context, names, inputs)!r}",
-        *([f"{INDENT}MOST = {most!r}"] if (most := _most(context, inputs)) else []),
+        *([f"{INDENT}SIZES = {spans!r}"] if (spans := _spans(context, inputs)) else []),
         f"{INDENT}OUTPUTS = {results}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
@@ -114,11 +112,10 @@ def _dims(context: Context, names: Names, inputs: Sequence[Op]) -> dict[str, tup
             for name, op in zip(names.inputs, inputs, strict=True)}
 
 
-def _most(context: Context, inputs: Sequence[Op]) -> dict[str, int]:
-    """The greatest size of each symbol that has one."""
-    found = {str(friendly): limit for op in inputs for friendly, traced in zip(op.call.outs[0].shape, facts.value(op.node).shape, strict=True)
-             if isinstance(traced, torch.SymInt) and (limit := facts.most(traced)) is not None}
-    return {name: limit for name, limit in found.items() if name in context.symbols}
+def _spans(context: Context, inputs: Sequence[Op]) -> dict[str, tuple[int, int | None, int]]:
+    """Of each symbol that may not have any size: the least and the greatest one, and what it is a multiple of."""
+    found = facts.spans(inputs[0].node.graph.owning_module) if inputs else {}
+    return {name: span for name, span in found.items() if name in context.symbols and span != (0, None, 1)}
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:

@@ -98,7 +98,9 @@ def _quotient(one: Size, other: Size) -> Size | None:
     found = sympy.cancel(sympy.sympify(one) / other)
     if found.is_Integer:
         return int(found)
-    if found.free_symbols and found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()):
+    rounded = {atom: sympy.Dummy(integer=True, positive=True) for atom in found.atoms(sympy.floor, sympy.ceiling, sympy.Min, sympy.Max)}
+    plain = found.xreplace(rounded)
+    if plain.free_symbols and plain.is_polynomial() and all(c.is_Integer for c in sympy.Poly(plain).coeffs()):
         return found
     return None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from autopar.errors import RunError
 from autopar.layout import Layout, chunk, cutters, parse, pieces
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
+
+EVEN = 2**20  # times a step, divides by any number of ranks that is a power of two
 
 Fixed = Mapping[str, tuple[int, Any]]
 """Plain arguments that are part of the program: name -> (place among all arguments, value)."""
@@ -90,9 +93,10 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
 
 
-def check_sizes(inputs: Mapping[str, str], dims: Dims, most: Mapping[str, int], values: Sequence[Any], mesh: Mesh) -> None:
-    """Raise RunError where this rank's part of an input has other sizes than are part of the program, or larger ones than the `most` of a symbol that
-    the program was captured for: it might compute something, and something else than the model. `dims` of no input are not looked at."""
+def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple[int, int | None, int]], values: Sequence[Any], mesh: Mesh) -> None:
+    """Raise RunError where this rank's part of an input has other sizes than are part of the program, or than a symbol may have: `spans` are the least and
+    the greatest one that the program was captured for, and what it must be a multiple of. It might compute something, and something else than the model.
+    `dims` of no input are not looked at."""
     for (name, layout), value in zip(inputs.items(), values, strict=True):
         if name not in dims:
             continue
@@ -100,15 +104,28 @@ def check_sizes(inputs: Mapping[str, str], dims: Dims, most: Mapping[str, int], 
             got = f"a tensor of {value.dim()} dims" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise RunError(f"input {name!r} is {got}, wanted a tensor of sizes ({', '.join(map(str, dims[name]))})")
         for dim, size in enumerate(dims[name]):
-            limit = most.get(size) if isinstance(size, str) else size
-            if limit is None:
-                continue
-            here = _own_size(limit, parse(layout), dim, mesh)
-            if value.shape[dim] > here or (value.shape[dim] < here and not isinstance(size, str)):
-                part = f", of which {here} are this rank's" if here != limit else ""
-                wanted = f"at most {limit}{part}: that is the greatest {size} the model was captured for" if isinstance(size, str) else f"{limit}{part}: it is part of the emitted program"
+            wanted = _unlike(value.shape[dim], size, spans, partial(_own_size, layout=parse(layout), dim=dim, mesh=mesh))
+            if wanted:
                 raise RunError(f"input {name!r}: dim {dim} has {value.shape[dim]} entries on this rank, wanted {wanted}. "
                                "Cut or pad the batch, or plan the model again for inputs of this size")
+
+
+def _unlike(got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]) -> str:
+    """What was wanted instead of `got`, if anything. `own_size` is how much of a whole size this rank has."""
+    def part(whole: int) -> str:
+        return f"{whole}, of which {own_size(whole)} are this rank's" if own_size(whole) != whole else str(whole)
+
+    if isinstance(size, int):
+        return "" if got == own_size(size) else f"{part(size)}: it is part of the emitted program"
+    least, most, step = spans.get(size or "", (0, None, 1))
+    if most is not None and got > own_size(most):
+        return f"at most {part(most)}: that is the greatest {size} the model was captured for"
+    if got < own_size(least):
+        return f"at least {part(least)}: with a smaller {size} the model does something else than was captured"
+    ways = step * EVEN // own_size(step * EVEN)
+    if got * ways % step:
+        return f"a multiple of {step}{f', cut {ways} ways' if ways > 1 else ''}: with another {size} the model does something else than was captured"
+    return ""
 
 
 def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:

@@ -96,7 +96,7 @@ class ShardedModule(Scope):
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
     DIMS: ClassVar[batch.Dims] = {}
-    MOST: ClassVar[Mapping[str, int]] = {}
+    SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     STRUCTURE: ClassVar[Any] = None
@@ -170,7 +170,7 @@ class ShardedModule(Scope):
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them."""
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
-        batch.check_sizes(self.INPUTS, self.DIMS, self.MOST, inputs, self.MESH)
+        batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)
             self._agreed = True

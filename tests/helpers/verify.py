@@ -162,7 +162,8 @@ def by_place(who: Subject, sizes: Sizes) -> Plan:
 def planner_of(who: Subject, sizes: Sizes, batch: int = BATCH) -> Planner:
     """The planner for a splitting cluster; several plans of one model come one after the other."""
     request = Request(splitting(math.prod(sizes)), Settings(who.mode), mesh=sizes)
-    return Planner.of(who.captured.gm, {**who.captured.hints, "b": batch}, request)
+    hints = who.captured.hints
+    return Planner.of(who.captured.gm, {**hints, **({"b": batch} if "b" in hints else {})}, request)
 
 
 def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions, strategy: str) -> Plan:

@@ -10,6 +10,7 @@ import sympy
 from autopar.codegen.sizes import comment, local, must_divide, shape, text, tuple_text
 from autopar.layout import local_shape, parse
 from passes import facts
+from passes._torch import FloorDiv, Max, Min, Mod, PythonMod
 
 B, S = facts.symbol("b"), facts.symbol("s")
 
@@ -33,6 +34,19 @@ def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None
         for coord in itertools.product(*map(range, sizes)):
             space = {"b": b, "s": s, "MESH": _Mesh(sizes, coord)}
             assert eval(code, space) == local_shape((whole,), parse(layout), sizes, coord)[0], (code, b, s, coord)
+
+
+PADDED = S + PythonMod(8 - PythonMod(S, 8), 8)
+
+
+@pytest.mark.parametrize("size", [PADDED, FloorDiv(PADDED, 8), 2 * FloorDiv(PADDED, 8), FloorDiv(PADDED, FloorDiv(PADDED, 8)), B * FloorDiv(S + 3, 2), Mod(S + 1, 4), 9 - Mod(S, 8) * 2,
+                                  Min(S, 5), Max(3, S) - S // 2, FloorDiv(S * S - 1, S), 7 * FloorDiv(S, 3) - PADDED])
+def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Expr) -> None:
+    """As torch writes them: `s + (8 - s % 8) % 8` of a padded sequence."""
+    plain = facts._plain(size)
+    for b, s in itertools.product((2, 3), (2, 5, 8, 9, 16, 23, 2**53 + 1)):
+        got = eval(text(plain), {"b": b, "s": s, "min": min, "max": max})
+        assert got == int(size.subs({B: b, S: s})) and isinstance(got, int), (text(plain), b, s)
 
 
 @pytest.mark.parametrize(("sizes", "layout", "micro"), [((B, S, 8), "S0,R", "S0"), ((B, S, 8), "S0,S1", "S0"), ((B, S, 8), "R,S0", "S0"), ((B, S, 8), "S0,S2", "R"),

@@ -57,15 +57,18 @@ def test_wrong_arguments_are_named(args, kwargs, message):
 
 
 @pytest.mark.parametrize(("layout", "shape", "message"), [
-    ("R,R", (4, 16, 8), ""), ("R,R", (9, 64, 8), ""), ("S0,R", (2, 16, 8), ""), ("S1,R", (4, 32, 8), ""), ("R,S2", (4, 16, 4), ""), ("S1,S2", (4, 1, 4), ""),
+    ("R,R", (4, 16, 8), ""), ("R,R", (9, 64, 8), ""), ("S0,R", (2, 16, 8), ""), ("S1,R", (4, 32, 8), ""), ("R,S2", (4, 16, 4), ""), ("S1,S2", (4, 4, 4), ""), ("S1,R", (4, 6, 8), ""),
     ("R,R", (4, 65, 8), "dim 1 has 65 entries on this rank, wanted at most 64: that is the greatest s"),
+    ("R,R", (4, 4, 8), "dim 1 has 4 entries on this rank, wanted at least 8: with a smaller s the model does something else"),
+    ("S1,R", (4, 2, 8), "wanted at least 8, of which 4 are this rank's"), ("R,R", (4, 18, 8), "dim 1 has 18 entries on this rank, wanted a multiple of 4: with another s"),
+    ("S1,R", (4, 7, 8), "wanted a multiple of 4, cut 2 ways"),
     ("S1,R", (4, 33, 8), "wanted at most 64, of which 32 are this rank's"),
     ("R,R", (4, 16, 7), "dim 2 has 7 entries on this rank, wanted 8: it is part of the emitted program"),
     ("R,S2", (4, 16, 8), "wanted 8, of which 4 are this rank's"), ("R,R", (4, 16), "a tensor of 2 dims, wanted a tensor of sizes (b, s, 8)")])
 def test_sizes_that_the_program_is_not_for_are_refused(layout, shape, message):
     mesh = SimpleNamespace(sizes=(2, 2), coord=(0, 1))
     with nullcontext() if not message else pytest.raises(RunError) as caught:
-        check_sizes({"x": layout}, {"x": ("b", "s", 8)}, {"s": 64}, [torch.empty(shape)], mesh)
+        check_sizes({"x": layout}, {"x": ("b", "s", 8)}, {"s": (8, 64, 4)}, [torch.empty(shape)], mesh)
     assert not message or message in str(caught.value)
 
 

@@ -1,0 +1,117 @@
+"""Sizes that a captured graph is for, where the model's own conditions are met by many: a span of sizes, or of their multiples.
+
+torch proves conditions of sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by rules of algebra, or refuses the dim. Here they are tried: all sizes up to a
+limit, each. Emitted models refuse what is beyond it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from torch.export import ExportedProgram
+
+from autopar._torch import conditions, narrow
+
+TRIED = 2**17
+"""Sizes up to this are tried, or to four times that of the user."""
+OTHERS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 255, 1024)
+"""Sizes of other dims, which conditions may be about, too."""
+LARGE = 2**13
+"""Masks are evaluated at the least size of a span: beyond this one they are too large."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """`least`, `least + step`, ... `most`."""
+
+    least: int
+    most: int
+    step: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return self.least <= size <= self.most and size % self.step == 0
+
+    def __str__(self) -> str:
+        return f"{self.least} to {self.most}" + (f", multiples of {self.step}" if self.step > 1 else "")
+
+
+def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None) -> Span | None:
+    """The sizes of dim `name` around `size` that all conditions of `program` are true of, whatever the others are; None where there is no other one, the
+    dim is no size of its own, or a condition cannot be tried. Narrows what torch takes the size for to it.
+
+    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for.
+    """
+    found = conditions(program, dims)
+    if found is None or name not in found.names:
+        return None
+    sizes = np.arange(2, (limit or max(TRIED, 4 * size)) + 1, dtype=np.int64)
+    others = [other for other in found.names if other != name]
+    for number in OTHERS if others else OTHERS[:1]:
+        for text in found.texts:
+            sizes = _holding(text, name, sizes, dict.fromkeys(others, number))
+    around = _around(sizes, size)
+    if around is not None:
+        narrow(found.names[name], around.least, around.most)
+    return around
+
+
+def _holding(text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], others: Mapping[str, int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Those of `sizes` of which the condition `text` is true; none where it cannot be tried."""
+    known: dict[str, Any] = {"__builtins__": {}, **WORDS, **others, name: sizes}
+    try:
+        tree = ast.fix_missing_locations(_OfArrays().visit(ast.parse(text, mode="eval")))
+        with np.errstate(all="raise"):
+            true = np.asarray(eval(compile(tree, text, "eval"), known))
+        return sizes[np.broadcast_to(true, sizes.shape)] if true.dtype == bool else sizes[:0]
+    except (ArithmeticError, AttributeError, NameError, SyntaxError, TypeError, ValueError):  # conditions in words that numpy does not have
+        return sizes[:0]
+
+
+class _OfArrays(ast.NodeTransformer):
+    """Python's `and`, `or` and `not` as functions of arrays."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("any_of" if isinstance(node.op, ast.Or) else "all_of", node.values)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("none_of", [node.operand]) if isinstance(node.op, ast.Not) else node
+
+
+def _call(name: str, values: list[ast.expr]) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), values, [])
+
+
+def _each(both: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda *values: reduce(both, values)
+
+
+WORDS: dict[str, Callable[..., Any]] = {"max": _each(np.maximum), "min": _each(np.minimum), "any_of": _each(np.logical_or), "all_of": _each(np.logical_and),
+                                        "none_of": np.logical_not}
+"""What conditions are written with, of arrays."""
+
+
+def _around(sizes: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]], size: int) -> Span | None:
+    """The longest span of `sizes` around `size`: of neighbours, or else of multiples."""
+    found = set(map(int, sizes))
+    if size not in found:
+        return None
+    later = [other - size for other in sorted(found) if other > size]
+    earlier = [size - other for other in sorted(found, reverse=True) if other < size]
+    for step in dict.fromkeys((1, *later[:1], *earlier[:1])):
+        if size % step:
+            continue
+        least = most = size
+        while least - step in found:
+            least -= step
+        while most + step in found:
+            most += step
+        if most > least and least <= LARGE:
+            return Span(least, most, step)
+    return None

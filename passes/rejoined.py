@@ -1,0 +1,46 @@
+"""Recognises rows that were taken apart and put together again: `torch.cat(list(x))`.
+
+A list of what each sample has, and then one tensor of all: between the two there is an operator for each sample, and none that a batch could be cut in.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: every change of sizes spelled `reshape`.
+    does: finds all pieces that a tensor was unbound into along its first dim, in order, one behind the other or stacked.
+    gives: a reshape that merges the first two dims, or the tensor itself.
+    """
+    for node in edit.calls(gm, aten.cat.default, aten.stack.default):
+        given = edit.args_of(node)
+        source = _whole(given["tensors"]) if given["dim"] == 0 else None
+        if source is None:
+            continue
+        with edit.before(node):
+            new = source
+            if node.target is aten.cat.default:
+                rest = [edit.size(source, dim) for dim in range(2, len(facts.shape(source)))]
+                new = edit.call(node.graph, aten.reshape.default, (source, [-1, *rest]), like=node)
+        edit.replace(node, new)
+    return edit.finish(gm)
+
+
+def _whole(pieces: Any) -> fx.Node | None:
+    """The tensor, of two dims or more, that `pieces` are all rows of, in order."""
+    splits = dict.fromkeys(piece.args[0] if piece.target is operator.getitem else None for piece in pieces)
+    split = next(iter(splits), None)
+    if len(splits) != 1 or not isinstance(split, fx.Node) or split.target is not aten.unbind.int or edit.args_of(split)["dim"] != 0:
+        return None
+    source: fx.Node = split.args[0]  # type: ignore[assignment]  # what is unbound
+    in_order = [piece.args[1] for piece in pieces] == list(range(len(facts.tensors(split))))
+    return source if in_order and len(facts.shape(source)) > 1 else None

@@ -1,0 +1,84 @@
+"""Sizes with conditions: which ones a graph is for, and that it is right of all these."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autopar.capture import capture
+from autopar.capture.spans import TRIED, Span, _around, _holding
+from autopar.verify import graph_rows
+from passes import facts
+from tests.helpers import chunked
+
+
+@given(st.sets(st.integers(2, 60), min_size=1), st.integers(2, 60))
+def test_a_span_has_the_size_and_only_sizes_that_were_found(sizes, size):
+    span = _around(np.array(sorted(sizes)), size)
+    if span is None:
+        assert size not in sizes or not {size - 1, size + 1} & sizes
+        return
+    assert size in span and all(one in sizes for one in range(2, 200) if one in span) and span.most > span.least
+    assert span.step > 1 or not {span.least - 1, span.most + 1} & sizes
+
+
+@pytest.mark.parametrize(("text", "holds"), [
+    ("min(32, s) <= s", lambda s: True), ("(s + (8 - s % 8) % 8) // 8 == 2", lambda s: 8 < s <= 16), ("s > 5 and (s < 9 or not (s != 20))", lambda s: 5 < s < 9 or s == 20),
+    ("b * s != 12", lambda s: 3 * s != 12), ("max(1, s // 4, b) == 3", lambda s: s < 16), ("b == 3", lambda s: True), ("b == 4", lambda s: False),
+    ("1 // (s - s) == 0", lambda s: False), ("unknown(s)", lambda s: False), ("s", lambda s: False), ("s.bit_length() > 2", lambda s: False)])
+def test_conditions_are_tried_of_all_sizes(text, holds):
+    sizes = np.arange(2, 40)
+    assert _holding(text, "s", sizes, {"b": 3}).tolist() == [size for size in range(2, 40) if holds(size)]
+
+
+@pytest.mark.parametrize(("length", "span"), [(5, (0, 7, 1)), (12, (9, 15, 1)), (24, (16, TRIED, 8))])
+def test_a_sequence_in_chunks_stays_symbolic_for_the_lengths_that_are_cut_alike(length, span):
+    """One chunk, some with the last one padded, and some whole ones are three programs."""
+    torch.manual_seed(0)
+    model = chunked.Model()
+    captured = capture(model, (), chunked.inputs(4, length))
+    assert dict(captured.hints) == {"b": 4, "s": length} and facts.spans(captured.gm)["s"] == span
+    allowed = [n for n in (3, 7, 9, 15, 16, 20, 40, 64) if n in Span(*span)]
+    assert len(allowed) > 1
+    for other in allowed:
+        rows, notes = graph_rows(model, captured, (), chunked.inputs(3, other), training=True)
+        assert not notes and all(row.ok for row in rows), (other, rows)
+
+
+def test_a_condition_that_always_holds_leaves_nothing_to_say():
+    class Best(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(chunked.VOCAB, 4)
+
+        def forward(self, ids, labels):
+            return (self.table(ids).sum(-1) * labels).topk(min(chunked.BEST, ids.shape[1]), -1).values.sum()
+
+    captured = capture(Best(), (), chunked.inputs(4, 12))
+    assert captured.notes == () and facts.spans(captured.gm)["s"] == (0, TRIED, 1)
+
+
+def test_what_is_beyond_is_said():
+    captured = capture(chunked.Model(), (), chunked.inputs(4, 24))
+    (note,) = captured.notes
+    assert note.startswith(f"s may be 16 to {TRIED}, multiples of 8: the model works only where ")
+
+
+def test_a_loop_over_positions_is_static():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.map = nn.Embedding(chunked.VOCAB, 4), nn.Linear(4, 4)
+
+        def forward(self, ids, labels):
+            x, state = self.table(ids), 0.0
+            for position in range(ids.shape[1]):
+                state = torch.tanh(self.map(x[:, position]) + state)
+            return state.square().mean()
+
+    captured = capture(Loop(), (), chunked.inputs(4, 12))
+    assert dict(captured.hints) == {"b": 4} and captured.notes[0].startswith("s is static")

@@ -82,28 +82,40 @@ def _unflattened(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
     return logits, labels
 
 
-def _pointwise_loss(node: fx.Node) -> fx.Node | None:
-    """mean -> sum over the number of elements, for losses of one term per element."""
+def _mean(node: fx.Node) -> fx.Node | None:
+    """mean -> sum over the number of terms, for losses of one term per element, or per row, of the first operand."""
     given = edit.args_of(node)
     if given["reduction"] != _MEAN:
         return None
-    args = tuple(_SUM if name == "reduction" else value for name, value in given.items())
-    total = edit.call(node.graph, node.target, args, like=node)  # type: ignore[arg-type]
-    operand = given["self"]
-    sizes = [edit.size(operand, dim) for dim in range(len(facts.shape(operand)))]
-    count = edit.product(node.graph, sizes, like=node)
+    operand = edit.tensor_operands(node)[0]
+    terms = _reduced(node, given, _NONE)
+    shape = facts.shape(terms)
+    node.graph.erase_node(terms)
+    if shape != facts.shape(operand)[:len(shape)]:  # the other operands are larger
+        return None
+    total = _reduced(node, given, _SUM)
+    count = edit.product(node.graph, [edit.size(operand, dim) for dim in range(len(shape))], like=node)
     return edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
 
 
+def _reduced(node: fx.Node, given: dict[str, Any], reduction: int) -> fx.Node:
+    """The same loss, its terms put together otherwise."""
+    values = {**given, "reduction": reduction}
+    named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
+    args = tuple(value for name, value in values.items() if name not in named)
+    return edit.call(node.graph, node.target, args, {name: values[name] for name in named}, like=node)  # type: ignore[arg-type]
+
+
+MEANS = (
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.cosine_embedding_loss.default, aten.hinge_embedding_loss.default,
+    aten.huber_loss.default, aten.kl_div.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.mse_loss.default, aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss.default, aten.poisson_nll_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.triplet_margin_loss.default,
+)  # fmt: skip
+"""Losses that are the mean of their terms."""
+
 LOSSES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
-    aten.binary_cross_entropy.default: _pointwise_loss,
-    aten.binary_cross_entropy_with_logits.default: _pointwise_loss,
+    **dict.fromkeys(MEANS, _mean),
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.huber_loss.default: _pointwise_loss,
-    aten.l1_loss.default: _pointwise_loss,
-    aten.mse_loss.default: _pointwise_loss,
     aten.nll_loss.default: _nll,
     aten.nll_loss_nd.default: _nll,
-    aten.smooth_l1_loss.default: _pointwise_loss,
-    aten.soft_margin_loss.default: _pointwise_loss,
 }

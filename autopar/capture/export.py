@@ -84,17 +84,16 @@ def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _one_size(model: nn.Module, dims: Dims) -> Iterator[None]:
-    """Inside, `forward` begins by saying that all dims of the name that is left to the model's conditions have one size, which nothing else says of them."""
-    if not dims.loose:
-        yield
-        return
+    """Inside, `forward` begins by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
+    a size of two symbols."""
     forward = model.forward
 
     def same(*args: Any, **kwargs: Any) -> Any:
         flat = pytree.tree_leaves((args, kwargs))
-        sizes = [flat[index].shape[dim] for index, each in dims.of.items() for dim, name in each.items() if name == dims.loose]
-        for size in sizes[1:]:
-            shape_check(size == sizes[0])
+        for name in dims.hints:
+            first, *others = [flat[index].shape[dim] for index, each in dims.of.items() for dim, named in each.items() if named == name]
+            for size in others:
+                shape_check(size == first)
         return forward(*args, **kwargs)
 
     same.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what inspect.signature reads

@@ -143,6 +143,21 @@ def test_a_dim_that_the_model_fixes_is_static_and_said():
     assert shapes == [("b", "6")]
 
 
+def test_inputs_of_one_batch_have_one_size_where_nothing_compares_them():
+    """Two views of the same samples, one behind the other, as contrastive losses have them."""
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(8, 4)
+
+        def forward(self, one, other):
+            found = torch.nn.functional.normalize(torch.cat([self.map(one), self.map(other)]), dim=-1)
+            return (found @ found.T).exp().sum().log()
+
+    captured = capture(Views(), (torch.randn(4, 8), torch.randn(4, 8)))
+    assert {str(size) for node in captured.gm.graph.nodes if facts.is_tensor(node) for size in facts.shape(node) if not isinstance(size, int)} == {"b", "2*b"}
+
+
 def test_nothing_of_the_model_is_touched():
     model = Stack(blocks("rrrrrr"))
     calls = []

@@ -1,0 +1,82 @@
+"""Means of losses as sums over the number of terms: the same value, and nothing else where the terms are not those of the first operand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes import NORMALIZE, run
+from passes.losses import MEANS
+from tests.helpers.export import B, assert_same, check_values, export_graph, targets
+
+D = 3
+FORMS = {
+    "binary_cross_entropy": lambda x, y, c: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "binary_cross_entropy_with_logits": lambda x, y, c: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)),
+    "cosine_embedding_loss": lambda x, y, c: F.cosine_embedding_loss(x, y, x.sign()[:, 0].detach(), margin=0.2),
+    "hinge_embedding_loss": lambda x, y, c: F.hinge_embedding_loss(x, y.sign()),
+    "huber_loss": lambda x, y, c: F.huber_loss(x, y, delta=0.4),
+    "kl_div": lambda x, y, c: F.kl_div(x.log_softmax(-1), y.log_softmax(-1), log_target=True),
+    "l1_loss": lambda x, y, c: F.l1_loss(x, y),
+    "margin_ranking_loss": lambda x, y, c: F.margin_ranking_loss(x, y, y.sign()),
+    "mse_loss": lambda x, y, c: F.mse_loss(x, y),
+    "multi_margin_loss": lambda x, y, c: F.multi_margin_loss(x, c),
+    "multilabel_margin_loss": lambda x, y, c: F.multilabel_margin_loss(x, torch.stack([c, c * 0 - 1, c * 0 - 1], 1)),
+    "poisson_nll_loss": lambda x, y, c: F.poisson_nll_loss(x, y.abs(), full=True),
+    "smooth_l1_loss": lambda x, y, c: F.smooth_l1_loss(x, y, beta=0.3),
+    "soft_margin_loss": lambda x, y, c: F.soft_margin_loss(x, y.sign()),
+    "triplet_margin_loss": lambda x, y, c: F.triplet_margin_loss(x, y, x.flip(1) * 2, swap=True),
+}
+
+
+class Loss(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss, self.map = loss, nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x, y, c):
+        return self.loss(self.map(x), y, c)
+
+
+def normalized(loss):
+    torch.manual_seed(0)
+    model = Loss(loss)
+    inputs = {"x": torch.randn(4, D, dtype=torch.float64), "y": torch.randn(4, D, dtype=torch.float64), "c": torch.tensor([0, 2, 1, 0])}
+    gm = run(export_graph(model, (), inputs, {name: {0: B} for name in inputs}), NORMALIZE)
+    check_values(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    return gm
+
+
+def test_every_loss_has_a_form():
+    assert {str(target).split(".")[1] for target in MEANS} == set(FORMS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_mean_is_a_sum_over_the_number_of_terms(name):
+    gm = normalized(FORMS[name])
+    (loss,) = [node for node in gm.graph.nodes if node.target in MEANS]
+    (user,) = loss.users
+    assert str(loss.target).split(".")[1] == name and user.target is torch.ops.aten.div.Tensor
+    assert 2 in loss.args
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_sums_stay(name):
+    """`reduction="sum"` of the same operands."""
+    reduced = getattr(F, name)
+
+    def summed(*args, **kwargs):
+        return reduced(*args, **{**kwargs, "reduction": "sum"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, name, summed)
+        gm = normalized(FORMS[name])
+    assert sum(node.target in MEANS for node in gm.graph.nodes) == 1 and "aten.div.Tensor" not in targets(gm)
+
+
+def test_a_mean_over_more_terms_than_the_first_operand_has_stays():
+    gm = normalized(lambda x, y, c: torch.ops.aten.huber_loss(x[:, :1], y))
+    assert sum(node.target in MEANS for node in gm.graph.nodes) == 1 and "aten.div.Tensor" not in targets(gm)

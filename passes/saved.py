@@ -72,12 +72,13 @@ def _recurrent(states: int) -> Row:
 NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
 MOVES = (
-    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.flip.default, aten.movedim.intlist,
+    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.fft_fft2.default, aten.fft_fftn.default,
+    aten.fft_ifft2.default, aten.fft_ifftn.default, aten.fft_irfft.default, aten.fft_irfft2.default, aten.fft_irfftn.default, aten.flip.default, aten.movedim.intlist,
     aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.roll.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
     aten.view_as_complex.default, aten.view_as_real.default,
 )  # fmt: skip
-"""Ops that copy elements to other places, or change their signs."""
+"""Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier transforms."""
 
 SAVED: dict[Any, Row] = {
     **dict.fromkeys((*VIEWS, *MOVES), NOTHING),
@@ -102,6 +103,7 @@ SAVED: dict[Any, Row] = {
     aten.embedding_bag.padding_idx: _bags,
     aten.erf.default: OPERAND,
     aten.exp.default: RESULT,
+    **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_rfft2.default, aten.fft_rfftn.default), OPERAND),
     aten.gather.default: _fixed(0, 1),
     aten.gelu.default: OPERAND,
     aten.gru.input: _recurrent(1),

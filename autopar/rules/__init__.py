@@ -18,6 +18,7 @@ from autopar.rules import (
     pointwise,
     recurrent,
     reductions,
+    spectral,
     views,
     vision,
 )
@@ -27,7 +28,7 @@ from autopar.rules.language import Call, Option, parse
 from autopar.rules.rule import Rule
 
 RULES: dict[Any, Rule] = {**contractions.RULES, **experts.RULES, **factories.RULES, **indexing.RULES, **losses.RULES, **pointwise.RULES,
-                          **recurrent.RULES, **reductions.RULES, **views.RULES, **vision.RULES}
+                          **recurrent.RULES, **reductions.RULES, **spectral.RULES, **views.RULES, **vision.RULES}
 
 WHOLE = Rule(replicated)
 """What an operator without a row gets."""

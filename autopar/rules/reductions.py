@@ -77,8 +77,7 @@ def pair_along(name: str) -> Spec:
 
 WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int special_log_softmax.int
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
-    sort.default sort.stable topk.default fft_fft.default fft_ifft.default fft_rfft.default
-    fft_irfft.default"""
+    sort.default sort.stable topk.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""
 
 REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.default argmin.default logsumexp.default

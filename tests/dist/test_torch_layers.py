@@ -42,6 +42,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: First(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), lambda layer, x: layer(x)[0]),
     "gru": lambda: First(nn.GRU(WIDTH, 8), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1), 8),
     "rnn": lambda: First(nn.RNN(WIDTH, 8, batch_first=True), lambda layer, x: layer(x)[0], 8),
+    "fourier": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.fftn(layer(x), dim=(1, 2)).real),
+    "filter": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1)),
     "spectral norm": lambda: First(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8),
 }
 
@@ -61,7 +63,7 @@ def subject(name: str) -> Subject:
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"),
+    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
       if (name, how) != ("spectral norm", "zbv_zero_bubble")),
 ])

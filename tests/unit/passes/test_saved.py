@@ -34,7 +34,7 @@ IDS16 = torch.arange(32).reshape(16, 2) % 4
 SAMPLES = {
     **{target: lambda t=target: (t, (r(40, 50),)) for target in SAVED
        if target in (aten.abs.default, aten.cos.default, aten.erf.default, aten.exp.default, aten.gelu.default,
-                     aten.hardswish.default, aten.hardtanh.default, aten.leaky_relu.default, aten.log.default,
+                     aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_rfft2.default, aten.fft_rfftn.default, aten.hardswish.default, aten.hardtanh.default, aten.leaky_relu.default, aten.log.default,
                      aten.neg.default, aten.reciprocal.default, aten.relu.default, aten.rsqrt.default,
                      aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.elu.default,
                      aten.sqrt.default, aten.sum.default, aten.tanh.default)},

@@ -38,7 +38,7 @@ def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) 
     """
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(program.graph_signature.user_inputs):]
     sizes = [(name, values[number].shape[dim]) for number, each in dims.items() for dim, name in each.items()]
-    names = {name: size for name, size in sizes if isinstance(size, torch.SymInt)}
+    names = {name: size for name, size in sizes if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
     if any(str(size) != str(names.get(name)) for name, size in sizes if name in names) or not names:
         return None
     found = {str(size): name for name, size in names.items()}

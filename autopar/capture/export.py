@@ -25,7 +25,7 @@ from autopar.capture.hooks import refusing_hooks
 from autopar.capture.lengths import symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss
-from autopar.capture.spans import TRIED, span
+from autopar.capture.spans import TRIED, Fixed, span
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check
 
@@ -44,7 +44,10 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
     flat, tree = pytree.tree_flatten((args, kwargs))
     _name_keywords(model, kwargs)
     failure: BaseException | None = None
+    numbers: set[str] = set()  # sizes that the model makes numbers: their loops over positions are not traced at the user's own size once more
     for tried in _weaker(dims):
+        if tried.loose in numbers:
+            continue
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
@@ -56,7 +59,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims
             failure = failure or error
             continue
         if tried.loose:
-            allowed = span(program, tried.of, tried.loose, tried.hints[tried.loose], tried.limits.get(tried.loose))
+            try:
+                allowed = span(program, tried.of, tried.loose, tried.hints[tried.loose], tried.limits.get(tried.loose))
+            except Fixed:
+                allowed = None
+                numbers.add(tried.loose)
             if allowed is None:
                 continue
             notes += [f"{tried.loose} may be {allowed}: {says(failure, dims)}"] if allowed.most < (tried.limits.get(tried.loose) or TRIED) or allowed.step > 1 else []

@@ -25,6 +25,10 @@ LARGE = 2**13
 """Masks are evaluated at the least size of a span: beyond this one they are too large."""
 
 
+class Fixed(Exception):
+    """The model makes a size a number: no other size, and no other example of it, would change that."""
+
+
 @dataclass(frozen=True)
 class Span:
     """`least`, `least + step`, ... `most`."""
@@ -41,14 +45,14 @@ class Span:
 
 
 def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None) -> Span | None:
-    """The sizes of dim `name` around `size` that all conditions of `program` are true of, whatever the others are; None where there is no other one, the
-    dim is no size of its own, or a condition cannot be tried. Narrows what torch takes the size for to it.
+    """The sizes of dim `name` around `size` that all conditions of `program` are true of, whatever the others are; None where there is no other one, or a
+    condition cannot be tried. Narrows what torch takes the size for to it.
 
-    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for.
+    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the dim is a number in the program.
     """
     found = conditions(program, dims)
     if found is None or name not in found.names:
-        return None
+        raise Fixed(name)
     sizes = np.arange(2, (limit or max(TRIED, 4 * size)) + 1, dtype=np.int64)
     others = [other for other in found.names if other != name]
     for number in OTHERS if others else OTHERS[:1]:

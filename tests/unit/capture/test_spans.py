@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -80,5 +82,8 @@ def test_a_loop_over_positions_is_static():
                 state = torch.tanh(self.map(x[:, position]) + state)
             return state.square().mean()
 
-    captured = capture(Loop(), (), chunked.inputs(4, 12))
+    lengths = []
+    with mock.patch.object(nn.Embedding, "forward", lambda self, ids: (lengths.append(getattr(ids.shape[1], "node", None)), self.weight[ids])[1]):
+        captured = capture(Loop(), (), chunked.inputs(4, 12))
     assert dict(captured.hints) == {"b": 4} and captured.notes[0].startswith("s is static")
+    assert [node.hint if node else 12 for node in lengths] == [10, 10, 12]  # at the user's own length, which may be long, once

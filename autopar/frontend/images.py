@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar._torch import fake_mode
 from autopar.errors import CaptureError
-from passes._torch import FakeTensorMode
 
 FEATURES = "get_image_features"  # what models that put images into texts have, as those that match both
 TOKEN = "image_token_id"
@@ -34,7 +34,7 @@ def tokens_of_an_image(model: nn.Module, pixels: Tensor) -> int:
     Raises CaptureError where it wants more than pixels.
     """
     given = torch.empty_like(pixels, device=next(model.parameters()).device)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), fake_mode():
         try:
             found: Any = _maker(model)(given)
             made: Any = found if isinstance(found, (Tensor, list, tuple)) else found.pooler_output

@@ -32,7 +32,12 @@ def _gemma3(transformers: Any) -> Any:
         text_config={**TEXT, "sliding_window": 8}, vision_config=VISION, mm_tokens_per_image=4, image_token_index=98, boi_token_index=96, eoi_token_index=97))
 
 
-MODELS = {"paligemma": _paligemma, "gemma3": _gemma3}
+def _llava(transformers: Any) -> Any:
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
+        text_config={**TEXT, "model_type": "llama"}, vision_config={**VISION, "model_type": "clip_vision_model"}, image_token_index=98))
+
+
+MODELS = {"paligemma": _paligemma, "gemma3": _gemma3, "llava": _llava}
 
 
 @cache
@@ -44,7 +49,7 @@ def subject(name: str) -> tuple[Subject, dict[str, Any]]:
     captured = capture(model, (), inputs)
     rows, notes = graph_rows(model, captured, (), inputs, training=True)
     assert not notes and all(row.ok for row in rows), rows
-    assert captured.gm.graph.find_nodes(op="call_function", target=ops.fill_rows)
+    assert captured.gm.graph.find_nodes(op="call_function", target=ops.fill_rows) and list(captured.hints) == ["b", "s"]
     return Subject(name, "train", captured, model.state_dict()), inputs
 
 
@@ -56,7 +61,7 @@ def case(name: str, how: str, change: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("paligemma", "zero3"), ("paligemma", "1f1b"), ("gemma3", "tp_sp"),
+    ("paligemma", "zero3"), ("paligemma", "1f1b"), ("gemma3", "tp_sp"), ("llava", "1f1b"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in MODELS for how in ("tp_sp", "zero3", "1f1b", "random 0", "random 1", "random 2")),
 ])
 def test_equals_one_device(name: str, how: str) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.capture.lengths import symbolic_lengths
+from autopar.verify import graph_rows
 
 
 class Towers(nn.Module):
@@ -54,3 +55,35 @@ def test_a_file_with_a_length_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatc
     with symbolic_lengths(Towers()):
         assert here["len"] is str
     assert here["len"] is str
+
+
+class Lists(nn.Module):
+    """What each sample has as a list, and then `use` of it."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.map, self.use = nn.Linear(3, 3), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = list(self.map(x))
+        return self.use(rows).square().sum() if isinstance(rows, list) and list(range(2)) == [0, 1] else x.sum()
+
+
+@pytest.mark.parametrize(("use", "shape"), [(lambda rows: torch.cat(rows, dim=0), (24, 3)), (lambda rows: torch.cat(rows), (24, 3)), (lambda rows: torch.stack(rows), (6, 4, 3))])
+def test_rows_that_are_put_together_again_stay_symbolic(use, shape) -> None:
+    found: list[Tensor] = []
+    model = Lists(lambda rows: found.append(use(rows)) or found[-1])
+    captured = capture(model, (torch.randn(6, 4, 3),))
+    assert captured.hints == {"b": 6} and not captured.notes
+    rows, notes = graph_rows(model, captured, (torch.randn(5, 4, 3),), {}, training=True)
+    assert not notes and len(rows) == 3 and all(row.ok for row in rows)
+    assert model(torch.randn(6, 4, 3)) is not None and found[-1].shape == shape  # outside of a capture it is torch's own
+
+
+@pytest.mark.parametrize("use", [lambda rows: rows[0] * rows[-1], lambda rows: sum(rows), lambda rows: torch.cat(rows, dim=1), lambda rows: torch.cat([*rows, rows[0]])])
+def test_rows_that_are_used_otherwise_fix_the_batch(use) -> None:
+    model = Lists(use)
+    captured = capture(model, (torch.randn(6, 4, 3),))
+    assert captured.hints == {} and captured.notes[0].startswith("b is static")
+    rows, notes = graph_rows(model, captured, (torch.randn(6, 4, 3),), {}, training=True)
+    assert not notes and all(row.ok for row in rows)

@@ -34,17 +34,17 @@ from autopar.problem.graph import Op, Program, Ref, Run
 def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     """The stage classes and the model class."""
     found = views(context.program, context.plan)
-    for view in found:
-        _check_buffers(context.program, view)
+    _check_buffers(context.program, found)
     return "\n".join([*(_stage(context, gm, view, names, len(found)) for view in found), _model(context, gm, names, len(found))])
 
 
-def _check_buffers(program: Program, view: View) -> None:
-    """Raise PlanError where a stage gives a new value to a buffer that another one reads: it would come too late, to the wrong place."""
-    held = {program.ops[name].fqn for name in view.held}
-    for _, op in view.results:
-        if op.role == "mutation" and op.fqn not in held:
-            raise PlanError(f"stage {view.index} makes the new value of buffer {op.fqn}, which an earlier stage reads ({program.ops[op.operands[0][0]].where}): "
+def _check_buffers(program: Program, found: Sequence[View]) -> None:
+    """Raise PlanError where a stage gives a new value to a buffer that another one reads: there it would be the old one for ever."""
+    for number, op in enumerate(program.results):
+        giving = {view.index for view in found if (number, op) in view.results}
+        holding = {view.index for view in found for name in view.held if program.ops[name].role == "buffer" and program.ops[name].fqn == op.fqn}
+        if op.role == "mutation" and holding - giving:
+            raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads ({program.ops[op.operands[0][0]].where}): "
                             "cut the model in front of what reads the buffer or behind what changes it, or take one stage")
 
 

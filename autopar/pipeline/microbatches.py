@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules.language import Option
 
@@ -38,7 +37,7 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
     for op in program.ops.values():
         for index, ref in enumerate(op.operands):
             made, wanted = options[ref[0]].outs[ref[1]].value, options[op.name].ins[index].value
-            if made == wanted or op.role in RESULTS:
+            if made == wanted or op.role in ("loss", "output") or count == 1:
                 continue
             if wanted == "R" and made == "P" and ref[0] in cone and not op.scope:
                 totals[ref] = None

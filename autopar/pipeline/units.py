@@ -112,7 +112,8 @@ def _check_count(schedule: Schedule, stages: int, places: int) -> None:
 
 def _needed(program: Program, own: dict[str, None], blocks: dict[str, tuple[int, int]], free: dict[str, None],
             totals: Collection[Ref], *, last: bool) -> dict[str, None]:
-    """The free operators that a stage reads, directly or through others."""
+    """The free operators that a stage reads, directly or through others; and those that make new values of buffers that it reads, of which it has a copy."""
+    changed = {op.fqn: op.operands[0] for op in program.results if op.role == "mutation" and op.operands[0][0] in free}
     queue = [ref for name in own for ref in program.ops[name].operands]
     queue += [ref for scope in blocks for ref in program.runs[scope].feeds]
     if last:  # results that nothing else makes
@@ -124,4 +125,6 @@ def _needed(program: Program, own: dict[str, None], blocks: dict[str, tuple[int,
         if name in free and name not in found and ref not in totals:
             found[name] = None
             queue += program.ops[name].operands
+        elif program.ops[name].role == "buffer" and program.ops[name].fqn in changed:
+            queue.append(changed.pop(program.ops[name].fqn))
     return found

@@ -50,10 +50,13 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
     reads = [_reads(program, stage) for stage in plan.stages]
     made = [_made(program, stage) for stage in plan.stages]
     owners = _owners(program, made, totals)
+    buffers = {op.fqn: op.name for op in program.ops.values() if op.role == "buffer" and not op.scope}
     for index, op in _results(program):
-        reads[owners[index]][op.operands[0]] = None
+        for owner in owners[index]:
+            reads[owner].update(dict.fromkeys([op.operands[0], *([(buffers[op.fqn], 0)] if op.role == "mutation" else [])]))
     read = {ref[0] for ref in program.readers} | {feed[0] for run in program.runs.values() for feed in run.feeds}
-    idle = [(op.name, 0) for op in program.ops.values() if op.role in ("param", "buffer") and not op.scope and op.name not in read]
+    changed = {buffers[op.fqn] for op in program.results if op.role == "mutation"}
+    idle = [(op.name, 0) for op in program.ops.values() if op.role in ("param", "buffer") and not op.scope and op.name not in {*read, *changed}]
     reads[0].update(dict.fromkeys(idle))  # what nobody reads is in the state dict nevertheless
     arriving: list[dict[Ref, None]] = [{} for _ in range(count + 1)]
     for index in reversed(range(count)):
@@ -71,7 +74,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
             inputs={n: None for n in holders if program.ops[n].role == "input"},
             given=tuple(r for r in totals if r in reads[index]),
             receives=tuple(arriving[index]), sends=tuple(arriving[index + 1]),
-            results=tuple((i, op) for i, op in _results(program) if owners[i] == index),
+            results=tuple((i, op) for i, op in _results(program) if index in owners[i]),
             separable=not any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items())
             and not any(name in ops[index] or program.ops[name].scope in stage.blocks for name in (*in_tiles, *gathering)) and _separable(program, stage, arriving[index])))
     return tuple(found)
@@ -96,14 +99,14 @@ def _results(program: Program) -> list[tuple[int, Op]]:
     return list(enumerate(program.results))
 
 
-def _owners(program: Program, made: list[dict[Ref, None]], totals: list[Ref]) -> list[int]:
-    """The stage of each result: where its value is made, the last one of several."""
+def _owners(program: Program, made: list[dict[Ref, None]], totals: list[Ref]) -> list[list[int]]:
+    """The stages of each result: where its value is made, the last one of several. New values of buffers are for all that make them: each has a copy."""
     last = len(made) - 1
     found = []
     for _, op in _results(program):
         ref = op.operands[0]
-        here = [i for i, values in enumerate(made) if ref in values]
-        found.append(here[-1] if here and ref not in totals and op.role != "loss" else last)
+        here = [i for i, values in enumerate(made) if ref in values and ref not in totals and op.role != "loss"] or [last]
+        found.append(here if op.role == "mutation" else here[-1:])
     return found
 
 

@@ -119,6 +119,7 @@ class PipelinedModule(ShardedModule):
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
+        self._changed: list[tuple[Held, Tensor]] = []
 
     def sizes(self, *inputs: Any) -> dict[str, int]:
         """The global sizes of a batch of which `inputs` are this rank's part."""
@@ -146,6 +147,7 @@ class PipelinedModule(ShardedModule):
             losses = self._engines[key].step(micro, self._syncs)
             for sync in self._syncs:
                 sync.flush()
+        self._change()
         loss = torch.stack(losses).sum() if losses else None
         return everywhere(loss, self.PIPELINE.places[-1], self.MESH)
 
@@ -160,6 +162,7 @@ class PipelinedModule(ShardedModule):
         sizes, micro = self._begin(args, kwargs)
         with rng.using(self.rng):
             made = run_forward(self, self.stages, sizes, micro)
+        self._change()
         values: list[Any] = []
         self._outputs = {}
         for number, (role, _) in enumerate(self.OUTPUTS):
@@ -174,12 +177,19 @@ class PipelinedModule(ShardedModule):
         return self._packed(values)
 
     def mutate(self, stage: Stage, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Give the buffers of `stage` the values that are for them; the other results."""
+        """Keep the new values of the buffers of `stage` for the end of the step: until then all microbatches read the old ones, and make the same new
+        ones of them. Gives the other results."""
         mutated = [(self.OUTPUTS[number][1], value) for number, value in results.items() if self.OUTPUTS[number][0] == "mutation"]
         for name, value in (*mutated, *stage.mutations):
-            self._mutate(stage.held[self.ALIASES.get(name, name)], value)
+            self._changed.append((stage.held[self.ALIASES.get(name, name)], value))
         stage.mutations.clear()
         return {number: value for number, value in results.items() if self.OUTPUTS[number][0] != "mutation"}
+
+    def _change(self) -> None:
+        """Give buffers their new values."""
+        for held, value in self._changed:
+            self._mutate(held, value)
+        self._changed.clear()
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
@@ -188,6 +198,7 @@ class PipelinedModule(ShardedModule):
             sync.renew(stage.held.values())
         for leaves in self._leaves_of:
             leaves.refresh()
+        self._changed.clear()
         self.rng.advance()
         sizes = self.sizes(*inputs)
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}

@@ -170,7 +170,9 @@ def main_inputs(model: Any, accepted: Mapping[str, object]) -> list[str]:
     """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless it matches them or puts
     images into texts."""
     known = [name for name in MAIN if name in accepted]
-    if known == [model.main_input_name] or (len(known) > 1 and (MATCHES in accepted or images.puts_images_into_texts(model, accepted))):
+    if images.puts_images_into_texts(model, accepted):
+        return ["input_ids", "pixel_values"]  # sound may come with them, and need not
+    if known == [model.main_input_name] or (len(known) > 1 and MATCHES in accepted):
         return known
     raise CaptureError(
         f"inputs for {type(model).__name__} cannot be made from its config: its forward takes {', '.join(accepted)}, and only one of "

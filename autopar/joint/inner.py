@@ -21,7 +21,7 @@ from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.sharing import sharing
-from autopar.pipeline.units import Unit, units
+from autopar.pipeline.units import Unit, barred, units
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Decisions, Frame, rested
@@ -299,6 +299,11 @@ class Inner:
             self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
                                                  microbatches, self.request.cluster, self.request.settings)
         return self._shared[microbatches]
+
+    @cached_property
+    def barred(self) -> tuple[int, ...]:
+        """Where no stage can begin (pipeline.units.barred)."""
+        return barred(self.whole.program)
 
     def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
         """What a cut in front of each piece sends: the same for all plans of this graph."""

@@ -124,7 +124,7 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
-        cuts = balance(pieces, table.flying, [limits[place] / table.kind.virtual for place in table.at], sends_s)
+        cuts = balance(pieces, table.flying, [limits[place] / table.kind.virtual for place in table.at], sends_s, inner.barred)
         on = here.parted(cuts)
         parts = cuts.parts(pieces if on is here else _by_stage(on))
         held = _held(parts, table)

@@ -70,15 +70,19 @@ class Cuts:
                 for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)]
 
 
-def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float], sends_s: Sequence[float] = ()) -> Cuts:
+def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float], sends_s: Sequence[float] = (),
+            barred: Sequence[int] = ()) -> Cuts:
     """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may.
 
     All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), how many microbatches it
     keeps, and the bytes that are there. No more pieces are run again than memory wants. `sends_s` are the seconds of sending what a cut in
     front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
-    unless there is none that sends less. Raises InfeasibleError with the bytes that are missing where memory allows no cut.
+    unless there is none that sends less; and none is in front of a piece of `barred`. Raises InfeasibleError with the bytes that are missing where memory
+    allows no cut, without where too few are left.
     """
-    tables, links = [here.table for here in pieces], _Links(len(pieces[0].costs), sends_s)
+    tables, links = [here.table for here in pieces], _Links(len(pieces[0].costs), sends_s, barred)
+    if links.count_of_cuts < len(tables) - 1:
+        raise InfeasibleError(f"no cut into {len(tables)} stages: {links.count_of_cuts} of {links.count - 1} places to cut at are not between what reads a buffer and what changes it")
     slowest = max(links.fullest_s, *(float(table.seconds[-1] + table.more[-1]) for table in tables))
     fastest = _least_s(tables)
     best = _fill(tables, links, in_flight, limits, slowest)
@@ -110,19 +114,26 @@ def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequ
 class _Links:
     """Seconds that a cut in front of each piece but the first keeps a link busy."""
 
-    def __init__(self, count: int, sends_s: Sequence[float]) -> None:
+    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int]) -> None:
         self.count = count
         self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
+        self.free = np.ones(count - 1, dtype=bool)
+        self.free[[place - 1 for place in barred]] = False
+
+    @property
+    def count_of_cuts(self) -> int:
+        """How many places there are to cut at."""
+        return int(self.free.sum())
 
     @property
     def fullest_s(self) -> float:
         """Seconds of the link of the cut that sends most."""
-        return float(self.seconds.max(initial=0.0))
+        return float(self.seconds[self.free].max(initial=0.0))
 
     def ends(self, limit_s: float) -> list[int]:
         """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that sends least."""
-        allowed = max(limit_s, float(self.seconds.min(initial=np.inf)))
-        return [*(int(i) + 1 for i in np.flatnonzero(self.seconds <= allowed)), self.count]
+        allowed = max(limit_s, float(self.seconds[self.free].min(initial=np.inf)))
+        return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
 
 
 class Table:

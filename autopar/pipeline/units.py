@@ -8,7 +8,7 @@ made of weights alone (casts, transposes) runs in every stage that reads it, ins
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
@@ -72,6 +72,36 @@ def free_ops(program: Program) -> dict[str, None]:
         if op.role == "op" and inside and (op.of_weights or not (reads_param or op.graded)):
             free[op.name] = None
     return free
+
+
+def barred(program: Program) -> tuple[int, ...]:
+    """Positions in `units(program)` in front of which no stage can begin: between what reads a buffer and what makes its new value, of activations or weights
+    (a value of buffers and sizes alone is made wherever the buffer is read)."""
+    pieces, free = units(program), free_ops(program)
+    at = {name: [i for i, unit in enumerate(pieces) if unit.name == name] for name in dict.fromkeys(unit.name for unit in pieces)}
+    home, holders = homes(program, pieces), {op.fqn: op.name for op in program.ops.values() if op.role == "buffer" and not op.scope}
+    found: dict[int, None] = {}
+    for op in program.results:
+        if op.role == "mutation" and op.operands[0][0] not in free:
+            places = [*_read_at(program, (holders[op.fqn], 0), free, at, home), *at.get(home[op.operands[0][0]], ())[-1:]]
+            found.update(dict.fromkeys(range(min(places) + 1, max(places) + 1)))
+    return tuple(sorted(found))
+
+
+def _read_at(program: Program, ref: Ref, free: Collection[str], at: Mapping[str, Sequence[int]], home: Mapping[str, str]) -> list[int]:
+    """The pieces that read a value, through operators that run wherever they are read."""
+    found: list[int] = []
+    queue = [ref]
+    while queue:
+        here = queue.pop()
+        for run in program.runs.values():
+            found += at[run.scope] if here in run.feeds else ()
+        for reader, _ in program.readers.get(here, ()):
+            if reader.name in free:
+                queue += [(reader.name, i) for i in range(len(reader.call.outs))]
+            elif reader.role == "op":
+                found += at.get(home[reader.name], ())
+    return found
 
 
 def stages_of(program: Program, bounds: Sequence[int], schedule: Schedule, places: int, totals: Collection[Ref] = ()) -> tuple[Stage, ...]:

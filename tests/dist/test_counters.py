@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.pipeline import units
+from autopar.pipeline import barred, units
 from autopar.verify import case_of, verify
 from autopar.verify.step import Light
 from tests.helpers.ranks import living
@@ -38,15 +39,15 @@ class Counting(nn.Module):
 
 
 class Averaging(nn.Module):
-    """A running mean of activations, read at the begin and changed at the end."""
+    """A running sum of activations, read in the middle and changed at the end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.front, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("mean", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b((self.a(x) * self.mean.clone()).relu())
+        hidden = self.b((self.a(self.front(x)) * self.mean.clone()).relu())
         self.mean.copy_(hidden.detach().sum(0))
         return hidden.square().mean()
 
@@ -94,14 +95,20 @@ def test_a_new_value_of_activations_that_an_earlier_stage_reads_is_refused() -> 
     who = Subject("averaging", "train", capture(model, (data().float(),)), model.state_dict())
     with pytest.raises(PlanError, match=r"sum\w* .*would not compute what the batch computes|sum over the whole batch"):
         by_stages(who, (1,), "single", 2, 2, "gpipe")
-    refused = 0
-    for bound in range(1, len(units(planner_of(who, (1,)).program))):
+    refused, program = [], planner_of(who, (1,)).program
+    for bound in range(1, len(units(program))):
         case = case_of(who.captured, by_stages(who, (1,), "single", 2, 1, "naive", bounds=[bound]), who.weights, {"x": data()})
         try:
             case.source()
         except PlanError as error:
             assert "makes the new value of buffer mean, which stage 0 reads" in str(error)
-            refused += 1
+            refused.append(bound)
         else:
             assert verify(case, ranks=living(2)).ok
-    assert refused
+    assert refused and tuple(refused) == barred(program)
+
+
+def test_the_search_cuts_where_a_new_value_is_made_where_its_buffer_is_read() -> None:
+    torch.manual_seed(0)
+    compiled = autopar.compile(Averaging(), "cpu:1x2", (data().float(),), recipe="naive_mp")
+    assert len(compiled.plan.stages) == 2 and "mean" in compiled.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,35 +25,41 @@ SENDS = st.lists(st.sampled_from([0.0, 0.5, 3.0, 20.0]), min_size=8, max_size=8)
 """Seconds of a cut in front of each piece."""
 
 
-def _links_s(bounds: Sequence[int], sends: Sequence[float]) -> list[float]:
+BARRED = st.frozensets(st.integers(1, 7), max_size=4)
+"""Pieces that no stage may begin with."""
+
+
+def _links_s(bounds: Sequence[int], sends: Sequence[float], barred: Collection[int]) -> list[float]:
     """Seconds of the links of some cuts, but for the cuts that send least."""
-    return [2 * sends[at] for at in bounds if sends[at] > min(sends[1:])]
+    return [2 * sends[at] for at in bounds if sends[at] > min(s for place, s in enumerate(sends) if place and place not in barred)]
 
 
-def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float]) -> float | None:
+def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float],
+          barred: Collection[int]) -> float | None:
     """Of all cuts, each with as few pieces run again as memory wants, from the first on, the least time of the slowest stage or link; None
     where none fits."""
     every, count = [], len(kinds[0].costs)
-    for bounds in itertools.combinations(range(1, count), len(kinds) - 1):
+    for bounds in itertools.combinations([place for place in range(1, count) if place not in barred], len(kinds) - 1):
         slowest: list[float] = []
         for here, (a, b), n, limit in zip(kinds, itertools.pairwise((0, *bounds, count)), flying, limits, strict=True):
             fits = [k for k in range(b - a + 1) if memory_bytes([*here.again[a:a + k], *here.costs[a + k:b]], n) <= limit]
             slowest += [sum(c.micro_s for c in (*here.again[a:a + fits[0]], *here.costs[a + fits[0]:b]))] if fits else []
-        every += [max(*slowest, *_links_s(bounds, sends))] if len(slowest) == len(kinds) else []
+        every += [max(*slowest, *_links_s(bounds, sends, barred))] if len(slowest) == len(kinds) else []
     return min(every, default=None)
 
 
-def _check(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float]) -> None:
-    sends = sends[:len(kinds[0].costs)]
-    best = _best(kinds, flying, limits, sends)
+def _check(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float], barred: Collection[int] = ()) -> None:
+    sends, barred = sends[:len(kinds[0].costs)], sorted(place for place in barred if place < len(kinds[0].costs))
+    best = _best(kinds, flying, limits, sends, barred)
     if best is None:
         with pytest.raises(InfeasibleError, match="no cut into"):
-            balance(kinds, flying, limits, sends)
+            balance(kinds, flying, limits, sends, barred)
         return
-    found = balance(kinds, flying, limits, sends)
+    found = balance(kinds, flying, limits, sends, barred)
+    assert not set(found.bounds) & set(barred)
     parts = found.parts(kinds)
     assert all(memory_bytes(part, n) <= limit for part, n, limit in zip(parts, flying, limits, strict=True))
-    assert max(*(sum(c.micro_s for c in part) for part in parts), *_links_s(found.bounds, sends)) == pytest.approx(best)
+    assert max(*(sum(c.micro_s for c in part) for part in parts), *_links_s(found.bounds, sends, barred)) == pytest.approx(best)
 
 
 def _with_rerun(costs: list[Cost], more: list[tuple[int, int, int]]) -> Pieces:
@@ -61,10 +67,10 @@ def _with_rerun(costs: list[Cost], more: list[tuple[int, int, int]]) -> Pieces:
                           for c, (s, k, n) in zip(costs, more, strict=False)])
 
 
-@given(PIECES, RERUN, SENDS, st.integers(2, 3), st.integers(6, 60))
+@given(PIECES, RERUN, SENDS, st.integers(2, 3), st.integers(6, 60), BARRED)
 def test_the_slowest_stage_is_as_fast_as_any_cut_allows(costs: list[Cost], more: list[tuple[int, int, int]], sends: list[float], stages: int,
-                                                        limit: int) -> None:
-    _check([_with_rerun(costs, more)] * stages, list(range(stages, 0, -1)), [float(limit)] * stages, sends)
+                                                        limit: int, barred: frozenset[int]) -> None:
+    _check([_with_rerun(costs, more)] * stages, list(range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
 
 
 @settings(max_examples=300)

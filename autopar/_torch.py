@@ -43,7 +43,8 @@ def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) 
         return None
     found = {str(size): name for name, size in names.items()}
     environment = next(iter(names.values())).node.shape_env
-    places = {place: found.get(str(environment.replace(symbol)), str(environment.replace(symbol))) for place, symbol in environment.source_to_var.items()}
+    symbols = {place: str(environment.replace(symbol)) for place, symbol in environment.source_to_var.items()}
+    places = {place: found.get(symbol, symbol) for place, symbol in symbols.items()}
     pattern = re.compile("|".join(re.escape(place) for place in sorted(places, key=len, reverse=True)))
     texts = dict.fromkeys(pattern.sub(lambda match: places[match.group()], text) for text in program._guards_code)
     return Conditions(tuple(texts), names)

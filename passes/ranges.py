@@ -31,6 +31,11 @@ class _Indexed:
     own: tuple[int | None, ...]
     rank: int
 
+    @property
+    def named(self) -> list[int]:
+        """The dims of the block that some index is a range along."""
+        return [dim for dim in self.own if dim is not None]
+
 
 def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
@@ -44,7 +49,7 @@ def ranges(gm: fx.GraphModule) -> fx.GraphModule:
         if found is None or len(others) > 1 or len(others) == len(found.own):
             continue
         with edit.before(node):
-            new = _taken(found, others[0], node) if others else _turned(found, found.x, list(found.own), node)  # type: ignore[arg-type]
+            new = _taken(found, others[0], node) if others else _turned(found, found.x, found.named, node)
         if new is not None:
             edit.replace(node, new)
     return edit.finish(gm)
@@ -52,16 +57,15 @@ def ranges(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _read(node: fx.Node) -> _Indexed | None:
     """What `node` indexes and how; None where dims that are indexed are not neighbours or no index is a range."""
-    x, given = node.args[0], list(node.args[1])  # type: ignore[arg-type]
-    assert isinstance(x, fx.Node)
+    x, given = edit.args_of(node).values()
     places = [i for i, index in enumerate(given) if index is not None]
     indices = tuple(given[i] for i in places)
     if places != list(range(places[0], places[0] + len(places))) or any(facts.dtype(index).itemsize == 1 for index in indices):
         return None
     rank = max(len(facts.shape(index)) for index in indices)
     own = [_along(index, facts.shape(x)[place], rank) for index, place in zip(indices, places, strict=True)]
-    named = [dim for dim in own if dim is not None]
-    return _Indexed(x, places[0], indices, tuple(own), rank) if len(set(named)) == len(named) else None
+    found = _Indexed(x, places[0], indices, tuple(own), rank)
+    return found if len(set(found.named)) == len(found.named) else None
 
 
 def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
@@ -101,7 +105,6 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
     free = [dim for dim in kept if dim not in found.own]
     if len(free) > 1:
         return None
-    named = [dim for dim in found.own if dim is not None]
     for dim in reversed(range(missing, found.rank)):
         if dim not in kept:
             index = edit.call(node.graph, aten.squeeze.dim, (index, dim - missing), like=node)
@@ -110,17 +113,16 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
         one = index if free else edit.call(node.graph, aten.unsqueeze.default, (index, 0), like=node)
         x = edit.call(node.graph, aten.index_select.default, (found.x, along, one), like=node)
     else:
-        x = edit.call(node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, named, free, along, node)), like=node)
-    dims = [dim for dim in found.own if dim is not None]
+        x = edit.call(node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, free, along, node)), like=node)
     if not free:
-        return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), dims, node)
-    dims.insert(along - at, free[0])
-    return _turned(found, x, dims, node)
+        return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), found.named, node)
+    return _turned(found, x, [*found.named[:along - at], *free, *found.named[along - at:]], node)
 
 
-def _spread(found: _Indexed, index: fx.Node, kept: list[int], named: list[int], free: list[int], along: int, node: fx.Node) -> fx.Node:
+def _spread(found: _Indexed, index: fx.Node, kept: list[int], free: list[int], along: int, node: fx.Node) -> fx.Node:
     """`index`, with the dims `kept` of the block, as wide as `x` but along dim `along`."""
-    dims = [*named[:along - found.first], *(free or [-1]), *named[along - found.first:]]  # of the block, for each indexed dim of x
+    at = along - found.first
+    dims = [*found.named[:at], *(free or [-1]), *found.named[at:]]  # of the block, for each indexed dim of x
     order = [kept.index(dim) for dim in dims if dim in kept]
     if order != list(range(len(order))):
         index = edit.call(node.graph, aten.permute.default, (index, order), like=node)

@@ -7,9 +7,10 @@ limit, each. Emitted models refuse what is beyond it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,17 @@ def _holding(text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], o
     """Those of `sizes` of which the condition `text` is true; none where it cannot be tried."""
     known: dict[str, Any] = {"__builtins__": {}, **WORDS, **others, name: sizes}
     try:
-        tree = ast.fix_missing_locations(_OfArrays().visit(ast.parse(text, mode="eval")))
         with np.errstate(all="raise"):
-            true = np.asarray(eval(compile(tree, text, "eval"), known))
+            true = np.asarray(eval(_code(text), known))
         return sizes[np.broadcast_to(true, sizes.shape)] if true.dtype == bool else sizes[:0]
     except (ArithmeticError, AttributeError, NameError, SyntaxError, TypeError, ValueError):  # conditions in words that numpy does not have
         return sizes[:0]
+
+
+@lru_cache(maxsize=1024)
+def _code(text: str) -> CodeType:
+    """The condition `text` of arrays; it is tried with many sizes of the other dims."""
+    return compile(ast.fix_missing_locations(_OfArrays().visit(ast.parse(text, mode="eval"))), text, "eval")
 
 
 class _OfArrays(ast.NodeTransformer):
@@ -101,14 +107,13 @@ WORDS: dict[str, Callable[..., Any]] = {"max": _each(np.maximum), "min": _each(n
 """What conditions are written with, of arrays."""
 
 
-def _around(sizes: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]], size: int) -> Span | None:
-    """The longest span of `sizes` around `size`: of neighbours, or else of multiples."""
-    found = set(map(int, sizes))
+def _around(sizes: np.ndarray[Any, np.dtype[np.int64]], size: int) -> Span | None:
+    """The longest span of the rising `sizes` around `size`: of neighbours, or else of multiples."""
+    found = set(sizes.tolist())
     if size not in found:
         return None
-    later = [other - size for other in sorted(found) if other > size]
-    earlier = [size - other for other in sorted(found, reverse=True) if other < size]
-    for step in dict.fromkeys((1, *later[:1], *earlier[:1])):
+    later, earlier = sizes[sizes > size][:1] - size, size - sizes[sizes < size][-1:]
+    for step in dict.fromkeys((1, *later.tolist(), *earlier.tolist())):
         if size % step:
             continue
         least = most = size

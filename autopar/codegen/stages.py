@@ -42,7 +42,7 @@ def _check_buffers(program: Program, found: Sequence[View]) -> None:
     """Raise PlanError where a stage gives a new value to a buffer that another one reads: there it would be the old one for ever."""
     for number, op in enumerate(program.results):
         giving = {view.index for view in found if (number, op) in view.results}
-        holding = {view.index for view in found for name in view.held if program.ops[name].role == "buffer" and program.ops[name].fqn == op.fqn}
+        holding = {view.index for view in found if program.buffers.get(op.fqn) in view.held}
         if op.role == "mutation" and holding - giving:
             raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads ({program.ops[op.operands[0][0]].where}): "
                             "cut the model in front of what reads the buffer or behind what changes it, or take one stage")

@@ -79,11 +79,11 @@ def barred(program: Program) -> tuple[int, ...]:
     (a value of buffers and sizes alone is made wherever the buffer is read)."""
     pieces, free = units(program), free_ops(program)
     at = {name: [i for i, unit in enumerate(pieces) if unit.name == name] for name in dict.fromkeys(unit.name for unit in pieces)}
-    home, holders = homes(program, pieces), {op.fqn: op.name for op in program.ops.values() if op.role == "buffer" and not op.scope}
+    home = homes(program, pieces)
     found: dict[int, None] = {}
     for op in program.results:
         if op.role == "mutation" and op.operands[0][0] not in free:
-            places = [*_read_at(program, (holders[op.fqn], 0), free, at, home), *at.get(home[op.operands[0][0]], ())[-1:]]
+            places = [*_read_at(program, (program.buffers[op.fqn], 0), free, at, home), *at.get(home[op.operands[0][0]], ())[-1:]]
             found.update(dict.fromkeys(range(min(places) + 1, max(places) + 1)))
     return tuple(sorted(found))
 
@@ -94,8 +94,8 @@ def _read_at(program: Program, ref: Ref, free: Collection[str], at: Mapping[str,
     queue = [ref]
     while queue:
         here = queue.pop()
-        for run in program.runs.values():
-            found += at[run.scope] if here in run.feeds else ()
+        for port in program.fed.get(here, ()):
+            found += at[program.ops[port].scope]
         for reader, _ in program.readers.get(here, ()):
             if reader.name in free:
                 queue += [(reader.name, i) for i in range(len(reader.call.outs))]

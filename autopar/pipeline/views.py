@@ -50,12 +50,11 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
     reads = [_reads(program, stage) for stage in plan.stages]
     made = [_made(program, stage) for stage in plan.stages]
     owners = _owners(program, made, totals)
-    buffers = {op.fqn: op.name for op in program.ops.values() if op.role == "buffer" and not op.scope}
     for index, op in _results(program):
         for owner in owners[index]:
-            reads[owner].update(dict.fromkeys([op.operands[0], *([(buffers[op.fqn], 0)] if op.role == "mutation" else [])]))
+            reads[owner].update(dict.fromkeys([op.operands[0], *([(program.buffers[op.fqn], 0)] if op.role == "mutation" else [])]))
     read = {ref[0] for ref in program.readers} | {feed[0] for run in program.runs.values() for feed in run.feeds}
-    changed = {buffers[op.fqn] for op in program.results if op.role == "mutation"}
+    changed = {program.buffers[op.fqn] for op in program.results if op.role == "mutation"}
     idle = [(op.name, 0) for op in program.ops.values() if op.role in ("param", "buffer") and not op.scope and op.name not in {*read, *changed}]
     reads[0].update(dict.fromkeys(idle))  # what nobody reads is in the state dict nevertheless
     arriving: list[dict[Ref, None]] = [{} for _ in range(count + 1)]

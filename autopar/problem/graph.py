@@ -149,6 +149,11 @@ class Program:
         return found
 
     @cached_property
+    def buffers(self) -> dict[str, str]:
+        """The buffers of the model itself, not of blocks: name in the model -> the operator that holds it."""
+        return {op.fqn: op.name for op in self.ops.values() if op.role == "buffer" and not op.scope}
+
+    @cached_property
     def following(self) -> dict[str, str]:
         """Operators that only turn or cast one parameter, which nobody else reads: name -> the parameter. They are done on the
         shard, so that what is gathered, and gathered again, is their result."""

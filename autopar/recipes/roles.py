@@ -15,8 +15,8 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.resting import EACH, is_gathered
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
-from autopar.rules.arguments import given
-from autopar.rules.language import Option
+from autopar.rules import RULES
+from autopar.rules.language import Option, parse
 from passes import edit, facts, ops
 
 aten = torch.ops.aten
@@ -231,12 +231,7 @@ def _norm_of_tokens(op: Op, ways: int) -> bool:
 
 def over_vocabulary(op: Op) -> bool:
     """Whether `op` looks up rows of a table or takes a loss over classes, and can do so with the rows or the classes cut."""
-    return op.target in OVER_VOCABULARY and not (op.target is ops.bag and "max" in op.call.args) and not _counts(op)
-
-
-def _counts(op: Op) -> bool:
-    """Whether gradients are scaled by how often a row comes in the whole batch."""
-    return op.target is aten.embedding.default and bool(given(op.call)["scale_grad_by_freq"])
+    return op.target in OVER_VOCABULARY and bool(parse(RULES[op.target].text(op.call)).runs)
 
 
 def _vocabulary_size(op: Op) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import edit, facts, ops
 
 aten = torch.ops.aten
 
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
     does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs.
-    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics.
+    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`, which says what they are
+           in evaluation.
     """
     for node in edit.calls(gm, aten.batch_norm.default):
         given = edit.args_of(node)
@@ -36,18 +37,24 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     x: fx.Node = given["input"]
     dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
-    mean = _op(node, aten.div.Tensor, _op(node, aten.sum.dim_IntList, x, dims, True), count)
+    mean = _mean(node, _op(node, aten.sum.dim_IntList, x, dims, True), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, mean)
     squares = _op(node, aten.sum.dim_IntList, _op(node, aten.mul.Tensor, centred, centred), dims, True)
-    variance = _op(node, aten.div.Tensor, squares, count)
-    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
-    result = _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
-    if given["running_mean"] is not None and given["training"]:
+    variance = _mean(node, squares, count, given, "running_var")
+    if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
         unbiased = _op(node, aten.div.Tensor, squares, fewer)
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
-    return result
+    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
+    return _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
+
+
+def _mean(node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
+    """`total / count`, by the operator that knows what takes its place in evaluation, where something does."""
+    if given[running] is None or not given["training"]:
+        return _op(node, aten.div.Tensor, total, count)
+    return _op(node, ops.statistic, total, count, given[running])
 
 
 def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:

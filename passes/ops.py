@@ -43,6 +43,11 @@ def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_
     return flat.reshape(labels.shape)
 
 
+def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
+    """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]` instead. Result: as `total`."""
+    return total / count
+
+
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """How many `labels [...]` are not `ignore_index`: [], as a float of `dtype` (that of the loss it divides)."""
     return (labels != ignore_index).sum(dtype=dtype)

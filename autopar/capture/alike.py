@@ -53,6 +53,17 @@ class AlikeRun:
         return self.start + min(group, 1) * self.period + kind
 
 
+def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
+    """The names of the whole model that `name`, of something in a shortened one, stands for."""
+    for run in runs:
+        number, _, rest = name.removeprefix(f"{run.path}.").partition(".")
+        if name.startswith(f"{run.path}.") and number.isdecimal() and int(number) in run.kept:
+            group, kind = divmod(int(number) - run.start, run.period)
+            first = run.start + kind
+            return [f"{run.path}.{n}.{rest}" for n in ([first] if group == 0 else range(first + run.period, run.stop, run.period))]
+    return [name]
+
+
 def kept(runs: Sequence[AlikeRun], path: str, children: int) -> dict[int, int]:
     """All that is kept of container `path`: number shown -> number in the model. Children in no run keep their number."""
     here = [run for run in runs if run.path == path]

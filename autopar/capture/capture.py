@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
 from autopar.capture.constants import constants, fleeting
+from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
@@ -47,6 +49,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("shadow"):
         twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
+        evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(asked.stand_ins(flat), tree)) if mode == "train" else Evaluation()
     with clock("export"), code_when_asked():
         program, known, found = export(twin, tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
@@ -66,7 +69,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes += left_out
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    order=tuple(model.state_dict(keep_vars=True)))
+                    order=tuple(model.state_dict(keep_vars=True)), evaluation=evaluating)
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
@@ -82,6 +85,12 @@ def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[...,
         runs, twin = [], _in_mode(shadow(model), mode)
     targets = _targets(loss_fn)
     return (WithLoss(twin, loss_fn, targets, len(args) - targets) if loss_fn is not None else twin), runs, why
+
+
+def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
+    """How the model of which `twin` is the short shadow evaluates; the loss function is not asked."""
+    found = evaluation(getattr(twin, WithLoss.INNER, twin), args[:len(args) - _targets(loss_fn)], kwargs)
+    return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.evaluation import Evaluation
 from autopar.errors import PlanError
 from passes.part_runs import Parts, part_runs
 
@@ -30,6 +31,7 @@ class Captured:
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
+    evaluation   what `model.eval()` makes of it
     parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
     valueless    names of constants without a value: the model is on meta and does not say how they are made
     """
@@ -48,6 +50,7 @@ class Captured:
     valueless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    evaluation: Evaluation = field(default_factory=Evaluation)
     parts: Parts = field(default_factory=dict)
 
     def parted(self, parts: Parts) -> Captured:

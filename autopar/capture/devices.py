@@ -36,7 +36,7 @@ class _Meeting(TorchFunctionMode):
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
         tensors = _tensors((args, kwargs))
-        if len({x.device.type for x in tensors}) > 1 and not (_changes(func) and tensors[0].device.type != "meta"):
+        if len({x.device.type for x in tensors}) > 1 and not (changes(func) and tensors[0].device.type != "meta"):
             args, kwargs = pytree.tree_map(_moved, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -52,7 +52,8 @@ def _index(index: Any) -> Any:
     return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not _tensors(index) else index
 
 
-def _changes(func: Any) -> bool:
+def changes(func: Any) -> bool:
+    """Whether a function changes its first argument in place, by its name."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 

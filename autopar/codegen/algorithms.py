@@ -22,13 +22,14 @@ from autopar.problem.graph import Op
 from autopar.rules import halo as windows
 from autopar.rules import tiles
 from autopar.rules.arguments import given
-from passes import ops
+from passes import facts, ops
+from passes.switches import SWITCHES, place_of
 
 if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "halves", "own_groups", "own_heads", "pairs", "placed", "ring_attention", "seeded",
+IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "halves", "in_training", "own_groups", "own_heads", "pairs", "placed", "ring_attention", "seeded",
             "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding")
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
@@ -178,7 +179,28 @@ def _dropout_p(call: Written) -> str:
 def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     context.algorithms["dropout"] = None
     layout = show(Pair.of(node.outs[0]).value)
-    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH, training={call.args[2]})'
+    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH)'
+
+
+def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
+    context.algorithms["in_training"] = None
+    total, count, running = call.args
+    own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
+    cast = f".to({own})" if own != other else ""
+    return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast})"
+
+
+def switched(op: Op, call: Written, context: Context) -> Written:
+    """The call with the argument that makes it do what it does in training off where the module evaluates."""
+    switch = SWITCHES.get(op.target)
+    if switch is None or not switch.is_on(given(op.call)):
+        return call
+    context.algorithms["in_training"] = None
+    name, value = switch.name, given(op.call)[switch.name]
+    text, place = f"in_training({value}, {type(value)()})", place_of(op.target, name)
+    if name in call.kwargs:
+        return replace(call, kwargs={**call.kwargs, name: text})
+    return replace(call, args=(*call.args[:place], text, *call.args[place + 1:]))
 
 
 def seeded_text(op: Op, node: NodePlan, text: str, call: Written, context: Context) -> str:
@@ -214,5 +236,6 @@ OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = 
 OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
     aten.dropout.default: _dropout,
     ops.experts: _plain_experts,
+    ops.statistic: _statistic,
 }
 """Operators that are written in their own way wherever no algorithm splits them."""

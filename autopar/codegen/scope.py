@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text
+from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, given, in_pair, needed, options, out_pair
 from autopar.codegen.expressions import Written, write
@@ -227,7 +227,7 @@ class ScopeWriter:
         if special is not None:
             return special
         self.context.use(node.target)
-        return seeded_text(op, plan.nodes[op.name], write(node.target, written), written, self.context)
+        return seeded_text(op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), written, self.context)
 
     def _note_even(self, op: Op, layout: Layout) -> None:
         """Remember the sizes that a reshape of cut dims needs to be even: the file checks them before it runs anything."""

@@ -27,7 +27,8 @@ INDENT = "    "
 @dataclass(frozen=True)
 class Names:
     """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
-    holds, the names of the state dict in the order of the model, and arguments that are part of the graph."""
+    holds, the names of the state dict in the order of the model, arguments that are part of the graph, why the model cannot evaluate as it
+    trains, if so, and the buffers that change then, too."""
 
     inputs: tuple[str, ...]
     structure: Any
@@ -35,12 +36,14 @@ class Names:
     fleeting: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    unevaluated: str = ""
+    changing: tuple[str, ...] = ()
 
     @staticmethod
     def of(captured: Captured) -> Names:
         """Those of a captured model."""
         return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
-                     dict(captured.fixed))
+                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing)
 
 
 def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
@@ -98,7 +101,15 @@ def interface(context: Context, names: Names) -> list[str]:
         f"{INDENT}OUTPUTS = {results}",
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
-        *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else [])]
+        *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
+        *_evaluation(context, names)]
+
+
+def _evaluation(context: Context, names: Names) -> list[str]:
+    """What a model that trains says of its evaluation."""
+    if context.plan.mode != "train":
+        return [f"{INDENT}TRAINS = False"]
+    return [*([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []), *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else [])]
 
 
 def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:

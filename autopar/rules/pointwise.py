@@ -38,9 +38,15 @@ LIKE = "empty_like full_like ones_like zeros_like"
 """They read the sizes of their operand only."""
 
 
-RANDOM = named("""bernoulli.default bernoulli.p cauchy.default exponential.default geometric.default log_normal.default native_dropout.default
-    normal_functional.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default uniform.default""")
+RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.default exponential.default geometric.default log_normal.default native_dropout.default
+    normal_functional.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
 """They draw a number per element."""
+
+
+def features(call: Call) -> str:
+    """One number for each sample and channel."""
+    line = " ".join(["n", "c", *(f"d{i}!" for i in range(2, len(call.ins[0].shape)))])
+    return rule([line], [line])
 
 
 def _casts(call: Call) -> str:
@@ -81,6 +87,8 @@ RULES: dict[Any, Rule] = {
     aten.div.Scalar: Rule(broadcast, linear="all"),
     aten.div.Tensor: Rule(broadcast, linear=_quotients),
     aten.dropout.default: Rule(broadcast, random=True),
+    aten.feature_alpha_dropout.default: Rule(features, random=True),
+    aten.feature_dropout.default: Rule(features, random=True),
     aten.lift_fresh_copy.default: Rule(broadcast, linear="all"),
     aten.lerp.Scalar: Rule(broadcast, linear="all"),
     aten.lerp.Tensor: Rule(broadcast, linear="0+1"),

@@ -9,6 +9,7 @@ import torch
 from autopar.rules.arguments import Spec, dims, given, line, named, rank_of, rule, words
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
+from passes import ops
 
 aten = torch.ops.aten
 
@@ -64,6 +65,12 @@ def batch_norm(call: Call) -> str:
     return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 
+def statistic(call: Call) -> str:
+    """Sums of a batch, one for each channel; the running ones lie along the channels."""
+    left = " ".join("c" if i == 1 else "1" for i in range(rank_of(call)))
+    return rule([left, "c"], [left])
+
+
 def pair_along(name: str) -> Spec:
     """Two operands that broadcast against each other, reduced along one whole dim (cosine similarity)."""
     def spec(call: Call) -> str:
@@ -106,4 +113,5 @@ RULES: dict[Any, Rule] = {
     aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
     aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
+    ops.statistic: Rule(statistic),
 }

@@ -102,6 +102,9 @@ class ShardedModule(Scope):
     STRUCTURE: ClassVar[Any] = None
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
+    TRAINS: ClassVar[bool] = True
+    UNEVALUATED: ClassVar[str] = ""  # why the program is none of the model in evaluation, if so
+    CHANGING: ClassVar[Sequence[str]] = ()  # buffers that change in evaluation, too
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
@@ -143,6 +146,14 @@ class ShardedModule(Scope):
 
     # -- running
 
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module.train: `eval()` is `train(False)`, and the next calls evaluate. Nothing is dropped then, batch norms have their running statistics, and
+        buffers stay that only training changes. Raises RunError where the model does in evaluation what no operator of a training step does."""
+        if not mode and self.UNEVALUATED:
+            raise RunError(f"eval(): this module is a training step, and in evaluation the model does something else: {self.UNEVALUATED}. Plan its evaluation with "
+                           'compile(model, ..., mode="inference") and fill that module with load_full(model.full_state_dict())')
+        return super().train(mode)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan says.
 
@@ -182,7 +193,7 @@ class ShardedModule(Scope):
         self._leaves.refresh()
         self._spread.clear()
         self.mutations.clear()
-        self.rng.advance()
+        self.rng.advance(training=self.training or not self.TRAINS)
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
             self._turn = stack.enter_context(regather.regathering(self._sync))
@@ -197,7 +208,9 @@ class ShardedModule(Scope):
         return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
 
     def _mutate(self, held: Held, value: Tensor) -> None:
-        """A buffer's new value. Not in place: the backward may need the old one."""
+        """A buffer's new value, unless only training changes it. Not in place: the backward may need the old one."""
+        if not self.rng.training and held.name not in self.CHANGING:
+            return
         held.owner[held.key] = wrap_like(value.detach().clone(), held.tensor)
 
     def _results(self) -> list[tuple[str, str]]:

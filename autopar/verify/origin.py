@@ -7,7 +7,7 @@ float64, too, and what is alike in either counts. Emitted programs are compared 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture import Captured, lift
+from autopar.capture.flags import undropped
 from autopar.capture.own_backwards import once
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
@@ -83,18 +83,6 @@ def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     """Copies in `dtype` of what is floating, of other tensors as they are."""
     return {name: (item.detach().to(dtype, copy=True) if item.is_floating_point() else item.detach().clone()) if isinstance(item, Tensor) else item
             for name, item in tensors.items()}
-
-
-@contextmanager
-def undropped() -> Iterator[None]:
-    """Dropout drops nothing: that of torch.nn.functional, which modules call, and of attention."""
-    attention: Callable[..., Tensor] = F.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **more: Any) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, is_causal, **more)
-
-    with mock.patch.object(F, "dropout", lambda input, *_, **__: input), mock.patch.object(F, "scaled_dot_product_attention", attend):
-        yield
 
 
 @contextmanager

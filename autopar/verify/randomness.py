@@ -10,12 +10,9 @@ from torch import fx
 
 from autopar.rules import rule_for
 from passes import facts
+from passes.switches import SWITCHES, turn_off
 
 aten = torch.ops.aten
-DROPOUTS: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}
-"""Operator -> position of its probability."""
-
-
 STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.rand.default: (aten.full.default, lambda size: (size, 0.5)),
     aten.randn.default: (aten.full.default, lambda size: (size, 0.5)),
@@ -45,8 +42,8 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                if node.target in DROPOUTS:
-                    silenced += [node.name] if _keep(node) else []
+                if node.target in SWITCHES:
+                    silenced += [node.name] if turn_off(node) else []
                 elif node.target in STILL:
                     stilled.append(node.name)
                     _still(node)
@@ -62,16 +59,7 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
 def drawn(gm: fx.GraphModule) -> list[str]:
     """The operators of a captured graph that draw random numbers, dropout aside, by name."""
     nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes if node.op == "call_function"]
-    return [node.name for node in nodes if node.target not in DROPOUTS and (node.target in STILL or ((rule := rule_for(node.target)) is not None and rule.random))]
-
-
-def _keep(node: fx.Node) -> bool:
-    """Set one dropout's probability to 0; whether it was another."""
-    at = DROPOUTS[node.target]
-    before = (node.args, node.kwargs)
-    node.args = (*node.args[:at], 0.0, *node.args[at + 1:]) if len(node.args) > at else node.args
-    node.kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in node.kwargs.items()}
-    return before != (node.args, node.kwargs)
+    return [node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or ((rule := rule_for(node.target)) is not None and rule.random))]
 
 
 def _still(node: fx.Node) -> None:

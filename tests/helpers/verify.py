@@ -24,7 +24,7 @@ from autopar.cluster import Cluster
 from autopar.decided import node_plan
 from autopar.frontend import load
 from autopar.onestage import plan
-from autopar.pipeline import units
+from autopar.pipeline import barred, units
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.sharing import sharing
 from autopar.plan import Plan, Predicted
@@ -181,8 +181,9 @@ def by_stages(who: Subject, sizes: Sizes, recipe: str | Sequence[roles.Role], pl
     """`recipe` (or one role per axis) on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
     planner, made = _whole(who, sizes, recipe if isinstance(recipe, str) else tuple(recipe))
     count = places * virtual
-    total = len(units(planner.program))
-    cuts = bounds or [round(total * k / count) for k in range(1, count)]
+    total, forbidden = len(units(planner.program)), barred(planner.program)
+    allowed = [i for i in range(1, total) if i not in forbidden]
+    cuts = bounds or [min(allowed, key=lambda i, k=k: abs(i - total * k / count)) for k in range(1, count)]
     micro = _sharing(who, sizes, microbatches) if microbatches > 1 else None
     flat = replace(made, cluster=Cluster.parse(f"cpu:1x{places * math.prod(sizes)}").to_dict())
     return pipelined(flat, planner.program, cuts, schedule, places, micro, microbatches)

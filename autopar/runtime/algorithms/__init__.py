@@ -16,6 +16,7 @@ from autopar.runtime.algorithms.tiled import tiled_embedding, tiled_linear, tile
 from autopar.runtime.algorithms.vocab_bag import vocab_bag
 from autopar.runtime.algorithms.vocab_cross_entropy import vocab_cross_entropy_sum
 from autopar.runtime.algorithms.vocab_embedding import vocab_embedding
+from autopar.runtime.rng import in_training
 
-__all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "own_groups", "own_heads", "placed", "ring_attention", "seeded", "tiled_embedding", "tiled_linear",
+__all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "in_training", "own_groups", "own_heads", "placed", "ring_attention", "seeded", "tiled_embedding", "tiled_linear",
            "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding"]

@@ -68,6 +68,7 @@ CONTRACTIONS: Samples = {
     ops.bag: [case(f(6, 5), i(6, 8, 4, 2), f(8, 4, 2)), case(f(6, 8), i(6, 7, 3), f(7, 3), "sum", 2), case(f(6, 8), i(6, 8, 3)), case(f(5, 4), i(5, 8, 3), None, "mean", 2),
               case(f(6, 8), i(6, 8, 3), None, "max")],
     ops.count_each: [case(i(6, 9), 6)],
+    ops.statistic: [case(f(1, 4, 1, 1), 6, f(4)), case(f(1, 4), 6, f(4))],
     ops.experts: [case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "halves(lambda first, second: F.silu(first) * second)"),
                   case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 4), f(6, 4, 5), "lambda x: F.gelu(x)"),
                   case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 8), f(6, 4, 5), "halves(lambda first, second: F.silu(second) + first)", f(6, 8)),

@@ -1,0 +1,146 @@
+"""What `model.eval()` changes: does the graph of a training step say how the model evaluates, too?
+
+    y = F.dropout(x, 0.1, self.training)      # one flag: the graph has the operator, and evaluation leaves it out
+    if self.training: y = y + noise           # other operators: no flag of any operator makes the one of the other
+
+The model runs once in each mode on tensors without values. Every value has a number by what it is computed of, flags aside, so that equal numbers are equal
+expressions; where all results have those of training, evaluation is the graph with its flags off, and without changes of buffers that evaluation does not make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import fake_mode, pytree, tracing
+from autopar.capture.devices import changes, on_meta
+from autopar.capture.failures import caller
+from autopar.capture.flags import FLAGS
+from autopar.capture.outer import fake
+from autopar.capture.shadow import shadow
+
+UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
+"""What a model raises that cannot run without values, or not in the other mode."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a captured model evaluates: with the flags of its functions off, if `why` is empty; else why not. `changing` are the buffers that evaluation changes, too."""
+
+    why: str = ""
+    changing: tuple[str, ...] = ()
+
+
+PLAIN = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+"""What arguments are compared by value; of others the type is."""
+
+
+def evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
+    """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is."""
+    inputs, numbers = (args, dict(kwargs)), dict[Hashable, int]()
+    try:
+        trained, evaluated = _played(shadow(model), inputs, numbers), _played(shadow(model).eval(), inputs, numbers)
+        same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
+        if same and not evaluated.on:
+            return Evaluation(changing=tuple(evaluated.states))
+        again = _played(shadow(model).eval(), inputs, numbers, known=dict.fromkeys(trained.made))
+    except UNTOLD as error:
+        return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
+    return Evaluation(again.on or again.other or "evaluation leaves out parts of what training computes")
+
+
+def _played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None) -> _Tape:
+    """The tape of one run of `model`."""
+    tape = _Tape(numbers, known)
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in named.items():
+        tape.begin(tensor, ("weight", name))
+    with torch.no_grad(), fake_mode(), tracing(), on_meta():
+        args, kwargs = fake(inputs)
+        for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+            if isinstance(leaf, torch.Tensor):
+                tape.begin(leaf, ("input", i))
+        with tape:
+            result = model(*args, **kwargs)
+    tape.result = [tape.number(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
+    return tape
+
+
+class _Tape(TorchFunctionMode):
+    """Numbers what is computed: equal ones are equal expressions of weights and inputs, flags aside.
+
+    result   the numbers of the tensors that the model gives
+    states   the buffers that change, and a number for what they become
+    made     the numbers of all that functions gave
+    on       the first function with a flag on, in words
+    other    the first function whose number is not among the `known` ones, in words
+    """
+
+    def __init__(self, numbers: dict[Hashable, int], known: Mapping[int, None] | None) -> None:
+        super().__init__()
+        self.result: list[int] = []
+        self.states: dict[str, int] = {}
+        self.made: dict[int, None] = {}
+        self.on = self.other = ""
+        self._numbers, self._known = numbers, known
+        self._of: dict[int, int] = {}
+        self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
+        self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
+
+    def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
+        """Number what is there before anything runs."""
+        self._note(tensor, self._number(key))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of what `tensor` holds."""
+        found = self._of.get(id(tensor), self._number(("unknown", tuple(tensor.shape), tensor.dtype)))
+        state = self.state(tensor)
+        return found if state is None else self._number(("changed", found, state))
+
+    def state(self, tensor: torch.Tensor) -> int | None:
+        """What was done in place to the memory of `tensor`; None for nothing."""
+        return self._changed.get(tensor.untyped_storage()._cdata)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        flag = FLAGS.get(name)
+        key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
+        before = self.number(args[0]) if flag is not None and flag.drops else None
+        result = func(*args, **kwargs)
+        if flag is not None and not self.on and flag.is_on(args, kwargs):
+            self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
+        made = self._number(key) if before is None else before
+        in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
+        if in_place and before is None:
+            target = kwargs.get("out", args[0])
+            self._changed[target.untyped_storage()._cdata] = self._number(("in place", self.state(target), made))
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for i, tensor in enumerate(tensors):
+            if id(tensor) not in self._of:
+                self._note(tensor, made if before is not None else self._number((made, i)))
+        if (tensors or in_place) and before is None:
+            self.made[made] = None
+            if self._known is not None and made not in self._known and not self.other:
+                self.other = self._says(f"{name} computes something that training does not")
+        return result
+
+    def _says(self, what: str) -> str:
+        return f"{what} ({caller()})" if self._known is not None else what
+
+    def _note(self, tensor: torch.Tensor, number: int) -> None:
+        self._of[id(tensor)] = number
+        self._alive.append(tensor)
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _flat(self, tree: Any) -> list[Hashable]:
+        return [self.number(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else "")
+                for leaf in pytree.tree_leaves(tree)]

@@ -1,0 +1,189 @@
+"""`model.eval()` on ranks gives what the user's own model gives in evaluation; where it cannot, it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.errors import RunError
+from autopar.plan import Plan
+from autopar.verify import case_of, verify
+from autopar.verify.step import Light
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_stages, planned
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """Layers between maps. All that a step changes is in buffers: `seen` counts every call, `steps` those of training."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        self.up, self.layer, self.down, self.call = nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH), call
+        self.register_buffer("seen", torch.ones(()))
+        self.register_buffer("steps", torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen.add_(1.0)
+        out = self.down(self.call(self.layer, self.up(x))) * self.seen / self.steps
+        if self.training:
+            self.steps.add_(1.0)
+        return (out - x).square().mean(), out
+
+
+class Counted(nn.Module):
+    """A block that counts its calls, those of evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        return F.dropout(self.linear(x).tanh(), 0.5, self.training) * self.calls
+
+
+def _normed(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _attended(layer: nn.Module, x: Tensor) -> Tensor:
+    q, k, v = layer(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if layer.training else 0.0).transpose(1, 2).flatten(2)
+
+
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.5, batch_first=True), 5, enable_nested_tensor=False)
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU())
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))),
+    "random slopes": lambda: Model(nn.RReLU()),
+    "batch norm": lambda: Model(nn.Sequential(_block(), nn.Dropout(0.5), _block()), _normed),
+    "blocks with batch norm": lambda: Model(nn.Sequential(*(_block() for _ in range(5))), _normed),
+    "attention": lambda: Model(nn.Linear(WIDTH, 3 * WIDTH), _attended),
+    "blocks": lambda: Model(_encoder()),
+    "blocks that count": lambda: Model(nn.Sequential(*(Counted() for _ in range(5)))),
+    "lstm": lambda: Model(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True), lambda layer, x: layer(x)[0]),
+}
+
+
+def data() -> Tensor:
+    return torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@cache
+def subject(name: str) -> tuple[Subject, nn.Module]:
+    torch.manual_seed(0)
+    model = LAYERS[name]()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    return Subject(name, "train", capture(model, (data().float(),)), {n: t.clone() for n, t in model.state_dict().items()}), model
+
+
+def _plan(who: Subject, how: str) -> Plan:
+    if how not in ("1f1b", "gpipe", "naive", "zbv_zero_bubble"):
+        return planned(who, (2,), how)
+    return by_stages(who, (1,), "single", 2, 1 if how == "naive" else 2, how, 2 if how.startswith("zbv") else 1)
+
+
+def _life(source: str, light: Light) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """One rank: outputs in evaluation, of a step of training, and in evaluation again; the buffers behind each."""
+    module = light.build(source)
+    batch, outputs, buffers = module.shard_batch(data()), [], []
+    for training in (False, True, False):
+        with torch.no_grad():
+            outputs.append(list(module.full(module.train(training)(*batch)).values())[-1])
+        buffers.append({name: tensor.clone() for name, tensor in module.full_state_dict().items()})
+    return outputs, buffers
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("lstm", "zero3"),
+    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 2", "random 3", "naive", "1f1b", "zbv_zero_bubble")
+      if "norm" not in name or how not in ("1f1b", "zbv_zero_bubble"))])
+def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
+    who, model = subject(name)
+    case = case_of(who.captured, _plan(who, how), who.weights, {"x": data()})
+    assert verify(case, ranks=living(2)).ok
+    model.double().load_state_dict(dict(who.weights))
+    wanted = model.eval()(data())[1].detach()
+    kept = {n: t.clone() for n, t in model.state_dict().items()}
+    for outputs, buffers in living(2).run(_life, case.source(), case.light):
+        evaluated, trained, again = outputs
+        torch.testing.assert_close(evaluated, wanted, rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(trained, wanted, rtol=1e-3)
+        after, stepped, last = buffers
+        assert all(torch.equal(after[n].double(), kept[n].double()) for n in after), {n: (after[n], kept[n]) for n in after}
+        changed = [n for n, _ in model.named_buffers() if n in stepped and not torch.equal(stepped[n], after[n])]
+        assert set(changed) == {n for n, _ in model.named_buffers() if n in stepped}, "batch norms and both counters go on in training"
+        assert {n for n in last if not torch.equal(last[n], stepped[n])} <= {n for n in last if n.endswith(("seen", "calls"))}
+        if len(stepped) == len(kept):  # all stages are here
+            model.load_state_dict({n: t.double() for n, t in stepped.items()})
+            torch.testing.assert_close(again, model.eval()(data())[1].detach(), rtol=1e-6, atol=1e-9)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if self.training:
+            hidden = hidden * hidden.abs()
+        return hidden.square().mean()
+
+
+class AlwaysDropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), 0.5).square().mean()
+
+
+def _refused(source: str, light: Light) -> str:
+    module = light.build(source)
+    module.train_step(*module.shard_batch(data()))
+    try:
+        module.eval()
+    except RunError as error:
+        assert module.training
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square computes something that training does not (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
+def test_what_no_flag_turns_off_is_refused(kind: type[nn.Module], why: str) -> None:
+    model = kind()
+    who = Subject("refused", "train", capture(model, (data().float(),)), model.state_dict())
+    case = case_of(who.captured, planned(who, (2,), "zero3"), who.weights, {"x": data()})
+    for said in living(2).run(_refused, case.source(), case.light):
+        assert why in said and 'mode="inference"' in said
+
+
+def test_a_module_for_inference_evaluates_either_way() -> None:
+    torch.manual_seed(0)
+    model = LAYERS["batch norm"]().eval()
+    captured = capture(model, (data().float(),), mode="inference")
+    who = Subject("inference", "inference", captured, model.state_dict())
+    case = case_of(captured, planned(who, (2,), "random 0"), who.weights, {"x": data()})
+    wanted = model.double()(data())[1].detach()
+    for outputs, _ in living(2).run(_life, case.source(), case.light):
+        for number, output in enumerate(outputs):
+            torch.testing.assert_close(output, wanted * (number + 2) / 2, rtol=1e-9, atol=1e-12)

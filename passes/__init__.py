@@ -25,6 +25,7 @@ from passes.lint import lint
 from passes.losses import losses
 from passes.matmul import matmul
 from passes.means import means
+from passes.noises import noises
 from passes.one_sample import one_sample
 from passes.provenance import provenance
 from passes.ranges import ranges
@@ -44,6 +45,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     broadcasts,
     drop_noops,
+    noises,
     rejoined,
     ranges,
     causal_masks,

@@ -37,8 +37,8 @@ FILLS = (aten.fill.Scalar, aten.full.default, aten.full_like.default, aten.maske
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 """Operators whose numbers are sizes, unless they give a symbolic one."""
 
-RANDOM = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default,
-          aten.bernoulli.default, aten.dropout.default, aten.empty.memory_format, aten.empty_like.default)  # fmt: skip
+UNFILLED = (aten.empty.memory_format, aten.empty_like.default)
+"""Operators whose values are what the memory held before."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,17 @@ def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] |
         one = waiting.pop()
         if one in found:
             continue
-        if one.op != "call_function" or one.target in RANDOM or len(found) >= limit or _of_values(one):
+        if one.op != "call_function" or is_random(one) or len(found) >= limit or _of_values(one):
             return None
         found[one] = None
         if not is_size(one):
             waiting.extend(one.all_input_nodes)
     return sorted(found)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the values of a call are others each time."""
+    return node.target in UNFILLED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_size(node: fx.Node) -> bool:

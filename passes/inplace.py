@@ -161,7 +161,10 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     elif target is aten.fill_.Scalar:
         result = edit.call(node.graph, aten.full_like.default, (base, node.args[1]), like=node)
     else:
-        result = edit.call(node.graph, functional(node), node.args, dict(node.kwargs), like=node)
+        args = node.args
+        if target is aten.bernoulli_.float:  # whose twin has no default
+            args = (node.args[0], edit.args_of(node)["p"])
+        result = edit.call(node.graph, functional(node), args, dict(node.kwargs), like=node)
     if facts.dtype(result) != facts.dtype(base):
         result = edit.call(node.graph, aten.to.dtype, (result, facts.dtype(base)), like=node)
     if facts.shape(result) != facts.shape(base):
@@ -170,12 +173,22 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     return result
 
 
+TWINS: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.normal_.default: aten.normal_functional.default,  # `normal` draws for sizes or for means
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+}
+"""Functional operators of other names than the in-place ones."""
+
+
 def functional(node: fx.Node) -> Callable[..., Any]:
     """The functional op of an in-place one: `add_.Tensor` -> `add.Tensor`. Raises ValueError when there is none."""
     target = node.target
     assert isinstance(target, OpOverload)
-    if target is aten.normal_.default:  # `normal` draws for sizes or for means
-        return aten.normal_functional.default
+    if target in TWINS:
+        return TWINS[target]
     namespace, name = target._schema.name.split("::")
     plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(getattr(torch.ops, namespace), plain, None)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.evaluate import RANDOM, depends_on_sizes_only, evaluate, is_size, trials
+from passes.evaluate import depends_on_sizes_only, evaluate, is_random, is_size, trials
 from passes.spellings import reshape_sizes
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
     """The calls that give sizes, or are made of nothing else."""
     found: dict[fx.Node, None] = {}
     for node in edit.calls(gm):
-        if is_size(node) or (node.target not in RANDOM and all(operand in found for operand in node.all_input_nodes)):
+        if is_size(node) or (not is_random(node) and all(operand in found for operand in node.all_input_nodes)):
             found[node] = None
     return found
 

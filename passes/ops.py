@@ -43,6 +43,11 @@ def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_
     return flat.reshape(labels.shape)
 
 
+def noised(x: Tensor, noise: Tensor, keep: float) -> Tensor:
+    """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x` instead. Result: as `x`."""
+    return x / keep * noise
+
+
 def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
     """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]` instead. Result: as `total`."""
     return total / count

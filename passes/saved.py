@@ -162,6 +162,7 @@ SAVED: dict[Any, Row] = {
     ops.experts: lambda grads: (3, 4) if grads[0] else (4,),  # the first layer for the gradient of tokens; and what autopar.rules.experts says
     ops.fill_rows: _fixed(1),
     ops.grouped_matmul: _crosswise,
+    ops.noised: _fixed(1),
     ops.statistic: NOTHING,
 }
 

@@ -55,11 +55,13 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes += found
     with clock("passes"), code_when_asked():
         try:
-            gm = _graph(model, program, known, runs, mode)
+            gm = _graph(model, program, known, runs, mode, evaluating.noises)
         except ValueError as error:
             if not runs:  # nothing was shortened: the error is about the model itself
                 raise CaptureError(f"{type(model).__name__} cannot be captured: {error}") from error
             return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
+    if gm.meta.get("noises", 0) != evaluating.noises:
+        evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
     _check_loss(gm, mode, model)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     with clock("constants"):
@@ -121,7 +123,7 @@ def _targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
     return max(0, len(parameters) - 1)
 
 
-def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str) -> fx.GraphModule:
+def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str, noises: int) -> fx.GraphModule:
     """The exported program as the contract's graph, all passes run."""
     first = _first_names(model)
     trained = {name: p.requires_grad and mode == "train" for name, p in model.named_parameters()}
@@ -129,6 +131,7 @@ def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.Al
     kinds = gm.meta["outputs"]
     if mode == "train" and kinds:
         _mark_loss(gm)
+    gm.meta["noises"] = noises
     if runs:
         gm.meta["repeat_counts"] = _repeat_counts(runs)
     with torch.device("cpu"):  # passes evaluate masks: not on meta, even when the caller builds models there

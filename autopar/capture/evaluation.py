@@ -1,7 +1,8 @@
 """What `model.eval()` changes: does the graph of a training step say how the model evaluates, too?
 
     y = F.dropout(x, 0.1, self.training)      # one flag: the graph has the operator, and evaluation leaves it out
-    if self.training: y = y + noise           # other operators: no flag of any operator makes the one of the other
+    if self.training: y = y * torch.rand(b)   # a random factor, which evaluation leaves out, too (stochastic depth)
+    if self.training: y = y + z               # other operators: evaluation is another graph
 
 The model runs once in each mode on tensors without values. Every value has a number by what it is computed of, flags aside, so that equal numbers are equal
 expressions; where all results have those of training, evaluation is the graph with its flags off, and without changes of buffers that evaluation does not make.
@@ -9,7 +10,7 @@ expressions; where all results have those of training, evaluation is the graph w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.capture.failures import caller
 from autopar.capture.flags import FLAGS
 from autopar.capture.outer import fake
 from autopar.capture.shadow import shadow
+from passes.noises import DRAWN, PLAIN, VALUE
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
 """What a model raises that cannot run without values, or not in the other mode."""
@@ -30,33 +32,42 @@ UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError,
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a captured model evaluates: with the flags of its functions off, if `why` is empty; else why not. `changing` are the buffers that evaluation changes, too."""
+    """How a captured model evaluates: with the flags of its functions off, if `why` is empty; else why not. `changing` are the buffers that evaluation
+    changes, too, and `noises` counts the products with random factors that it leaves out (`passes.noises`)."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
+    noises: int = 0
 
 
-PLAIN = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 """What arguments are compared by value; of others the type is."""
+
+
+DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
+SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like")
+"""They read the sizes of their operand only."""
+PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
+QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 
 
 def evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
     """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is."""
     inputs, numbers = (args, dict(kwargs)), dict[Hashable, int]()
     try:
-        trained, evaluated = _played(shadow(model), inputs, numbers), _played(shadow(model).eval(), inputs, numbers)
+        trained, evaluated = _played(shadow(model), inputs, numbers, leaving_out=True), _played(shadow(model).eval(), inputs, numbers)
         same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
         if same and not evaluated.on:
-            return Evaluation(changing=tuple(evaluated.states))
+            return Evaluation(changing=tuple(evaluated.states), noises=trained.noises)
         again = _played(shadow(model).eval(), inputs, numbers, known=dict.fromkeys(trained.made))
     except UNTOLD as error:
         return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
     return Evaluation(again.on or again.other or "evaluation leaves out parts of what training computes")
 
 
-def _played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None) -> _Tape:
+def _played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None, *, leaving_out: bool = False) -> _Tape:
     """The tape of one run of `model`."""
-    tape = _Tape(numbers, known)
+    tape = _Tape(numbers, known, leaving_out)
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
         tape.begin(tensor, ("weight", name))
@@ -80,15 +91,19 @@ class _Tape(TorchFunctionMode):
     made     the numbers of all that functions gave
     on       the first function with a flag on, in words
     other    the first function whose number is not among the `known` ones, in words
+    noises   the products with random factors, which have the numbers of what is multiplied where they are left out
     """
 
-    def __init__(self, numbers: dict[Hashable, int], known: Mapping[int, None] | None) -> None:
+    def __init__(self, numbers: dict[Hashable, int], known: Mapping[int, None] | None, leaving_out: bool) -> None:
         super().__init__()
         self.result: list[int] = []
         self.states: dict[str, int] = {}
         self.made: dict[int, None] = {}
         self.on = self.other = ""
-        self._numbers, self._known = numbers, known
+        self.noises = 0
+        self._numbers, self._known, self._leaving_out = numbers, known, leaving_out
+        self._kinds: dict[int, int] = {}
+        self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
         self._of: dict[int, int] = {}
         self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
         self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
@@ -101,7 +116,7 @@ class _Tape(TorchFunctionMode):
         """The number of what `tensor` holds."""
         found = self._of.get(id(tensor), self._number(("unknown", tuple(tensor.shape), tensor.dtype)))
         state = self.state(tensor)
-        return found if state is None else self._number(("changed", found, state))
+        return found if state is None else self._made(("changed", found, state), (found, state))
 
     def state(self, tensor: torch.Tensor) -> int | None:
         """What was done in place to the memory of `tensor`; None for nothing."""
@@ -111,25 +126,47 @@ class _Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         flag = FLAGS.get(name)
+        read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
-        before = self.number(args[0]) if flag is not None and flag.drops else None
+        before = read[0] if flag is not None and flag.drops else None
         result = func(*args, **kwargs)
+        if before is None and self._leaving_out and name in PRODUCTS:
+            before = self._multiplied(read, args, result)
         if flag is not None and not self.on and flag.is_on(args, kwargs):
             self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
-        made = self._number(key) if before is None else before
+        made = self._made(key, () if name in SHAPED else read, drawn=name in DRAWING) if before is None else before
         in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
         if in_place and before is None:
             target = kwargs.get("out", args[0])
-            self._changed[target.untyped_storage()._cdata] = self._number(("in place", self.state(target), made))
+            self._changed[target.untyped_storage()._cdata] = self._made(("in place", self.state(target), made), (made,))
+        if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
+            self._whole[made] = read[0]
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for i, tensor in enumerate(tensors):
             if id(tensor) not in self._of:
-                self._note(tensor, made if before is not None else self._number((made, i)))
+                self._note(tensor, made if before is not None or tensor is result else self._made((made, i), (made,)))
         if (tensors or in_place) and before is None:
             self.made[made] = None
             if self._known is not None and made not in self._known and not self.other:
                 self.other = self._says(f"{name} computes something that training does not")
         return result
+
+    def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
+        """The number of the value of which `result` is the product with a random factor; None where it is no such product."""
+        kinds = [self._kinds[number] for number in read]
+        if sorted(kinds) != [VALUE, DRAWN]:
+            return None
+        number, x = read[kinds.index(VALUE)], args[kinds.index(VALUE)]
+        if (x.shape, x.dtype) != (result.shape, result.dtype):
+            return None
+        self.noises += 1
+        return self._whole.get(number, number)
+
+    def _made(self, key: Hashable, read: Sequence[int], *, drawn: bool = False) -> int:
+        """The number of what is made of what has the numbers `read`."""
+        number, kinds = self._number(key), [self._kinds[one] for one in read]
+        self._kinds[number] = VALUE if VALUE in kinds else max([PLAIN, *kinds, *([DRAWN] if drawn else [])])
+        return number
 
     def _says(self, what: str) -> str:
         return f"{what} ({caller()})" if self._known is not None else what
@@ -139,8 +176,10 @@ class _Tape(TorchFunctionMode):
         self._alive.append(tensor)
 
     def _number(self, key: Hashable) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self._kinds.setdefault(number, VALUE)
+        return number
 
     def _flat(self, tree: Any) -> list[Hashable]:
-        return [self.number(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else "")
+        return [self.number(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
                 for leaf in pytree.tree_leaves(tree)]

@@ -190,6 +190,12 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast})"
 
 
+def _noised(op: Op, node: NodePlan, call: Written, context: Context) -> str:
+    context.algorithms["in_training"] = None
+    x, noise, keep = call.args
+    return f"in_training({x}{f' / {keep}' if float(keep) != 1 else ''} * {noise}, {x})"
+
+
 def switched(op: Op, call: Written, context: Context) -> Written:
     """The call with the argument that makes it do what it does in training off where the module evaluates."""
     switch = SWITCHES.get(op.target)
@@ -236,6 +242,7 @@ OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = 
 OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
     aten.dropout.default: _dropout,
     ops.experts: _plain_experts,
+    ops.noised: _noised,
     ops.statistic: _statistic,
 }
 """Operators that are written in their own way wherever no algorithm splits them."""

@@ -14,6 +14,7 @@ import torch
 from autopar.rules.arguments import named, overloads, rule
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
+from passes import ops
 
 aten = torch.ops.aten
 
@@ -106,5 +107,6 @@ RULES: dict[Any, Rule] = {
     aten.where.ScalarOther: Rule(broadcast, linear=_keeps_zero(2, "1")),
     aten.where.ScalarSelf: Rule(broadcast, linear=_keeps_zero(1, "1")),
     aten.where.self: Rule(broadcast, linear="1+2"),
+    ops.noised: Rule(broadcast, linear="first"),
     **{op: Rule(broadcast, random=True) for op in RANDOM},
 }

@@ -51,6 +51,29 @@ class Counted(nn.Module):
         return F.dropout(self.linear(x).tanh(), 0.5, self.training) * self.calls
 
 
+class Deep(nn.Module):
+    """Blocks that are left out at random, for each sample, in three spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling, self.maps = spelling, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        if self.spelling == "transformers":
+            return x.div(0.5) * (0.5 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
+        if self.spelling == "timm":
+            return x * x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5).div_(0.5)
+        x *= torch.empty_like(x).uniform_(0.5, 1.5)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.maps:
+            x = x + self.dropped(layer(x).tanh())
+        return x
+
+
 def _normed(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x.transpose(1, 2)).transpose(1, 2)
 
@@ -76,6 +99,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Model(nn.Linear(WIDTH, 3 * WIDTH), _attended),
     "blocks": lambda: Model(_encoder()),
     "blocks that count": lambda: Model(nn.Sequential(*(Counted() for _ in range(5)))),
+    **{f"left out as {spelling}": lambda spelling=spelling: Model(Deep(spelling)) for spelling in ("transformers", "timm", "jitter")},
     "lstm": lambda: Model(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True), lambda layer, x: layer(x)[0]),
 }
 
@@ -112,7 +136,7 @@ def _life(source: str, light: Light) -> tuple[list[Tensor], list[dict[str, Tenso
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("lstm", "zero3"),
+    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("left out as transformers", "1f1b"), ("left out as timm", "random 1"), ("left out as jitter", "zero3"), ("lstm", "zero3"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 2", "random 3", "naive", "1f1b", "zbv_zero_bubble")
       if "norm" not in name or how not in ("1f1b", "zbv_zero_bubble"))])
 def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:

@@ -99,6 +99,7 @@ SAMPLES = {
     ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), BETWEEN[0])),
     ops.fill_rows: lambda: (ops.fill_rows, (r(8, 50, 4), torch.arange(50).expand(8, 50) < 3, r(8, 3, 4))),
     ops.grouped_matmul: lambda: (ops.grouped_matmul, (r(8, 16), r(2, 16, 6), torch.tensor([4, 8]))),
+    ops.noised: lambda: (ops.noised, (r(3, 40, 50), torch.rand(3, 40, 50), 0.5)),
     ops.statistic: lambda: (ops.statistic, (r(1, 50, 1, 1), 6, torch.ones(50))),
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
 }  # fmt: skip

@@ -73,6 +73,9 @@ def test_autocast_casts_are_written_out():
 
 INPLACE = {
     "plain": lambda m, x, y: (x @ m.w).add_(1).mul_(2),
+    "powers of tensors": lambda m, x, y: (x @ m.w).abs_().pow_(x.square().mean()),
+    "floors": lambda m, x, y: (x @ m.w).detach().floor_divide_(x.square().sum() + 1) + x @ m.w,
+    "all drawn": lambda m, x, y: x @ m.w * torch.zeros_like(x @ m.w).bernoulli_(1.0),
     "mask": lambda m, x, y: (x @ m.w).masked_fill_(x > 0, 3.0),
     "index_put": lambda m, x, y: (x @ m.w).clone().index_put_([torch.tensor([0, 2])], x[:2].clone()),
     "div": lambda m, x, y: (lambda h: h.div_(h.sum(-1, keepdim=True).detach()))(x @ m.w + 20.0),

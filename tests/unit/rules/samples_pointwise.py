@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autopar.rules import pointwise
+from passes import ops
 from tests.unit.rules.samples import Case, Samples, T, case, f
 
 aten = torch.ops.aten
@@ -39,6 +40,7 @@ SPECIAL: Samples = {
     aten.dropout.default: [case(f(5, 4), 0.5, False)],
     aten.feature_alpha_dropout.default: [case(f(5, 4, 3), 0.5, False)],
     aten.feature_dropout.default: [case(f(5, 4, 3, 3), 0.5, False), case(f(5, 4), 0.5, False)],
+    ops.noised: [case(f(6, 5, 4), f(6, 1, 1), 0.5), case(f(6, 4), f(6, 4), 1.0)],
     aten.rrelu.default: [case(f(5, 4), 0.25, 0.5, False)],
     aten.full_like.default: [case(f(5, 4), 2.5), case(f(5, 4), 1, dtype=torch.int64)],
     aten.logit.default: [case(T((5, 4), "c"), 0.1)],

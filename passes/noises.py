@@ -1,0 +1,72 @@
+"""Recognises random factors of values, as of stochastic depth and jitter, and makes one call of `ops.noised` of each.
+
+    x.div(keep) * (keep + torch.rand(b, 1, 1)).floor()
+    x * x.new_empty(b, 1, 1).bernoulli_(keep).div_(keep)
+
+Models have them in training alone: there the operator says what the value is without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.evaluate import UNFILLED, is_random
+from passes.switches import SWITCHES
+
+aten = torch.ops.aten
+
+SHAPED = (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default, aten.zeros_like.default)
+"""They read the sizes of their operand only."""
+VALUE, PLAIN, DRAWN = range(3)
+"""What is made of weights and inputs, of numbers alone, and of numbers and what is drawn."""
+
+
+def noises(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has in training alone, where it has any.
+    does: makes of each product of a value and a random factor one call.
+    gives: `ops.noised`, if there are as many as there should be, and else no change; `gm.meta["noises"]` is the number of them.
+    """
+    wanted = gm.meta.pop("noises", 0)
+    if not wanted:
+        return gm
+    kinds: dict[fx.Node, int] = {}
+    found = [(node, pair) for node in gm.graph.nodes if (pair := _factors(node, kinds)) is not None]
+    if len(found) == wanted:
+        for node, (x, noise) in found:
+            keep, source = _share(x)
+            with edit.before(node):
+                edit.replace(node, edit.call(gm.graph, ops.noised, (source, noise, keep), like=node))
+        gm.meta["noises"] = wanted
+    return edit.finish(gm)
+
+
+def _factors(node: fx.Node, kinds: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node] | None:
+    """The value and the random factor of a product of them that is like the value; notes of which kind `node` is."""
+    kinds[node] = _kind(node, kinds)
+    operands = edit.tensor_operands(node) if node.target is aten.mul.Tensor else []
+    if len(operands) != 2 or sorted(kinds[x] for x in operands) != [VALUE, DRAWN]:
+        return None
+    x, noise = sorted(operands, key=kinds.__getitem__)
+    return (x, noise) if (facts.shape(x), facts.dtype(x)) == (facts.shape(node), facts.dtype(node)) else None
+
+
+def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
+    if node.op != "call_function":
+        return VALUE
+    if not facts.tensors(node):
+        return PLAIN
+    read = [kinds[x] for x in node.all_input_nodes if node.target not in SHAPED and facts.tensors(x)]
+    if VALUE in read:
+        return VALUE
+    return max([PLAIN, *read, *([DRAWN] if is_random(node) and node.target not in (*SWITCHES, *UNFILLED) else [])])
+
+
+def _share(x: fx.Node) -> tuple[Any, fx.Node]:
+    """The number that `x` is over, and what it is of: 1 and itself where it is no quotient."""
+    if x.target is aten.div.Tensor and isinstance(x.args[1], (int, float)) and isinstance(x.args[0], fx.Node) and facts.dtype(x.args[0]) == facts.dtype(x):
+        return x.args[1], x.args[0]
+    return 1.0, x

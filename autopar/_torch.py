@@ -64,6 +64,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def gradient_hooks(tensor: Tensor) -> tuple[list[Callable[[Tensor], Tensor | None]], list[Callable[[Tensor], None]]]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` left with a tensor; autograd calls it for its own leaves only, and torch has no public name for it."""
+    after: Mapping[int, Callable[[Tensor], None]] = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return list((tensor._backward_hooks or {}).values()), list(after.values())
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor itself, not a view of it; any other tensor as it is.
 

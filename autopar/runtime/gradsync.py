@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import at_end_of_backward, local_of, wrap_like
+from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
@@ -106,6 +106,9 @@ class GradSync:
         """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
         self.reset()
         for one in held:
+            if self.deferred and any(gradient_hooks(one.tensor)):
+                raise RunError(f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all microbatches are through: remove it (`handle.remove()`) and do "
+                               "what it does between train_step and optimizer.step")
             if one.stale():
                 one.renew(self.mesh)
                 self.attach(one)
@@ -302,10 +305,20 @@ def _grad(held: Held) -> Tensor:
 
 
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    """Add to `param.grad`, in memory as the parameter lies: fused optimizers read both as flat arrays without looking at strides."""
+    """Add to `param.grad`, in memory as the parameter lies: fused optimizers read both as flat arrays without looking at strides. Hooks of the parameter are
+    called as autograd would: with the gradient, which they may change, and with the parameter when that has come."""
     param, local = held.tensor, held.local
+    changing, noting = gradient_hooks(param)
+    if changing and grads:
+        total = wrap_like(sum(grads[1:], grads[0]).to(local.device), param)
+        for hook in changing:
+            changed = hook(total)
+            total = total if changed is None else changed
+        grads = [local_of(total)]
     for grad in (grad.to(local.device) for grad in grads):
         if param.grad is None:
             param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:
             local_of(param.grad).add_(grad)
+    for note in noting if grads else ():
+        note(param)

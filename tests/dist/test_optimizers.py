@@ -1,0 +1,145 @@
+"""Optimizers of torch on emitted modules step as on one device, and so do hooks of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from autopar.errors import RunError
+from autopar.plan import Plan
+from autopar.verify.step import Light
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
+
+STEPS = 3
+MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
+    "SGD": lambda p: optim.SGD(p, 1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD of lists": lambda p: optim.SGD(p, 1e-2, momentum=0.9, foreach=True),
+    "Adam": lambda p: optim.Adam(p, 1e-2, amsgrad=True),
+    "AdamW of lists": lambda p: optim.AdamW(p, 1e-2, foreach=True),
+    "AdamW fused": lambda p: optim.AdamW(p, 1e-2, fused=True),
+    "Adamax": lambda p: optim.Adamax(p, 1e-2),
+    "NAdam": lambda p: optim.NAdam(p, 1e-2),
+    "RAdam": lambda p: optim.RAdam(p, 1e-2),
+    "Adagrad": lambda p: optim.Adagrad(p, 1e-2),
+    "Adadelta": lambda p: optim.Adadelta(p, 1e-1),
+    "RMSprop": lambda p: optim.RMSprop(p, 1e-3, centered=True, momentum=0.5),
+    "ASGD": lambda p: optim.ASGD(p, 1e-2),
+    "Muon": lambda p: optim.Muon([x for x in p if x.ndim == 2], 1e-2),
+}
+REFUSED: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {"Adafactor": lambda p: optim.Adafactor(p, 1e-2), "Rprop": lambda p: optim.Rprop(p, 1e-3)}
+PLANS: dict[str, Callable[[Subject], Plan]] = {
+    "zero3": lambda who: by_recipe(who, (2,), "zero3"),
+    "zero1": lambda who: by_recipe(who, (2,), "zero1"),
+    "random": lambda who: by_chance(who, (2, 2), 1),
+    "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b"),
+}
+
+
+def _stepped(source: str, light: Light, names: list[str]) -> list[dict[str, Tensor]]:
+    """One rank: the whole parameters after some steps of each optimizer."""
+    found = []
+    for name in names:
+        module = light.build(source)
+        batch = module.shard_batch(**light.batch)
+        optimizer = MADE[name](list(module.parameters()))
+        with mock.patch.object(Tensor, "bfloat16", lambda self: self):  # Muon rounds so much that whose sums come first shows
+            for _ in range(STEPS):
+                module.train_step(*batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(module.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize(("name", "plan"), [("gpt", "zero3"), ("hf-gpt2", "random"), *(
+    pytest.param(name, plan, marks=pytest.mark.slow) for name in ("gpt", "hf-gpt2", "hf-t5") for plan in PLANS)])
+def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
+    who, names = subject(name), list(MADE)
+    alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
+    case = who.case(made)
+    (wanted,) = living(1).run(_stepped, alone.source(), alone.light, names)
+    for got in living(made.ranks).run(_stepped, case.source(), case.light, names):
+        for optimizer, right, found in zip(names, wanted, got, strict=True):
+            for parameter, value in found.items():
+                torch.testing.assert_close(value, right[parameter], rtol=1e-9, atol=1e-9, msg=lambda text, o=optimizer, p=parameter: f"{o}, {p}: {text}")
+
+
+def _refused(source: str, light: Light, name: str) -> str:
+    module = light.build(source)
+    module.train_step(*module.shard_batch(**light.batch))
+    try:
+        REFUSED[name](list(module.parameters())).step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_cannot_step_on_shards_says_so(name: str) -> None:
+    """When this fails, torch can: say so in docs/usage.md."""
+    who = subject("gpt")
+    case = who.case(by_recipe(who, (2,), "zero3"))
+    for said in living(2).run(_refused, case.source(), case.light, name):
+        assert "in-place operations that require placement changes are not supported" in said
+
+
+def _plain(source: str, light: Light) -> dict[str, Tensor]:
+    """One rank: what `_hooked` comes to."""
+    module = light.build(source)
+    optimizer = optim.SGD(module.parameters(), 0.05)
+    for _ in range(STEPS):
+        module.train_step(*module.shard_batch(**light.batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.full_state_dict()
+
+
+def _hooked(source: str, light: Light) -> dict[str, Tensor]:
+    """One rank: each parameter steps as soon as its gradient, which a hook halves, is there."""
+    module = light.build(source)
+    steps = {parameter: optim.SGD([parameter], 0.1) for parameter in module.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        steps[parameter].step()  # type: ignore[index]  # one of the parameters
+        steps[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in module.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(STEPS):
+        module.train_step(*module.shard_batch(**light.batch))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    return module.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero1", "random"])
+def test_hooks_of_gradients_are_called(plan: str) -> None:
+    who = subject("gpt")
+    alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
+    case = who.case(made)
+    (wanted,) = living(1).run(_plain, alone.source(), alone.light)
+    for got in living(made.ranks).run(_hooked, case.source(), case.light):
+        for name, value in got.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+def _hooked_pipeline(source: str, light: Light) -> str:
+    module = light.build(source)
+    next(iter(module.parameters())).register_post_accumulate_grad_hook(lambda _: None)
+    try:
+        module.train_step(*module.shard_batch(**light.batch))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_hooks_of_gradients_are_refused_in_pipelines() -> None:
+    who = subject("gpt")
+    case = who.case(PLANS["1f1b"](who))
+    for said in living(2).run(_hooked_pipeline, case.source(), case.light):
+        assert "has a hook for its gradient" in said

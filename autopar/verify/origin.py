@@ -61,8 +61,8 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     if len(outputs) != len(got["output"]):
         return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
     rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
-    return rows + [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE)
-                   for name, value in got["gradient"].items()]
+    found = {name: torch.zeros_like(value) for name, value in gradients.items()} | got["gradient"]
+    return rows + [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in found.items()]
 
 
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],

@@ -138,6 +138,10 @@ def test_one_block_that_differs_ends_the_run(change):
     x, y = (t.double() for t in batch(9))
     loss = Interpret(captured.gm, weights).run_named(dict(zip(captured.input_names, (x, y), strict=True)))[0]
     torch.testing.assert_close(loss, model(x, y)["loss"], rtol=1e-12, atol=1e-12)
+    graphs = [captured.gm, *(child for _, child in captured.gm.named_children())]
+    trained = {name: node.meta["requires_grad"] for gm in graphs for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "param"
+               for name in node.meta.get("fqns", [node.meta["fqn"]])}
+    assert trained == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def test_blocks_that_share_everything_are_one_run():

@@ -1,0 +1,83 @@
+"""Models of which a part trains: adapters of low rank beside frozen weights, in all blocks or in the last ones, and in pipelines."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.plan import Plan
+from autopar.recipes import roles
+from autopar.verify import case_of, graph_rows, verify
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_stages, planned
+
+WIDTH, DEPTH, WORDS = 16, 6, 32
+
+
+class Adapted(nn.Module):
+    """A frozen map and one of rank 2 beside it."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = (nn.Linear(a, b, bias=False).requires_grad_(trains) for a, b in ((WIDTH, 2), (2, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.frozen(x) + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    """Frozen words in and out, blocks of which those from `first` on train."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Adapted(number >= first) for number in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy((self.norm(x) @ self.words.weight.T).flatten(0, 1), labels.flatten())
+
+
+def data(batch: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(WORDS, (batch, 8), generator=generator) for name in ("ids", "labels")}
+
+
+@cache
+def subject(first: int) -> Subject:
+    torch.manual_seed(0)
+    model = Model(first)
+    captured = capture(model, (), data(8))
+    rows, notes = graph_rows(model, captured, (), data(6), training=True)
+    assert not notes and all(row.ok for row in rows), rows
+    return Subject("adapted", "train", captured, model.state_dict())
+
+
+def _plan(who: Subject, how: str) -> Plan:
+    if how in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"):
+        return by_stages(who, (1,), "single", 2, 4, how, 1 if how in ("gpipe", "1f1b") else 2)
+    if how.startswith("pp "):
+        return by_stages(who, (2,), (getattr(roles, how.removeprefix("pp ")),), 2, 2, "1f1b")
+    return planned(who, (2,), how)
+
+
+FIRST = (0, 2, 4, DEPTH - 1)  # up to which block nothing trains, so that the first stages of a pipeline have no gradients
+HOW = ("zero3", "zero1", "tp_sp", "random 0", "random 1", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "pp zero1", "pp zero3", "pp tensor")
+
+
+@pytest.mark.parametrize(("first", "how"), [(0, "1f1b"), (4, "1f1b"), (2, "zbv_zero_bubble"), (0, "pp zero3"), (0, "random 0"),
+                                            *(pytest.param(first, how, marks=pytest.mark.slow) for first in FIRST for how in HOW)])
+def test_equals_one_device(first: int, how: str) -> None:
+    who = subject(first)
+    made = _plan(who, how)
+    report = verify(case_of(who.captured, made, who.weights, data(8)), ranks=living(made.ranks))
+    assert report.ok, (report.first, report.worst)

@@ -1,6 +1,10 @@
-"""`broadcast_tensors` as one `expand` for each tensor that is smaller: each has a gradient of its own, or none."""
+"""`broadcast_tensors` as one `expand` for each tensor that is smaller: each has a gradient of its own, or none. And parts of a dim that was expanded, which
+would need all of a dim that is the same everywhere: of the samples that prompts are made for, the first.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,8 +15,8 @@ aten = torch.ops.aten
 
 
 def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional ops.
-    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them.
+    """needs: functional ops, casts to what is there already removed.
+    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices of expanded dims are expansions to fewer.
     gives: no broadcast_tensors; a tensor that has the sizes already stays as it is (losses broadcast predictions to targets alike).
     """
     for node in edit.calls(gm, aten.broadcast_tensors.default):
@@ -21,7 +25,28 @@ def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
             with edit.before(user):
                 edit.replace(user, _expanded(tensors[user.args[1]], tensors, user))  # type: ignore[index,arg-type]
         node.graph.erase_node(node)
+    for node in edit.calls(gm, aten.slice.Tensor):
+        with edit.before(node):
+            part = _part(node)
+        if part is not None:
+            edit.replace(node, part)
     return edit.finish(gm)
+
+
+def _part(node: fx.Node) -> fx.Node | None:
+    """A slice of a dim that was expanded from one, as an expansion to as many; None for any other."""
+    whole: Any = node.args[0]
+    if whole.target is not aten.expand.default:
+        return None
+    x, asked = edit.args_of(whole)["self"], edit.args_of(whole)["size"]
+    rank, shape = len(facts.shape(whole)), facts.shape(node)
+    dim = edit.args_of(node)["dim"] % rank
+    own = dim - rank + len(facts.shape(x))
+    if own < 0 or facts.shape(x)[own] != 1 or facts.shape(whole)[dim] == 1 or not isinstance(shape[dim], int):
+        return None
+    if facts.shape(x) == shape:
+        return x
+    return edit.call(node.graph, aten.expand.default, (x, [shape[dim] if i == dim else size for i, size in enumerate(asked)]), like=node)
 
 
 def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:

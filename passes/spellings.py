@@ -153,6 +153,15 @@ def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node
     return spell
 
 
+def _without_empty(node: fx.Node) -> fx.Node | None:
+    """torch lets an empty vector stand among tensors of any rank (caches begin so)."""
+    given = edit.args_of(node)
+    kept = [piece for piece in given["tensors"] if facts.shape(piece) != (0,)]
+    if not kept or len(kept) == len(given["tensors"]) or any(facts.dtype(piece) != facts.dtype(node) for piece in kept):
+        return None
+    return kept[0] if len(kept) == 1 else edit.call(node.graph, aten.cat.default, (kept, given["dim"]), like=node)
+
+
 def _all_dims_mean(node: fx.Node) -> fx.Node | None:
     """A pool to 1x1 is the mean over height and width."""
     if list(node.args[1]) != [1, 1]:  # type: ignore[arg-type]
@@ -170,6 +179,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
     aten.embedding.default: _dense,
     aten.expand_as.default: _expanded,
+    aten.cat.default: _without_empty,
     aten.concat.default: _same_args(aten.cat.default, 2),
     aten.concatenate.default: _same_args(aten.cat.default, 2),
     aten.fill.Scalar: _full,

@@ -49,10 +49,11 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("shadow"):
         twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
-        evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(asked.stand_ins(flat), tree)) if mode == "train" else Evaluation()
     with clock("export"), code_when_asked():
-        program, known, found = export(twin, tuple(inputs), dict(named), asked, training=mode == "train")
+        program, known, found = export(lambda: _with_loss(shadow(twin), loss_fn, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
+    with clock("evaluation"):
+        evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(known.stand_ins(flat), tree)) if mode == "train" else Evaluation()
     with clock("passes"), code_when_asked():
         try:
             gm = _graph(model, program, known, runs, mode, evaluating.noises)
@@ -76,22 +77,27 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
             asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
-    """The module to export: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
+    """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
     why = ""
     keep = {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
     twin = _in_mode(shadow(model, keep), mode)
     args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
     if runs:
-        why = is_chain(model, twin, runs, tuple(args[:len(args) - _targets(loss_fn)]), kwargs)
+        why = is_chain(model, shadow(twin), runs, tuple(args[:len(args) - _targets(loss_fn)]), kwargs)
     if why:
         runs, twin = [], _in_mode(shadow(model), mode)
+    return twin, runs, why
+
+
+def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, inputs: int) -> nn.Module:
+    """A model that takes so many positional `inputs`, those of its loss function included."""
     targets = _targets(loss_fn)
-    return (WithLoss(twin, loss_fn, targets, len(args) - targets) if loss_fn is not None else twin), runs, why
+    return twin if loss_fn is None else WithLoss(twin, loss_fn, targets, inputs - targets)
 
 
 def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
     """How the model of which `twin` is the short shadow evaluates; the loss function is not asked."""
-    found = evaluation(getattr(twin, WithLoss.INNER, twin), args[:len(args) - _targets(loss_fn)], kwargs)
+    found = evaluation(twin, args[:len(args) - _targets(loss_fn)], kwargs)
     return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
 
 

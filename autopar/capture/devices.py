@@ -8,9 +8,10 @@ takes for a tensor from elsewhere, is detached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -62,8 +63,16 @@ def _moved(x: Any) -> Any:
     return x.to("meta") if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
 
 
+_BEGIN: Callable[..., None] = torch.amp.autocast.__init__
+
+
+def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+    """Autocast knows no meta: `autocast(x.device.type)` of a tensor there is that of the CPU."""
+    _BEGIN(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Everything that is made or met inside is on meta."""
-    with torch.device("meta"), _Meeting():
+    with torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu):
         yield

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export import export as torch_export
@@ -31,28 +33,32 @@ from passes._torch import make_graph_module, shape_check
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
+LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str)
+"""What outputs may be of."""
 MANY = 256  # modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay (measured)
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str]]:
-    """Export with as many symbolic dims as the model allows: a dim that the model fixes becomes static, with a note. `training`: gradients are to be right.
+def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str]]:
+    """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims as it allows: a dim that it fixes becomes
+    static, with a note. `training`: gradients are to be right.
 
     Raises CaptureError with the model's source line when it cannot be exported at all.
     """
     notes: list[str] = []
     flat, tree = pytree.tree_flatten((args, kwargs))
-    _name_keywords(model, kwargs)
     failure: BaseException | None = None
     numbers: set[str] = set()  # sizes that the model makes numbers: their loops over positions are not traced at the user's own size once more
     for tried in _weaker(dims):
-        if tried.loose in numbers:
+        if tried.loose and not numbers.isdisjoint(tried.hints):
             continue
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
+        model = fresh()
+        _name_keywords(model, kwargs)
         try:
-            with (on_meta(), _one_size(model, tried), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+            with (on_meta(), _one_size(model, tried), _plain_outputs(model, kept), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   _as_differentiated(kept) if training else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
@@ -111,6 +117,46 @@ def _one_size(model: nn.Module, dims: Dims) -> Iterator[None]:
         model.forward = forward
 
 
+@contextmanager
+def _plain_outputs(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Inside, `forward` gives None for what is no tensor and torch.export does not know: caches of keys and values."""
+    forward = model.forward
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        def known(path: Any, leaf: Any) -> Any:
+            if leaf is None or isinstance(leaf, LEAVES):
+                return leaf
+            notes.append(f"output {_label(path)} is a {type(leaf).__name__}: it is None in the sharded module")
+            return None
+
+        return pytree.tree_map_with_path(known, forward(*args, **kwargs))
+
+    plain.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what inspect.signature reads
+    model.forward = plain
+    try:
+        yield
+    finally:
+        model.forward = forward
+
+
+@contextmanager
+def _no_new_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first input."""
+    register = nn.Module.register_buffer
+
+    def keep(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        if name in module._buffers:
+            register(module, name, tensor, persistent)
+        else:
+            vars(module)[name] = tensor
+
+    for module in model.modules():
+        for name in [name for name, tensor in module._buffers.items() if tensor is None]:
+            vars(module)[name] = module._buffers.pop(name)
+    with mock.patch.object(nn.Module, "register_buffer", keep):
+        yield
+
+
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
     """With torch's cache of fake tensors or without it, whichever takes less time for this model."""
     return nullcontext() if sum(1 for _ in model.modules()) > MANY else without_fake_cache()
@@ -142,18 +188,23 @@ def _spell(model: nn.Module, shapes: Any) -> Any:
 
 
 def _weaker(dims: Dims) -> list[Dims]:
-    """The dims as asked; then with sizes that are no batch left to the model's conditions, at a stand-in or, where those are not met by the user's own size, at that;
-    then with fewer symbolic ones."""
-    found = [dims, *(dims.loosened(name, own=own) for name in dims.hints if name not in dims.of_samples for own in (False, True))]
+    """The dims as asked; then with one size left to the model's conditions, that of the batch last, at a stand-in or, where those are not met by the user's own size, at that;
+    then with fewer symbolic ones, the batch left to conditions there, too."""
+    found = [dims, *_loosened(dims, sorted(dims.hints, key=lambda name: name in dims.of_samples))]
     for name in reversed(list(dims.hints)):
         if len(dims.hints) > 1:
-            found.append(dims.without(name))
+            fewer = dims.without(name)
+            found += [fewer, *_loosened(fewer, [other for other in fewer.hints if other in fewer.of_samples])]
     if dims.hints:
         nothing = dims
         for name in dims.hints:
             nothing = nothing.without(name)
         found.append(nothing)
     return found
+
+
+def _loosened(dims: Dims, names: list[str]) -> list[Dims]:
+    return [dims.loosened(name, own=own) for name in names for own in (False, True)]
 
 
 def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:
@@ -240,4 +291,8 @@ def _names(spec: Any) -> list[str]:
     """`loss`, `logits`, `states.0` for the leaves of a pytree."""
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     found = pytree.tree_flatten_with_path(tree)[0]
-    return [re.sub(r"^\.|['\]]", "", pytree.keystr(path).replace("['", ".").replace("[", ".")) or "output" for path, _ in found]
+    return [_label(path) for path, _ in found]
+
+
+def _label(path: Any) -> str:
+    return re.sub(r"^\.|['\]]", "", pytree.keystr(path).replace("['", ".").replace("[", ".")) or "output"

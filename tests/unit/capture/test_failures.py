@@ -8,6 +8,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from passes import facts
 
 
 class Net(nn.Module):
@@ -84,9 +85,14 @@ class Outer(nn.Module):
         return self.inner.change(x)
 
 
-@pytest.mark.parametrize(("kind", "why"), [
-    (Even, "b is static: the model works only where (4*b) == (8*(b // 2))"), (AtLeast, "b is static: the model works only where 6 <= b"),
-    (Eight, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
+@pytest.mark.parametrize(("kind", "span", "notes"), [
+    (Even, (4, 131072, 2), ["b may be 4 to 131072, multiples of 2: the model works only where (4*b) == (8*(b // 2))"]), (AtLeast, (6, 131072, 1), [])])
+def test_a_batch_that_the_model_has_conditions_of(kind, span, notes):
+    captured = capture(kind(), batch())
+    assert captured.hints == {"b": 8} and list(captured.notes) == notes and facts.spans(captured.gm) == {"b": span}
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
 def test_a_size_that_the_model_fixes(kind, why):
     captured = capture(kind(), batch())
     (note,) = captured.notes

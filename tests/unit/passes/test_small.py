@@ -87,6 +87,16 @@ def test_in_place_ops(name):
     normalized(INPLACE[name], data(4, 6))
 
 
+def test_parts_of_expanded_dims_are_what_was_expanded():
+    def function(m, x, y):
+        one = m.seen.unsqueeze(0).expand(x.shape[0], -1)
+        return x @ m.w + one[:1] + one[1:2] + one[:, 2:4].sum() + one[-3:].sum(0)
+
+    gm = normalized(function, data(4, 6))
+    sliced = [node for node in gm.graph.nodes if str(node.target) == "aten.slice.Tensor"]
+    assert [node.args[1] for node in sliced] == [1]
+
+
 def test_writes_into_slices_are_scattered():
     def function(m, x, y):
         h = (x @ m.w).clone()

@@ -1,0 +1,114 @@
+"""What model code does on the way: caches that forward keeps, regions without autocast, results of classes of its own, conditions on the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.verify import graph_rows
+from passes import facts
+
+WIDTH = 8
+
+
+def same(model: nn.Module, x: Tensor, captured_of: Tensor | None = None):
+    """What is captured of `model`, which computes what the model does."""
+    captured = capture(model, (x if captured_of is None else captured_of,))
+    rows, notes = graph_rows(model, captured, (x,), {}, training=True)
+    assert rows and not notes and all(row.ok for row in rows), rows
+    return captured
+
+
+class Map(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Keeping(Map):
+    """Makes a bias for as many positions as there are, once, and keeps it; loops over the positions, so that their number is fixed at the second attempt."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        if "none" in how:
+            self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x):
+        if getattr(self, "bias", None) is None or self.bias.shape[0] < x.shape[1]:
+            bias = torch.arange(x.shape[1]).to(x.dtype)[:, None]
+            if "registered" in self.how:
+                self.register_buffer("bias", bias, persistent=False)
+            else:
+                self.bias = bias
+        x = x + self.bias[:x.shape[1]]
+        return torch.stack([self.linear(x[:, number]) for number in range(x.shape[1])]).square().mean()
+
+
+@pytest.mark.parametrize("how", ["registered", "none before, registered", "none before, assigned", "assigned"])
+def test_what_forward_keeps_is_made_anew_for_each_attempt(how):
+    captured = capture(Keeping(how), (torch.randn(4, 5, WIDTH),), dynamic_shapes=(({0: "b", 1: "s"},), {}))
+    assert list(captured.hints) == ["b"] and not captured.valueless and not captured.constants
+    same(Keeping(how), torch.randn(4, 5, WIDTH))
+
+
+class InFull(Map):
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.linear(x).square().mean()
+
+
+def test_regions_without_autocast_on_the_device_of_a_tensor():
+    same(InFull(), torch.randn(4, WIDTH))
+
+
+class Cache:
+    """No pytree."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+
+class Caching(Map):
+    def forward(self, x):
+        hidden = self.linear(x)
+        return {"loss": hidden.square().mean(), "cache": Cache(hidden), "others": (hidden, Cache(x))}
+
+
+def test_results_of_other_classes_are_left_out():
+    captured = capture(Caching(), (torch.randn(4, WIDTH),))
+    assert captured.output_names == ("loss", "others.0") and captured.structure == {"loss": 0, "cache": None, "others": (1, None)}
+    assert [note for note in captured.notes if "Cache" in note] == ["output cache is a Cache: it is None in the sharded module", "output others.1 is a Cache: it is None in the sharded module"]
+
+
+class Large(Map):
+    """Takes another way for large batches, as some upsampling does."""
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return (hidden * 2 if x.shape[0] >= 64 else hidden.relu()).square().mean()
+
+
+@pytest.mark.parametrize(("batch", "least", "most"), [(4, 0, 63), (128, 64, 2**17)])
+def test_batches_with_conditions(batch, least, most):
+    captured = same(Large(), torch.randn(batch, WIDTH))
+    assert dict(captured.hints) == {"b": batch}
+    assert [note[:len("b may be 2 to 63:")] for note in captured.notes] == (["b may be 2 to 63:"] if most < 2**17 else [])
+    assert {name: (span[0], min(span[1], 2**17)) for name, span in facts.spans(captured.gm).items()} == {"b": (least, most)}
+    same(Large(), torch.randn(batch + 3, WIDTH), torch.randn(batch, WIDTH))
+
+
+class Growing(Map):
+    """A cache that begins as an empty vector."""
+
+    def forward(self, x):
+        kept = torch.tensor([], dtype=x.dtype)
+        for _ in range(2):
+            kept = torch.cat([kept, self.linear(x)], dim=-2)
+        return kept.square().mean()
+
+
+def test_empty_vectors_among_tensors_of_any_rank():
+    same(Growing(), torch.randn(4, 3, WIDTH))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule
+from autopar.runtime.agreed import from_first
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Compiled:
 
     `plan` is the Plan, `source` the Python text of the module. `frontier` are the plans of which none is beaten in both step time and
     memory, where `compile(..., pareto=True)` asked for them, the fastest first. With torch.distributed initialised, on as many ranks as the
-    plan has, `module` is the sharded module, and calls, `train_step`, `parameters`, `state_dict` go to it.
+    plan has, `module` is the sharded module, and calls, `train_step`, `parameters`, `state_dict` go to it; give `module` itself to what wants an nn.Module.
     """
 
     def __init__(self, bundle: Bundle, weights: Mapping[str, torch.Tensor] | None = None,
@@ -53,11 +55,32 @@ class Compiled:
 
     @cached_property
     def module(self) -> ShardedModule:
-        """The sharded module on this rank, with the model's weights if it had any.
+        """The sharded module on this rank, an nn.Module, with the model's weights if it had any: those of rank 0, where ranks made others.
 
         Raises RunError when the number of ranks is not the plan's.
         """
-        return self.bundle.build(self._weights)
+        kind, constants = self.plan.device_kind, self.bundle.constants
+        device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        held = from_first({**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}}, device)
+        bundle = replace(self.bundle, constants={name: held[name] for name in constants})
+        return bundle.build(None if self._weights is None else {name: held[name] for name in self._weights if name in held})
+
+    def train(self, mode: bool = True) -> Compiled:
+        """As nn.Module.train: the next calls train, or with False evaluate. Raises RunError where the model does in evaluation what a training step does not."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Compiled:
+        """`train(False)`."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        self.module.zero_grad(set_to_none)
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers on this rank with their original names."""
+        return self.module.named_buffers()
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Forward of this rank's batch; see ShardedModule."""

@@ -23,6 +23,7 @@ from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
 from autopar.capture.shadow import WithLoss, shadow
+from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import CaptureError
 from autopar.frontend import max_positions
 from passes import facts
@@ -38,6 +39,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
     clock = _Clock(progress)
+    refuse_wrapped(model)
     _check_inputs(model, args, kwargs or {}, loss_fn)
     if mode == "train":
         refuse_hooks(model)
@@ -54,6 +56,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes += found
     with clock("evaluation"):
         evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(known.stand_ins(flat), tree)) if mode == "train" else Evaluation()
+    if evaluating.differs and not model.training:
+        notes.append("the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone")
     with clock("passes"), code_when_asked():
         try:
             gm = _graph(model, program, known, runs, mode, evaluating.noises)

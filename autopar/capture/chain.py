@@ -35,6 +35,9 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
     try:
         with _watching(short, runs):
             gave = results(short, paths, inputs)
+        idle = next((f"{path}.{shown}" for path in paths for shown in keep[path] if (path, shown) not in gave), "")
+        if idle:
+            return f"{idle} is not called itself, but its parts are"
         brief = play(model, keep, short.training, inputs, gave.__getitem__)
         whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
                      lambda block: gave[block[0], _shown(runs, *block)])

@@ -33,11 +33,12 @@ UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError,
 @dataclass(frozen=True)
 class Evaluation:
     """How a captured model evaluates: with the flags of its functions off, if `why` is empty; else why not. `changing` are the buffers that evaluation
-    changes, too, and `noises` counts the products with random factors that it leaves out (`passes.noises`)."""
+    changes, too, `noises` counts the products with random factors that it leaves out (`passes.noises`), and `differs` says whether it is another thing than training at all."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
     noises: int = 0
+    differs: bool = False
 
 
 NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
@@ -58,11 +59,12 @@ def evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         trained, evaluated = _played(shadow(model), inputs, numbers, leaving_out=True), _played(shadow(model).eval(), inputs, numbers)
         same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
         if same and not evaluated.on:
-            return Evaluation(changing=tuple(evaluated.states), noises=trained.noises)
+            differs = bool(trained.on or trained.noises or trained.states.keys() - evaluated.states.keys())
+            return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
         again = _played(shadow(model).eval(), inputs, numbers, known=dict.fromkeys(trained.made))
     except UNTOLD as error:
-        return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
-    return Evaluation(again.on or again.other or "evaluation leaves out parts of what training computes")
+        return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}", differs=True)
+    return Evaluation(again.on or again.other or "evaluation leaves out parts of what training computes", differs=True)
 
 
 def _played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None, *, leaving_out: bool = False) -> _Tape:

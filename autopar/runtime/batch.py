@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
-from autopar.layout import Layout, chunk, cutters, parse, pieces
+from autopar.layout import Layout, chunk, cutters, is_shard, parse, pieces
+from autopar.runtime.agreed import fingerprint
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 
@@ -134,17 +135,25 @@ def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
 
 
 def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:
-    """Compare the shapes of all ranks; a collective operation. Raises RunError, on every rank, where they do not fit together."""
+    """Compare the shapes of all ranks, and what is in the parts that several have; a collective operation. Raises RunError, on every rank, where they do not
+    fit together."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
-    mine = [tuple(v.shape) if isinstance(v, Tensor) else None for v in values]
+    mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
     everyone: list[Any] = [None] * mesh.ranks
     dist.all_gather_object(everyone, mine)
     coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank), mesh.sizes)) for rank in range(mesh.ranks)]
     for index, (name, layout) in enumerate(inputs.items()):
-        shapes = {coord: everyone[rank][index] for rank, coord in enumerate(coords)}
-        if not fit(shapes, parse(layout), mesh.sizes):
-            got = "; ".join(f"rank {rank}: {everyone[rank][index]}" for rank in range(mesh.ranks))
+        entries = parse(layout)
+        shapes = {coord: everyone[rank][index][0] for rank, coord in enumerate(coords)}
+        first: dict[tuple[int, ...], int] = {}
+        for rank, coord in enumerate(coords):
+            one = first.setdefault(tuple(c for c, entry in zip(coord, entries, strict=True) if is_shard(entry)), rank)
+            if everyone[rank][index] != everyone[one][index] and everyone[rank][index][0] == everyone[one][index][0]:
+                raise RunError(f"input {name!r}: ranks {one} and {rank} have the same part of the batch under layout {layout} on {mesh}, but not the same in it. They work on it together: give them "
+                               "the same (a sampler for each rank is for data parallel plans alone), or every rank its part of one global batch, as model.shard_batch(*global_batch) does")
+        if not fit(shapes, entries, mesh.sizes):
+            got = "; ".join(f"rank {rank}: {everyone[rank][index][0]}" for rank in range(mesh.ranks))
             raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "
                            "Give every rank its part of one global batch, as model.shard_batch(*global_batch) does")
 

@@ -106,6 +106,9 @@ class GradSync:
         """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
         self.reset()
         for one in held:
+            if one.tensor.requires_grad and not one.info.trainable:
+                raise RunError(f"parameter {one.name} was frozen when the model was compiled, and the plan has no way for its gradient: compile the model with all that will ever train "
+                               "unfrozen, and freeze then (`requires_grad_(False)`)")
             if self.deferred and any(gradient_hooks(one.tensor)):
                 raise RunError(f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all microbatches are through: remove it (`handle.remove()`) and do "
                                "what it does between train_step and optimizer.step")

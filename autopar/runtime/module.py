@@ -181,6 +181,9 @@ class ShardedModule(Scope):
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them."""
+        if torch.is_autocast_enabled(self.MESH.device.type):
+            raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
+                           'compile(model, ..., precision="bf16") for mixed precision')
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._agreed:

@@ -198,8 +198,20 @@ def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
     return as_parameter(distribute(local, info.shape, info.entries, mesh), info.trainable)
 
 
+class Branch(nn.Module):
+    """A part of the tree of names. It holds parameters and never runs: what would wait for it to run is refused."""
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise RunError("the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and hooks of theirs would never be; let the model give what you need among "
+                       "its outputs before it is compiled (hooks of parameters are called)")
+
+    forward = _refused
+    register_forward_hook = register_forward_pre_hook = _refused
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused
+
+
 def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:
-    """Register `tensor` under the dotted `name`, with plain modules on the way; gives the table that holds it and its key.
+    """Register `tensor` under the dotted `name`, with branches on the way; gives the table that holds it and its key.
 
     Works on the tables of nn.Module, because a name of the model may be an attribute of ours.
     """
@@ -208,7 +220,7 @@ def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persisten
     for part in path:
         inner = module._modules.get(part)
         if inner is None:
-            inner = module._modules[part] = nn.Module()
+            inner = module._modules[part] = Branch()
         module = inner
     table: dict[str, Any] = module._buffers if buffer else module._parameters
     table[key] = tensor

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
+from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.recipes import roles
 from autopar.verify import case_of, graph_rows, verify
+from autopar.verify.step import Light
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planned
 
@@ -68,6 +70,30 @@ def _plan(who: Subject, how: str) -> Plan:
     if how.startswith("pp "):
         return by_stages(who, (2,), (getattr(roles, how.removeprefix("pp ")),), 2, 2, "1f1b")
     return planned(who, (2,), how)
+
+
+def _thawed(source: str, light: Light) -> tuple[str, list[str]]:
+    """One rank: what it says when a frozen weight is to train; and which weights have gradients when one that trained is frozen."""
+    module, said = light.build(source), ""
+    batch = module.shard_batch(**light.batch)
+    module.words.weight.requires_grad_(True)
+    try:
+        module.train_step(*batch)
+    except RunError as error:
+        said = str(error)
+    module.words.weight.requires_grad_(False)
+    module.blocks.get_submodule("1").up.weight.requires_grad_(False)
+    module.train_step(*batch)
+    return said, [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+
+
+def test_what_was_frozen_stays_so() -> None:
+    who = subject(0)
+    for how in ("zero3", "zero1"):
+        case = case_of(who.captured, _plan(who, how), who.weights, data(8))
+        for said, graded in living(2).run(_thawed, case.source(), case.light):
+            assert "parameter words.weight was frozen when the model was compiled" in said
+            assert set(graded) == {f"blocks.{n}.{kind}.weight" for n in range(DEPTH) for kind in ("down", "up")} - {"blocks.1.up.weight"}
 
 
 FIRST = (0, 2, 4, DEPTH - 1)  # up to which block nothing trains, so that the first stages of a pipeline have no gradients

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from autopar.capture import capture
+from autopar.errors import CaptureError
 from autopar.verify import graph_rows
 from passes import facts
 
@@ -112,3 +114,27 @@ class Growing(Map):
 
 def test_empty_vectors_among_tensors_of_any_rank():
     same(Growing(), torch.randn(4, 3, WIDTH))
+
+
+def test_a_model_in_evaluation_is_planned_as_it_trains():
+    dropping, plain = (nn.Sequential(nn.Linear(WIDTH, WIDTH), *more).eval() for more in ([nn.Dropout(0.5)], [nn.ReLU()]))
+    loss = {"loss_fn": lambda out: out.square().mean()}
+    x = torch.randn(4, WIDTH)
+    (note,) = capture(dropping, (x,), **loss).notes
+    assert note.startswith("the model is in evaluation, and planned as it trains")
+    assert not capture(dropping.train(), (x,), **loss).notes and not capture(plain, (x,), **loss).notes
+
+
+def _as_fsdp(model):
+    """What fully_shard makes of a module, without ranks to shard it over."""
+    model.__class__ = type(f"FSDP{type(model).__name__}", (FSDPModule, type(model)), {})
+    return model
+
+
+@pytest.mark.parametrize(("wrap", "why"), [(torch.jit.script, "ScriptModule; give autopar the Python module"), (_as_fsdp, "FSDPModule; give autopar the model before fully_shard")])
+@pytest.mark.parametrize("inside", [False, True])
+def test_models_that_are_made_for_ranks_already_are_refused(wrap, why, inside):
+    wrapped = wrap(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Sequential(wrapped) if inside else wrapped, (torch.randn(4, WIDTH),), loss_fn=lambda out: out.square().mean())
+    assert why in str(caught.value) and ("module 0 is" in str(caught.value)) == inside

@@ -6,7 +6,8 @@ reordered rows, which another plan would read in the wrong order without noticin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,23 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     if len(own) != len(state["param_groups"]):
         raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
     groups = [{**saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]
-    set_optimizer_state_dict(model, optimizer, _mapped({**state, "param_groups": groups}, held, lambda value, h: at_rest(value, h, mesh)))
+    with _without_empty(optimizer, groups) as there:
+        if there:
+            set_optimizer_state_dict(model, optimizer, _mapped({**state, "param_groups": there}, held, lambda value, h: at_rest(value, h, mesh)))
+
+
+@contextmanager
+def _without_empty(optimizer: torch.optim.Optimizer, groups: list[State]) -> Iterator[list[State]]:
+    """Inside, the optimizer has none of its groups without parameters, as a place of a pipeline may have: torch mistakes others for them. Gives those of
+    `groups` that are left; the options of the others are taken of them."""
+    filled = [bool(group["params"]) for group in groups]
+    idle = [group for group, there in zip(optimizer.param_groups, filled, strict=True) if not there]
+    optimizer.param_groups = [group for group, there in zip(optimizer.param_groups, filled, strict=True) if there]
+    try:
+        yield [group for group, there in zip(groups, filled, strict=True) if there]
+    finally:
+        loaded, others = iter(optimizer.param_groups), iter(idle)
+        optimizer.param_groups = [next(loaded) if there else {**next(others), **group, "params": []} for group, there in zip(groups, filled, strict=True)]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
@@ -73,6 +74,8 @@ def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Everything that is made or met inside is on meta."""
-    with torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu):
+    """Everything that is made or met inside is on meta. Batch norms have the statistics of all ranks as they are: those that would ask for them do not, for they want ranks on
+    GPUs to ask."""
+    with (torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
+          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)):
         yield

@@ -275,3 +275,19 @@ def _in_autocast(cluster):
 
 def test_autocast_is_refused():
     on_ranks(2, _in_autocast, "cpu:1x2")
+
+
+def _normed(cluster, converted):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)).double()
+    if converted:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    x, y = torch.randn(8, 3, 4, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    compiled = autopar.compile(model, cluster, (x, y), loss_fn=F.mse_loss, recipe="ddp")
+    return float(compiled.train_step(*compiled.shard_batch(x, y))), compiled.full_state_dict(), compiled.module.full_grads()
+
+
+def test_batch_norms_that_synchronise_are_as_any():
+    plain, synchronised = (on_ranks(2, _normed, "cpu:1x2", converted) for converted in (False, True))
+    for (loss, state, grads), (other, theirs, gradients) in zip(plain, synchronised, strict=True):
+        assert loss == other and all(torch.equal(value, theirs[name]) for name, value in state.items()) and all(torch.equal(value, gradients[name]) for name, value in grads.items())

@@ -1,6 +1,5 @@
-"""Arguments by which an operator does in training what it does not in evaluation: dropout, random slopes.
-
-Batch norms are `ops.statistic` (passes.batch_norm).
+"""What does in training what it does not in evaluation: operators with an argument that says so (dropout, random slopes), and those that say what takes their
+place (`ops.statistic` of batch norms, `ops.noised`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit
+from passes import edit, ops
 
 aten = torch.ops.aten
 
@@ -35,6 +34,23 @@ SWITCHES: dict[Any, Switch] = {
     aten.rrelu.default: Switch("training"),
     aten.scaled_dot_product_attention.default: Switch("dropout_p"),
 }
+
+
+EVALUATED: dict[Any, Any] = {
+    ops.noised: lambda x, noise, keep: x,
+    ops.statistic: lambda total, count, running: running.reshape(total.shape).to(total.dtype),
+}
+"""What operators with a switch of their own are in evaluation."""
+
+
+def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
+    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass knows what it is made of."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target in SWITCHES:
+                turn_off(node)
+            node.target = EVALUATED.get(node.target, node.target)
+    return gm
 
 
 def place_of(target: Any, name: str) -> int:

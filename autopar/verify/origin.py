@@ -7,13 +7,14 @@ float64, too, and what is alike in either counts. Emitted programs are compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -25,6 +26,7 @@ from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
 from autopar.verify.reference import train_step
 from autopar.verify.report import Row
+from passes.switches import evaluate
 
 TOLERANCE = 1e-4
 """Of float32, relative to max(1, the largest value)."""
@@ -32,25 +34,36 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 
 def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
-    """Rows of kind "model", outputs and gradients of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared. The model has
-    its weights, on the CPU; it and they stay as they are."""
-    drawing = drawn(captured.gm)
-    if drawing:
-        return [], [f"the model draws random numbers ({', '.join(drawing[:3])}): it is not compared with its graph"]
-    rows = _rows(model, captured, args, kwargs, training, SINGLE)
+    """Rows of kind "model", outputs and gradients of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
+    it draws no random numbers but for dropout, and as it evaluates, where that is another thing. The model has its weights, on the CPU; it and they stay as they are."""
+    drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
+    rows: list[Row] = []
+    if not drawing:
+        with undropped():
+            rows += _compared(model, captured, args, kwargs, training, keep_all)
+    if evaluates:
+        with _evaluating(model):
+            rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(model, captured, args, kwargs, training, evaluate)]
+    return rows, [f"the model draws random numbers ({', '.join(drawing[:3])}): it is {'' if evaluates else 'not '}compared with its graph{' in evaluation alone' if evaluates else ''}"] if drawing else []
+
+
+def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object]) -> list[Row]:
+    """The rows of a comparison in float32, those that are wrong there in float64; `still` makes of the graph, in place, what the model is now."""
+    rows = _rows(model, captured, args, kwargs, training, still, SINGLE)
     if all(row.ok for row in rows):
-        return rows, []
+        return rows
     try:
-        exact = _rows(model, captured, args, kwargs, training, DOUBLE)
+        exact = _rows(model, captured, args, kwargs, training, still, DOUBLE)
     except RuntimeError:  # the model has casts or operators that know no float64
-        return rows, []
-    return [min(pair, key=lambda row: row.error) for pair in zip(rows, exact, strict=True)], []
+        return rows
+    return [min(pair, key=lambda row: row.error) for pair in zip(rows, exact, strict=True)]
 
 
-def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, dtype: torch.dtype) -> list[Row]:
+def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object],
+          dtype: torch.dtype) -> list[Row]:
     """The rows of a comparison in `dtype`."""
     gm = lift(captured.gm, dtype)
-    keep_all(gm)
+    still(gm)
     names: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     held = {name: tensor for name, tensor in captured.constants.items() if name in names}
     weights = _cast({**names, **captured.constants}, dtype)
@@ -70,7 +83,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     """The tensors that the model gives, in order, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
     leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _cast(dict(model.named_parameters()), dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
-    with undropped(), _running_once(), torch.set_grad_enabled(bool(kinds)):
+    with _running_once(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, {**leaves, **buffers}, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype))
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -83,6 +96,18 @@ def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     """Copies in `dtype` of what is floating, of other tensors as they are."""
     return {name: (item.detach().to(dtype, copy=True) if item.is_floating_point() else item.detach().clone()) if isinstance(item, Tensor) else item
             for name, item in tensors.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model evaluates; afterwards each part of it does what it did before."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

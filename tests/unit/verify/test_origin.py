@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from autopar import frontend
 from autopar.capture import capture
 from autopar.verify import Row, graph_rows
 from autopar.verify.origin import SINGLE, _rows, undropped
+from autopar.verify.randomness import keep_all
+from passes import ops
+from passes.switches import EVALUATED
 from tests.helpers.tiny import TINY
 
 aten = torch.ops.aten
@@ -76,7 +80,7 @@ def test_what_rounds_far_in_float32_is_compared_in_float64() -> None:
     torch.manual_seed(0)
     model, x = Chaotic(), torch.randn(2, 32)
     captured = capture(model, (x,))
-    assert not all(row.ok for row in _rows(model, captured, (x,), {}, True, SINGLE))
+    assert not all(row.ok for row in _rows(model, captured, (x,), {}, True, keep_all, SINGLE))
     rows, notes = graph_rows(model, captured, (x,), {}, training=True)
     assert not notes and max(row.error for row in rows) < 1e-8
     tanh = torch.ops.aten.tanh.default
@@ -100,7 +104,7 @@ def test_a_model_that_draws_numbers_is_not_compared() -> None:
     x = torch.randn(4, 4)
     model = Noisy()
     rows, notes = graph_rows(model, capture(model, (x,)), (x,), {}, training=True)
-    assert rows == [] and len(notes) == 1 and "draws random numbers (randn_like" in notes[0]
+    assert rows == [] and len(notes) == 1 and "draws random numbers (randn_like" in notes[0] and "not compared" in notes[0]
 
 
 def test_dropout_is_as_before_afterwards() -> None:
@@ -109,3 +113,27 @@ def test_dropout_is_as_before_afterwards() -> None:
         assert torch.equal(F.dropout(torch.ones(100), 0.9), torch.ones(100))
         _ = 1 / 0
     assert before == (F.dropout, F.scaled_dot_product_attention)
+
+
+class Dropping(nn.Module):
+    """Normed, dropped and left out at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        nn.init.uniform_(self.norm.running_mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.norm(self.linear(x)), 0.5, self.training)
+        return (x * torch.rand(x.shape[0], 1).round() if self.training else x).square().mean()
+
+
+def test_a_model_is_compared_as_it_evaluates() -> None:
+    x, model = torch.randn(6, 4), Dropping()
+    captured = capture(model, (x,))
+    rows, notes = graph_rows(model, captured, (x,), {}, training=True)
+    assert model.training and model.norm.training and [note[-len("in evaluation alone"):] for note in notes] == ["in evaluation alone"]
+    assert {row.name for row in rows} == {f"{name}, in evaluation" for name in ("loss", *(f"gradient of {name}" for name, _ in model.named_parameters()))}
+    assert all(row.ok for row in rows)
+    with mock.patch.dict(EVALUATED, {ops.statistic: ops.statistic}):  # the statistics of the batch
+        assert not all(row.ok for row in graph_rows(model, captured, (x,), {}, training=True)[0])

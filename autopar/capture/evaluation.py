@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import fake_mode, pytree, tracing
+from autopar.capture.alike import INNER
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.failures import caller
 from autopar.capture.flags import FLAGS
@@ -56,11 +57,13 @@ def evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is."""
     inputs, numbers = (args, dict(kwargs)), dict[Hashable, int]()
     try:
-        trained, evaluated = _played(shadow(model), inputs, numbers, leaving_out=True), _played(shadow(model).eval(), inputs, numbers)
-        same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
-        if same and not evaluated.on:
-            differs = bool(trained.on or trained.noises or trained.states.keys() - evaluated.states.keys())
-            return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
+        evaluated = _played(shadow(model).eval(), inputs, numbers)
+        for leaving_out in (False, True):
+            trained = _played(shadow(model), inputs, numbers, leaving_out=leaving_out)
+            same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
+            if same and not evaluated.on:
+                differs = bool(trained.on or trained.noises or trained.states.keys() - evaluated.states.keys())
+                return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
         again = _played(shadow(model).eval(), inputs, numbers, known=dict.fromkeys(trained.made))
     except UNTOLD as error:
         return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}", differs=True)
@@ -73,6 +76,10 @@ def _played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: 
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
         tape.begin(tensor, ("weight", name))
+    for name, module in model.named_modules():
+        for i, leaf in enumerate(pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})):
+            if isinstance(leaf, torch.Tensor):
+                tape.begin(leaf, ("attribute", name, i))
     with torch.no_grad(), fake_mode(), tracing(), on_meta():
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):

@@ -172,6 +172,17 @@ class Noisy(nn.Module):
         return hidden.square().mean()
 
 
+class Switching(nn.Module):
+    """Two numbers that only their values tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steep, self.flat = nn.Linear(WIDTH, WIDTH), torch.tensor(2.0), torch.tensor(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * (self.steep if self.training else self.flat)).square().mean()
+
+
 class AlwaysDropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,13 +203,30 @@ def _refused(source: str, light: Light) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square computes something that training does not (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
+@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square computes something that training does not (test_evaluation.py:"), (Switching, "mul computes something that training does not (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
 def test_what_no_flag_turns_off_is_refused(kind: type[nn.Module], why: str) -> None:
     model = kind()
     who = Subject("refused", "train", capture(model, (data().float(),)), model.state_dict())
     case = case_of(who.captured, planned(who, (2,), "zero3"), who.weights, {"x": data()})
     for said in living(2).run(_refused, case.source(), case.light):
         assert why in said and 'mode="inference"' in said
+
+
+class Drawing(nn.Module):
+    """Draws in either mode, as autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = self.spread(x).exp()
+        return (self.mean(x) + spread * torch.randn_like(spread)).square().mean()
+
+
+def test_what_is_drawn_in_either_mode_is_drawn_in_evaluation() -> None:
+    found = capture(Drawing(), (data().float(),)).evaluation
+    assert (found.why, found.noises, found.differs) == ("", 0, False)
 
 
 def test_a_module_for_inference_evaluates_either_way() -> None:

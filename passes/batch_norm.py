@@ -43,7 +43,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     variance = _mean(node, squares, count, given, "running_var")
     if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
-        unbiased = _op(node, aten.div.Tensor, squares, fewer)
+        unbiased = _op(node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer)  # of what is summed over ranks already
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))

@@ -57,8 +57,10 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         kept: list[str] = []
         model = fresh()
         _name_keywords(model, kwargs)
+        _one_size(model, tried)
+        _plain_outputs(model, kept)
         try:
-            with (on_meta(), _one_size(model, tried), _plain_outputs(model, kept), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+            with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   _as_differentiated(kept) if training else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
@@ -91,13 +93,17 @@ def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
             return forward(*args, **kwargs)
 
         kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        named.__signature__ = signature.replace(parameters=[*kept, *extra])  # type: ignore[attr-defined]  # what inspect.signature reads
-        model.forward = named
+        _becomes(model, named, signature.replace(parameters=[*kept, *extra]))
 
 
-@contextmanager
-def _one_size(model: nn.Module, dims: Dims) -> Iterator[None]:
-    """Inside, `forward` begins by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
+def _becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Give `model` another forward, with the signature that others are to see."""
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
+    model.forward = forward
+
+
+def _one_size(model: nn.Module, dims: Dims) -> None:
+    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
     a size of two symbols."""
     forward = model.forward
 
@@ -109,17 +115,11 @@ def _one_size(model: nn.Module, dims: Dims) -> Iterator[None]:
                 shape_check(size == first)
         return forward(*args, **kwargs)
 
-    same.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what inspect.signature reads
-    model.forward = same
-    try:
-        yield
-    finally:
-        model.forward = forward
+    _becomes(model, same, inspect.signature(forward))
 
 
-@contextmanager
-def _plain_outputs(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Inside, `forward` gives None for what is no tensor and torch.export does not know: caches of keys and values."""
+def _plain_outputs(model: nn.Module, notes: list[str]) -> None:
+    """Let `forward` give None for what is no tensor and torch.export does not know: caches of keys and values."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -131,12 +131,7 @@ def _plain_outputs(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
         return pytree.tree_map_with_path(known, forward(*args, **kwargs))
 
-    plain.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what inspect.signature reads
-    model.forward = plain
-    try:
-        yield
-    finally:
-        model.forward = forward
+    _becomes(model, plain, inspect.signature(forward))
 
 
 @contextmanager

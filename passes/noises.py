@@ -8,6 +8,7 @@ Models have them in training alone: there the operator says what the value is wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ SHAPED = (aten.empty_like.default, aten.full_like.default, aten.ones_like.defaul
 """They read the sizes of their operand only."""
 VALUE, PLAIN, DRAWN = range(3)
 """What is made of weights and inputs, of numbers alone, and of numbers and what is drawn."""
+
+
+def kind_of(read: Iterable[int], *, drawn: bool) -> int:
+    """Of which kind is what is made of values of the kinds `read`, and `drawn` or not."""
+    kinds = list(read)
+    return VALUE if VALUE in kinds else max([PLAIN, *kinds, *([DRAWN] if drawn else [])])
 
 
 def noises(gm: fx.GraphModule) -> fx.GraphModule:
@@ -59,10 +66,8 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
         return VALUE
     if not facts.tensors(node):
         return PLAIN
-    read = [kinds[x] for x in node.all_input_nodes if node.target not in SHAPED and facts.tensors(x)]
-    if VALUE in read:
-        return VALUE
-    return max([PLAIN, *read, *([DRAWN] if is_random(node) and node.target not in (*SWITCHES, *UNFILLED) else [])])
+    read = (kinds[x] for x in node.all_input_nodes if node.target not in SHAPED and facts.tensors(x))
+    return kind_of(read, drawn=is_random(node) and node.target not in (*SWITCHES, *UNFILLED))
 
 
 def _share(x: fx.Node) -> tuple[Any, fx.Node]:

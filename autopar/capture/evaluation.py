@@ -25,7 +25,7 @@ from autopar.capture.failures import caller
 from autopar.capture.flags import FLAGS
 from autopar.capture.outer import fake
 from autopar.capture.shadow import shadow
-from passes.noises import DRAWN, PLAIN, VALUE
+from passes.noises import DRAWN, VALUE, kind_of
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
 """What a model raises that cannot run without values, or not in the other mode."""
@@ -173,8 +173,8 @@ class _Tape(TorchFunctionMode):
 
     def _made(self, key: Hashable, read: Sequence[int], *, drawn: bool = False) -> int:
         """The number of what is made of what has the numbers `read`."""
-        number, kinds = self._number(key), [self._kinds[one] for one in read]
-        self._kinds[number] = VALUE if VALUE in kinds else max([PLAIN, *kinds, *([DRAWN] if drawn else [])])
+        number = self._number(key)
+        self._kinds[number] = kind_of((self._kinds[one] for one in read), drawn=drawn)
         return number
 
     def _says(self, what: str) -> str:

@@ -82,8 +82,8 @@ class Reshard:
         return not self.replay and self.gathers(sizes)  # a block that is run again gathers it then, and has it for the backward
 
     def gathers(self, sizes: tuple[int, ...]) -> bool:
-        """Whether it is a gathered weight that the backward needs, in blocks that are run again and in others."""
-        return self.saved and self.gradient and self.fetches(sizes)
+        """Whether it is a gathered weight that the backward needs, in blocks that are run again and in others; it need not be trained itself."""
+        return self.saved and self.fetches(sizes)
 
     def fetches(self, sizes: tuple[int, ...]) -> bool:
         """Whether it gathers a weight where it is used, which can begin before (runtime.ahead)."""

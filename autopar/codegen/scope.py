@@ -183,8 +183,9 @@ class ScopeWriter:
         fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
         if fetches:
             name, turn = self.names[self.context.program.source(reshard.ref), 0], turn_text(self.context.program.turn(reshard.ref))
+        kept = fetches and not gathers and self.context.plan.mode == "train"
         return (f'{"gather" if fetches else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
-                f"grad={grad}, shape={shape}, mesh=MESH{turn}{', again=False' if fetches and reshard.gradient and not gathers else ''})")
+                f"grad={grad}, shape={shape}, mesh=MESH{turn}{', again=False' if kept else ''})")
 
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.layout import NO_GRAD, is_placed, parse, steps
+from autopar.layout import is_placed, parse, steps
 from autopar.plan import Plan, Stage
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.saved import HOLDERS
@@ -139,9 +139,9 @@ def _gathering_again(program: Program, plan: Plan) -> dict[str, None]:
 
 
 def _gathered(lies: str, asked: str, sizes: tuple[int, ...]) -> bool:
-    """Whether a weight that gets a gradient is gathered between two uses of a plan."""
-    (src, made), (dst, read) = (text.split("|") for text in (lies, asked))
-    if src == dst or NO_GRAD in made.split(",") or NO_GRAD in read.split(",") or any(map(is_placed, parse(dst))):
+    """Whether a weight is gathered between two uses of a plan."""
+    (src, _), (dst, _) = (text.split("|") for text in (lies, asked))
+    if src == dst or any(map(is_placed, parse(dst))):
         return False
     return any(step.kind == "all_gather" for step in steps(parse(src), parse(dst), sizes))
 

@@ -40,7 +40,7 @@ class Between:
     def regathers(self) -> np.ndarray:
         """bool [rows, columns]: whether a gathered copy may be dropped and gathered again (codegen.edges.Reshard.regathers says why)."""
         placed = np.array([any(map(is_placed, c.value)) for c in self.columns])
-        return self._known.gathers(self.forward) & self.graded & ~placed
+        return self._known.gathers(self.forward) & ~placed
 
     @cached_property
     def each(self) -> np.ndarray:

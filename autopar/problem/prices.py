@@ -119,12 +119,11 @@ class Prices:
         """
         here = self.routes.between(rows, columns)
         seconds = self.routes.seconds(here.forward, size_bytes)
-        if not here.graded.any():
-            return seconds
-        backward_s = self._back_s(here, grad_bytes or size_bytes, weight, size_bytes)
         if any(again):
             seconds = seconds * self.again(rows, columns, again)
-        return seconds + np.where(here.graded, backward_s, 0.0)
+        if not here.graded.any():
+            return seconds
+        return seconds + np.where(here.graded, self._back_s(here, grad_bytes or size_bytes, weight, size_bytes), 0.0)
 
     def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
               grad_bytes: float, block_bytes: float, last: float, ahead: bool) -> np.ndarray:

@@ -100,10 +100,11 @@ def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], me
     now, unit = _open[-1], unit_here()
     take = partial(now.take, leaf=x, turn=turn, unit=unit)
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
-        return once(lambda: take(x.detach(), *arrow(change), tuple(shape), mesh, name))
-    gathered, consumed = Gathered(turn, tuple(shape), arrow(grad)[1]), arrow(grad)[0]
-    sink = now.sinks.sink(x, gathered, unit) if now.sinks is not None else None
-    out: Tensor = _Gather.apply(x, gathered, *arrow(change), consumed, mesh, name, sink, take)
+        out = once(lambda: take(x.detach(), *arrow(change), tuple(shape), mesh, name))
+    else:
+        gathered, consumed = Gathered(turn, tuple(shape), arrow(grad)[1]), arrow(grad)[0]
+        sink = now.sinks.sink(x, gathered, unit) if now.sinks is not None else None
+        out = _Gather.apply(x, gathered, *arrow(change), consumed, mesh, name, sink, take)
     address = out.untyped_storage().data_ptr()
     if again and now.back is not None and out.numel() and address != x.untyped_storage().data_ptr():
         _registry[address] = Handle(x, out.dtype, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, turn=turn, unit=unit))

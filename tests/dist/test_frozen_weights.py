@@ -49,9 +49,9 @@ class Model(nn.Module):
         return F.cross_entropy((self.norm(x) @ self.words.weight.T).flatten(0, 1), labels.flatten())
 
 
-def data(batch: int) -> dict[str, Tensor]:
+def data(batch: int, seq: int = 8) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randint(WORDS, (batch, 8), generator=generator) for name in ("ids", "labels")}
+    return {name: torch.randint(WORDS, (batch, seq), generator=generator) for name in ("ids", "labels")}
 
 
 @cache

@@ -23,7 +23,9 @@ from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import subject
+from tests.helpers.verify import Subject, subject
+from tests.dist.test_frozen_weights import data
+from tests.dist.test_frozen_weights import subject as adapted
 from tests.unit.decisions.test_memory import activations, at_rest
 
 BATCH, SEQ = 4, 32
@@ -34,8 +36,13 @@ SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") if (cas
 
 @cache
 def planned(name: str, recipe: str, optimizer: str = "adamw") -> tuple[Bundle, float, float]:
-    """The emitted program on two ranks, and the bytes predicted for what its forward keeps and for its parameters."""
-    graph = subject(name).captured
+    """The emitted program of a tiny model on two ranks, and the bytes predicted for what its forward keeps and for its parameters."""
+    return planned_for(subject(name), name, recipe, optimizer)
+
+
+def planned_for(who: Subject, name: str, recipe: str, optimizer: str = "adamw") -> tuple[Bundle, float, float]:
+    """The same of any model."""
+    graph = who.captured
     hints = graph.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in graph.hints}
     request = Request(Cluster.parse("cpu:1x2"), Settings(optimizer=optimizer), recipe=recipe, mesh=(2,), time_limit_s=10.0)
     made = plan(graph.gm, hints, request, model=name, graph_hash=graph.graph_hash)
@@ -50,6 +57,17 @@ def test_saved_activations_are_those_that_autograd_holds(name: str, recipe: str)
     who = subject(name)
     bundle, predicted, _ = planned(name, recipe)
     held = max(on_ranks(2, kept_on_rank, bundle, dict(who.weights), who.batch(BATCH, SEQ)))
+    assert held > 2000
+    assert predicted == pytest.approx(held, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["single", "zero3", "tp_sp"])
+@pytest.mark.parametrize("first", [0, 4])
+def test_frozen_weights_keep_what_the_gradients_of_others_take(first: int, recipe: str) -> None:
+    """Adapters in all blocks or in the last ones: what follows them keeps as much as if all was trained, what is before them nothing."""
+    who = adapted(first)
+    bundle, predicted, _ = planned_for(who, "adapted", recipe)
+    held = max(on_ranks(2, kept_on_rank, bundle, dict(who.weights), data(BATCH, SEQ)))
     assert held > 2000
     assert predicted == pytest.approx(held, rel=0.02)
 

@@ -72,6 +72,51 @@ def test_convolution_flops_forward_and_backward(model):
     assert total(gm, facts.backward_flops, {}) == counter.get_total_flops()
 
 
+class Adapted(nn.Module):
+    """Blocks of which adapters train alone, from block `first` on, frozen words in and out."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in (("wide", (8, 8)), ("down", (8, 2)), ("up", (2, 8)))})
+                                    for _ in range(4))
+        for name, weight in self.named_parameters():
+            number = name.split(".")[1]
+            weight.requires_grad_(("up" in name or "down" in name) and int(number) >= first)
+
+    def forward(self, x):
+        h = self.words(x)
+        for block in self.blocks:
+            h = torch.tanh(block["wide"](h) + block["up"](block["down"](h)))
+        return (h @ self.words.weight.T).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_backwards_of_frozen_weights_in_folded_blocks(first):
+    """What follows blocks has a backward where anything trains inside of them, though nothing outside does. (Of the first of folded blocks a program leaves out what it
+    does not need; a graph has one body for all.)"""
+    model, x = Adapted(first), torch.arange(6).reshape(2, 3)
+    gm = export_graph(model, (x,))
+    for node in gm.graph.nodes:
+        if node.meta.get("role") == "param":
+            node.meta["requires_grad"] = model.get_parameter(node.meta["fqn"]).requires_grad
+    gm = run(gm, (*NORMALIZE, *ANNOTATE))
+    found = sum(times * facts.backward_flops(node) for graph, times in runs(gm) for node in edit.calls(graph) if node.target in MATMULS)
+    loss = model(x)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert found == counter.get_total_flops()
+    assert any(node.op == "call_module" for node in gm.graph.nodes)
+
+
+def runs(gm):
+    """The graphs of a folded one, and how often each runs."""
+    yield gm, 1
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            yield gm.get_submodule(node.target), node.meta["repeat"]
+
+
 def test_bytes_and_views():
     class Rows(nn.Module):
         def __init__(self):

@@ -27,7 +27,7 @@ def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
             default = node.meta.get("role") == "param"
             found[node] = bool(node.meta.get("requires_grad", default)) and facts.is_float(node)
         elif node.op in ("call_function", "call_module"):
-            carries = node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes) or _trains(gm, node)
+            carries = (node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes)) or _trains(gm, node)
             found[node] = carries and "val" in node.meta and facts.is_float(node)
         else:
             found[node] = False

@@ -17,7 +17,7 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
-from autopar.predict.axes import axes, in_attention, kept_operators
+from autopar.predict.axes import axes, in_attention, kept_operators, stacked
 from autopar.predict.setup import Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
@@ -38,7 +38,8 @@ NO_LIMIT_BYTES = float(1 << 60)
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
     activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s` the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
-    `operators` counts what the host calls in the forward, views too."""
+    `operators` counts what the host calls in the forward, views too; of the `parameters` elements those that get gradients are `trained`, and `expert_trained` of these are
+    stacks of experts'."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -50,7 +51,8 @@ class UnitTime:
     operators: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
-    expert_parameters: float = 0.0
+    trained: float = 0.0
+    expert_trained: float = 0.0
 
     def scaled(self, by: float) -> UnitTime:
         """All of it times `by`."""
@@ -160,8 +162,9 @@ class _Reader:
         layout: Layout = tuple(option.outs[0].value for option in self.decisions[op.name])
         held = float(most_elements(op.call.outs[0].sizes, layout, self.mesh.sizes) * op.count)
         here.parameters += held
-        if len(op.call.outs[0].sizes) == 3:
-            here.expert_parameters += held
+        if op.call.outs[0].grad:
+            here.trained += held
+            here.expert_trained += held if stacked(op) else 0.0
 
     def _reshard(self, reshard: Reshard) -> None:
         producer = self.program.ops[reshard.ref[0]]

@@ -59,8 +59,8 @@ class _Times:
     shards_s: float = 0.0
     pace_forward_s: float = 0.0
     pace_backward_s: float = 0.0
-    parameters: float = 0.0
-    expert_parameters: float = 0.0
+    trained: float = 0.0
+    expert_trained: float = 0.0
 
 
 def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
@@ -168,20 +168,20 @@ class _Step:
         times.shards_s += count * sum(shown)
         times.pace_forward_s += count * (forward + forward_comm + late + shown[0])
         times.pace_backward_s += count * (back + back_comm + again_s + again_comm + late_back + shown[1])
-        times.parameters += count * unit.parameters
-        times.expert_parameters += count * unit.expert_parameters
+        times.trained += count * unit.trained
+        times.expert_trained += count * unit.expert_trained
 
     def _accumulate_s(self, unit: UnitTime) -> float:
         """Gradients are added to those of earlier microbatches: read and written."""
         if self.setup.microbatches == 1:
             return 0.0
         share = 1 / self.setup.dp if self.setup.zero == 3 else 1.0
-        return 2 * self.software.gradient_bytes * unit.parameters * share / self.bandwidth_bytes_s
+        return 2 * self.software.gradient_bytes * unit.trained * share / self.bandwidth_bytes_s
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
         """What sticks out of the gathers of a unit's weights and the scatters of their gradients, forward and backward."""
         gather = collective_s("all_gather", self.software.gathered_bytes * unit.parameters, self.data)
-        scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.parameters, self.data)
+        scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.trained, self.data) if unit.trained else 0.0
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
             return [gather, gather + scatter + copied_s]
@@ -207,8 +207,8 @@ class _Step:
         ways = setup.dp * setup.cp
         if ways == 1 or (setup.zero == 3 and setup.replicas == 1):
             return 0.0
-        dense = sum(t.parameters - t.expert_parameters for t in stages)
-        stacked = sum(t.expert_parameters for t in stages)
+        dense = sum(t.trained - t.expert_trained for t in stages)
+        stacked = sum(t.expert_trained for t in stages)
         back = sum(self._sum_s(n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts)) if n and axis.size > 1)
         ahead = sum(collective_s("all_gather", 2 * n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts))
                     if n and axis.size > 1) if setup.zero in (1, 2) else 0.0
@@ -227,7 +227,7 @@ class _Step:
 
     def _update_s(self, stages: Sequence[_Times]) -> float:
         """The optimizer's pass over what a rank owns, the norm of the gradients and their reset."""
-        held = sum(t.parameters for t in stages)
+        held = sum(t.trained for t in stages)
         owned = held / (self.setup.dp // self.setup.replicas * self.setup.cp if self.setup.zero else 1)
         whole = owned if self.setup.zero == 3 else held
         return (self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole) / self.bandwidth_bytes_s

@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Peak, Row
-from benchmarks.costmodel.software import Facts, facts, in_8_bits
+from benchmarks.costmodel.software import Adapters, Facts, facts, in_8_bits
 from benchmarks.costmodel.transformer import Config
 
 Line = dict[str, str]
@@ -105,30 +105,32 @@ def _int(line: Line, key: str, default: int | None = None) -> int:
 
 def _model(line: Line, known: Facts, tp: int) -> Config:
     kind, about = line["model_type"], line["arch_source"]
-    if kind not in ("dense-gpt", "dense-llama", "moe"):
+    if kind not in ("dense-gpt", "dense-llama", "dense", "moe"):
         raise Refused(f"models of type {kind} are not built")
     if "MLA" in about or "sliding" in about:
         raise Refused(f"its attention is not built: {about}")
     if "offload" in f"{line['model']} {line['zero_fsdp']}":
         raise Refused("training from the memory of the host is not priced")
-    if "LoRA" in line["model"]:
-        raise Refused("adapters are not built")
+    if "QLoRA" in line["model"]:
+        raise Refused("weights in 4 bits are not built")
     hidden, heads, layers = (_int(line, key) for key in ("hidden", "n_heads", "n_layers"))
     width = re.search(r"head_dim (\d+)", about)
     head_dim = int(width[1]) if width else hidden // heads
-    gpt = kind == "dense-gpt"
+    ffn = _int(line, "ffn_hidden", 4 * hidden)
+    gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)  # a gated feed-forward is narrower, for it has a third matrix
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
     tied = (gpt and not squared and "untied" not in notes) or ("tied embeddings" in about and "untied" not in about)
+    adapters = known.adapters if "LoRA" in line["model"] else Adapters(0, ())
     vocab = -(-_int(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
-                  hidden=hidden, ffn=_int(line, "ffn_hidden", 4 * hidden), rms=not gpt, norm_in_parts=known.norm_in_parts, gated=not gpt, squared_relu=squared,
+                  hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, experts=_int(line, "n_experts", 0) if moe else 0, top_k=_int(line, "moe_topk", 0) if moe else 0,
-                  expert_ffn=_int(line, "moe_ffn", 0) if moe else 0)
+                  expert_ffn=_int(line, "moe_ffn", 0) if moe else 0, adapters=adapters.rank, adapted=adapters.layers)
 
 
 def _precision(line: Line) -> tuple[str, str]:

@@ -13,13 +13,31 @@ from autopar.predict import Software
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters, `rank` wide, beside the layers of a block that `layers` names: those of transformer.linear."""
+
+    rank: int
+    layers: tuple[str, ...]
+
+
+EVERYWHERE = Adapters(8, ("qkv", "proj", "up", "gate", "down"))
+"""On every matmul of a block: torchtune's recipes (lora_rank 8, apply_lora_to_mlp), NeMo AutoModel's (match_all_linear)."""
+
+FUSED_QKV = Adapters(32, ("qkv",))
+"""What the performance scripts of NeMo and Megatron-Bridge train: target_modules = ["linear_qkv"] (nemo/collections/llm/recipes, finetune_performance_optimizations),
+of the default width of nemo/collections/llm/peft/lora.py."""
+
+
+@dataclass(frozen=True)
 class Facts:
-    """`flash`: attention is one kernel. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `why`: where it is known from."""
+    """`flash`: attention is one kernel. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `adapters`: what rows that train
+    such have. `why`: where it is known from."""
 
     software: Software
     flash: bool = True
     norm_in_parts: bool = False
     dropout: float = 0.0
+    adapters: Adapters = EVERYWHERE
     why: str = ""
 
 
@@ -39,7 +57,7 @@ SHARD_BYTES = 16.0
 scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py. Checkpoints without reentrance end a second forward early
 (torch/utils/checkpoint.py, set_checkpoint_early_stop)."""
 
-BRIDGE = replace(MEGATRON, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
+BRIDGE = replace(MEGATRON, adapters=FUSED_QKV, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
                  "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16)")
 MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
 MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1,
@@ -66,6 +84,7 @@ SOURCES = (
     ("nemo-automodel", FSDP),
     ("nemo", BRIDGE),
     ("torchtitan", TITAN),
+    ("torchtune", FSDP),
 )
 """Beginning of a source's name -> what its software does."""
 

@@ -16,6 +16,7 @@ class Config:
 
     `norm_in_parts`: RMS norms are operators one by one. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
     else scores, softmax and their product one by one, `fused_softmax`: scale and mask in the kernel of the softmax. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide.
+    `adapters` > 0: low-rank adapters so wide beside the matmuls of each block that `adapted` names (https://arxiv.org/abs/2106.09685), which alone are trained.
     """
 
     vocab: int = 50257
@@ -39,10 +40,30 @@ class Config:
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
+    adapters: int = 0
+    adapted: tuple[str, ...] = ()
 
     def with_layers(self, layers):
         """The same with another depth."""
         return replace(self, layers=layers)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank adapter beside it: [..., d] -> [..., n]."""
+
+    def __init__(self, wide, narrow, bias, rank):
+        super().__init__(wide, narrow, bias=bias)
+        self.adapter = nn.Sequential(nn.Linear(wide, rank, bias=False), nn.Linear(rank, narrow, bias=False))
+
+    def forward(self, x):
+        return super().forward(x) + self.adapter(x)
+
+
+def linear(config, name, wide, narrow):
+    """The layer of a block that is called `name`."""
+    if name in config.adapted:
+        return Adapted(wide, narrow, config.bias, config.adapters)
+    return nn.Linear(wide, narrow, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -51,8 +72,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
-        self.proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.bias)
+        self.qkv = linear(config, "qkv", config.hidden, (config.heads + 2 * config.kv_heads) * config.head_dim)
+        self.proj = linear(config, "proj", config.heads * config.head_dim, config.hidden)
 
     def forward(self, x, cos, sin, mask):
         c = self.config
@@ -96,9 +117,9 @@ class FeedForward(nn.Module):
     def __init__(self, config, width):
         super().__init__()
         self.config = config
-        self.up = nn.Linear(config.hidden, width, bias=config.bias)
-        self.gate = nn.Linear(config.hidden, width, bias=config.bias) if config.gated else None
-        self.down = nn.Linear(width, config.hidden, bias=config.bias)
+        self.up = linear(config, "up", config.hidden, width)
+        self.gate = linear(config, "gate", config.hidden, width) if config.gated else None
+        self.down = linear(config, "down", width, config.hidden)
 
     def forward(self, x):
         if self.gate is not None:
@@ -161,6 +182,9 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
+        if config.adapters:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(".adapter." in name)
 
     def forward(self, ids, targets):
         """Mean cross-entropy of ids [b, s] against the next ids [b, s]."""

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from autopar.cluster import MeshAxis
@@ -17,6 +18,7 @@ from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.published import network_bytes_s
 from benchmarks.costmodel.rows import Peak
+from benchmarks.costmodel.transformer import Transformer
 
 GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
 
@@ -66,8 +68,25 @@ def test_a_published_run(tmp_path: Path) -> None:
     assert row.model.gated and row.model.rotary and row.model.kv_heads == 8
 
 
+@pytest.mark.parametrize("source, rank, adapted", [("dgxc-v25.04", 32, {"qkv"}), ("nemo-automodel", 8, {"qkv", "proj", "gate", "up", "down"})])
+def test_adapters_alone_train(tmp_path: Path, source: str, rank: int, adapted: set[str]) -> None:
+    line = RUN | {"model": "Llama LoRA", "source_id": source, "hidden": "64", "ffn_hidden": "128", "n_heads": "4", "n_kv_heads": "2", "vocab": "256"}
+    lora, whole = published.load(write(tmp_path / "published_runs.csv", [line, line | {"model": "Llama"}])).rows
+    assert (lora.model.adapters, set(lora.model.adapted)) == (rank, adapted) and not whole.model.adapters
+    with torch.device("meta"):
+        model = Transformer(lora.model.with_layers(1))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == adapted and all(".adapter." in name for name in trained)
+
+
+@pytest.mark.parametrize("wide, gated", [("16384", False), ("14336", True)])
+def test_dense_models_of_no_kind_are_gated_where_their_feed_forward_is_narrower(tmp_path: Path, wide: str, gated: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"model_type": "dense", "ffn_hidden": wide}])).rows
+    assert row.model.gated is gated and row.model.ffn == int(wide)
+
+
 @pytest.mark.parametrize("change, why", [
-    ({"status": "oom"}, "nothing was measured"), ({"n_heads": ""}, "n_heads was not published"), ({"gpu": "TPUv9"}, "no preset for TPUv9"),
+    ({"model": "m QLoRA"}, "weights in 4 bits are not built"), ({"status": "oom"}, "nothing was measured"), ({"n_heads": ""}, "n_heads was not published"), ({"gpu": "TPUv9"}, "no preset for TPUv9"),
     ({"dtype": "int3"}, "dtype 'int3' is not one of"), ({"global_batch": "63"}, "no multiple of micro batch"), ({"tp": "5"}, "no multiple of tp 5"),
     ({"tokens_s_gpu": "", "peak_mem_value": ""}, "neither a step time nor memory"), ({"model_type": "hybrid-mamba"}, "are not built"),
     ({"step_time_s": "0"}, "a step of 0.0 s"), ({"seq_len": "long"}, "could not convert"), ({"step_time_s": "nan"}, "a step of nan s"),

@@ -14,8 +14,8 @@ from autopar.predict.step import largest_of, line
 
 CLUSTER = Cluster.parse("a100-80:4x8")
 PLACE = Place((Unit("embedding"), Unit("blocks", 0), Unit("blocks", 1), Unit("head")),
-              {"embedding": UnitTime(1e-4, 2e-4, parameters=1e6), "head": UnitTime(3e-4, 6e-4, parameters=1e6),
-               "blocks": UnitTime(1e-3, 2e-3, 1e-4, 1e-4, attention_s=2e-4, last_s=3e-4, operators=30, collectives=4, parameters=1e7)},
+              {"embedding": UnitTime(1e-4, 2e-4, parameters=1e6, trained=1e6), "head": UnitTime(3e-4, 6e-4, parameters=1e6, trained=1e6),
+               "blocks": UnitTime(1e-3, 2e-3, 1e-4, 1e-4, attention_s=2e-4, last_s=3e-4, operators=30, collectives=4, parameters=1e7, trained=1e7)},
               1e6, CLUSTER.mesh((4, 8)))
 SETUP = Setup(1, 8, 1024, tp=2, dp=2, pp=4)
 
@@ -115,3 +115,12 @@ def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
 def test_shards_are_waited_for_where_nothing_overlaps() -> None:
     apart, hidden = (step(zero=3, software=Software(overlap_gradients=overlap)) for overlap in (False, True))
     assert apart.shards_s > hidden.shards_s and apart.compute_s == hidden.compute_s
+
+
+def test_frozen_weights_are_gathered_and_neither_summed_nor_updated() -> None:
+    frozen = replace(PLACE, times={name: replace(time, trained=0.0) for name, time in PLACE.times.items()})
+    for zero in (0, 1, 3):
+        setup = replace(SETUP, zero=zero)
+        all_of_it, none = predict(PLACE, 8, setup, CLUSTER), predict(frozen, 8, setup, CLUSTER)
+        assert none.sync_s == none.optimizer_s == 0 < all_of_it.optimizer_s and none.compute_s < all_of_it.compute_s
+        assert (0 < none.shards_s < all_of_it.shards_s) if zero == 3 else none.shards_s == 0

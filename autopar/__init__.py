@@ -17,6 +17,7 @@ _WHERE = {
     "load": "autopar.api",
     "Compiled": "autopar.api",
     "Cluster": "autopar.cluster",
+    "GradScaler": "autopar.runtime",
     "Plan": "autopar.plan",
     "AutoparError": "autopar.errors",
     "CaptureError": "autopar.errors",
@@ -35,6 +36,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Compiled",
+    "GradScaler",
     "InfeasibleError",
     "LayoutError",
     "NoRuleError",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
         RunError,
     )
     from autopar.plan import Plan
+    from autopar.runtime import GradScaler
 
 
 def __getattr__(name: str) -> object:

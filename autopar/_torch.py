@@ -14,6 +14,7 @@ from torch import Tensor
 
 # What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
 from torch._ops import OpOverload
+from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 
@@ -114,6 +115,17 @@ def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
     """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in the dtype of the value."""
     about = node._input_metadata[index]
     return grad.sum_to_size(tuple(about.shape)).to(about.dtype)
+
+
+def unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `scaler.unscale_(optimizer)` was called in this step; calling it twice is an error, and it has no public way to ask."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
+
+
+def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    """By device, a number that is not zero where `scaler.unscale_(optimizer)` found a gradient that is no number; what `scaler.step` goes by, with no public name."""
+    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
 
 
 def is_view(tensor: Tensor) -> bool:

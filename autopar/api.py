@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, PlanError
 from autopar.garbage import seldom
 from autopar.plan import Plan
-from autopar.runtime import ShardedModule
+from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
@@ -86,9 +86,9 @@ class Compiled:
         """Forward of this rank's batch; see ShardedModule."""
         return self.module(*batch, **named)
 
-    def train_step(self, *batch: Any, **named: Any) -> torch.Tensor:
-        """Forward and backward of this rank's batch; the global loss, the same on every rank."""
-        return self.module.train_step(*batch, **named)
+    def train_step(self, *batch: Any, scaler: GradScaler | None = None, **named: Any) -> torch.Tensor:
+        """Forward and backward of this rank's batch; the global loss, the same on every rank. Gradients are times the scale of `scaler`."""
+        return self.module.train_step(*batch, scaler=scaler, **named)
 
     def shard_batch(self, *batch: Any, **named: Any) -> Any:
         """This rank's part of a global batch."""
@@ -188,7 +188,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
     operators to rule strings. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
-    optimizer state in float32 (for inference all in bfloat16). A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
+    optimizer state in float32 (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
     memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`), each plan within `time_limit_s`. `prove`

@@ -15,11 +15,8 @@ from autopar.errors import PlanError
 
 def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
     """The dtype of the computation, and the precision that a plan states: a policy in training, else that dtype. Raises PlanError for what
-    is neither a policy nor a floating dtype, and for fp16 training."""
-    if precision == "fp16" and mode == "train":
-        raise PlanError("precision 'fp16': gradients of float16 underflow without a scale of the loss, which train_step does not have; use "
-                        "'bf16' (float32 masters, computed in bfloat16), or 'float16' for a model that is float16 throughout")
-    found = getattr(torch, "float16" if precision == "fp16" else computes_in(precision), None)
+    is neither a policy nor a floating dtype."""
+    found = getattr(torch, computes_in(precision), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise PlanError(f"precision {precision!r} is neither mixed precision ({', '.join(POLICIES)}) nor a floating dtype of torch (as float32, "
                         "bfloat16, float16), which all of the model gets")

@@ -22,6 +22,7 @@ from autopar.plan import Plan
 from autopar.report.text import seconds
 from autopar.runtime import launch
 from autopar.runtime.optimizer_state import OPTIMIZERS
+from autopar.runtime.scaling import scaler_for
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def train(job: Job) -> list[Step]:
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
     optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=job.lr) if plan.mode == "train" else None
-    done = []
+    scaler, done = scaler_for(module), []
     for number in range(job.steps):
         start, loss = time.perf_counter(), None
         if optimizer is None:
@@ -75,8 +76,9 @@ def train(job: Job) -> list[Step]:
                 module(*batch)
         else:
             optimizer.zero_grad()
-            loss = float(module.train_step(*batch))
-            optimizer.step()
+            loss = float(module.train_step(*batch, scaler=scaler))
+            scaler.step(optimizer)
+            scaler.update()
         done.append(Step(loss, time.perf_counter() - start))
         if dist.get_rank() == 0 and not job.quiet:
             said = "" if loss is None else f"loss {loss:.6f}, "

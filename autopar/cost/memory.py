@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 # optimizer -> values of state per parameter element
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 
-POLICIES = {"bf16": ("bfloat16", "float32")}
+POLICIES = {"bf16": ("bfloat16", "float32"), "fp16": ("float16", "float32")}
 """Mixed precision: name -> dtype of the computation, dtype in which parameters rest, are updated and have their gradients."""
 
 ITEMSIZES = {
@@ -59,6 +59,11 @@ def itemsize(dtype: str) -> int:
 def computes_in(precision: str) -> str:
     """The dtype that a model is computed in under `precision`: a policy (POLICIES), or a dtype that everything has."""
     return POLICIES[precision][0] if precision in POLICIES else precision
+
+
+def scales_loss(precision: str) -> bool:
+    """Whether gradients under `precision` are those of a loss times a scale, and are divided by it once a step (runtime.scaling)."""
+    return precision in POLICIES and POLICIES[precision][0] == "float16"
 
 
 def rests_in(dtype: str, precision: str) -> str:

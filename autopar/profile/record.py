@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity
 from autopar.bundle import Bundle
 from autopar.profile.attribute import Key, attributed
 from autopar.runtime.optimizer_state import OPTIMIZERS
+from autopar.runtime.scaling import scaler_for
 
 WARM = 2
 
@@ -46,6 +47,7 @@ def record(job: Job) -> Recorded:
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
     optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=1e-4) if plan.mode == "train" else None
+    scaler = scaler_for(module)
 
     def step() -> None:
         if optimizer is None:
@@ -53,8 +55,9 @@ def record(job: Job) -> Recorded:
                 module(*batch)
             return
         optimizer.zero_grad()
-        module.train_step(*batch)
-        optimizer.step()
+        module.train_step(*batch, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
 
     for _ in range(WARM):
         step()

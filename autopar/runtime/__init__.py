@@ -77,10 +77,12 @@ from autopar.runtime.rematerialise import remat
 from autopar.runtime.replay import enough, keep, skip
 from autopar.runtime.reshard import reshard
 from autopar.runtime.rng import manual_seed
+from autopar.runtime.scaling import GradScaler
 
 __all__ = [
     "Block",
     "Counted",
+    "GradScaler",
     "Mesh",
     "Outputs",
     "Param",

@@ -21,6 +21,7 @@ from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime.module import ShardedModule
+from autopar.runtime.scaling import scaler_for
 
 CONSTANTS = "constants.pt"  # beside the emitted file, where it was saved: what no state dict holds
 
@@ -48,12 +49,13 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
         initialise(model, options.seed)
     batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    loss = float("nan")
+    scaler, loss = scaler_for(model), float("nan")
     for step in range(options.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss = float(model.train_step(*batch))
-        optimizer.step()
+        loss = float(model.train_step(*batch, scaler=scaler))
+        scaler.step(optimizer)
+        scaler.update()
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.6f}, {time.perf_counter() - start:.3f} s", flush=True)
     return loss

@@ -31,6 +31,7 @@ from autopar.runtime.names import Naming, full_name
 from autopar.runtime.outputs import Spread, by_name, leaves, pack
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
+from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
 
 
 class Block(nn.Module):
@@ -120,6 +121,7 @@ class ShardedModule(Scope):
         aliases = {alias: name for alias, name in self.ALIASES.items() if name in declarations.found}
         self._names = declarations.names(aliases, self.ORDER, elsewhere)
         self._held = declarations.register(self, aliases, self._names, self.MESH)
+        self._narrow = is_narrow(self.declared().values())
         self._watch()
         host_state.install(self)
         checkpoint.install(self, self._held, aliases, self.MESH)
@@ -162,14 +164,15 @@ class ShardedModule(Scope):
         """
         return self._packed(self._run(args, kwargs))
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`. Gives the global loss, the
-        same on all ranks, detached. Raises RunError where the plan has no loss."""
+    def train_step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> Tensor:
+        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times the scale of `scaler`, which mixed precision in float16
+        needs. Gives the global loss, the same on all ranks, detached. Raises RunError where the plan has no loss, or needs a scaler."""
+        scale = scale_of(scaler, self.MESH.device, needed=self._narrow)
         values = self._run(args, kwargs)
         loss = values[self._loss_number(self._results())]
         del values  # other results (logits) need not outlive the forward
         self._turn()
-        loss.backward()
+        loss.backward(None if scale is None else scale.to(loss.dtype))
         return loss.detach()
 
     def _loss_number(self, outputs: Sequence[tuple[str, str]]) -> int:

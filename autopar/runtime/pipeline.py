@@ -45,6 +45,7 @@ from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held
 from autopar.runtime.places import everywhere, shared_gradients, tell
+from autopar.runtime.scaling import GradScaler, scale_of
 from autopar.runtime.stepping import Engine, run_forward
 
 
@@ -131,11 +132,11 @@ class PipelinedModule(ShardedModule):
 
     # -- running
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def train_step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> Tensor:
         """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in
-        `param.grad`. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss or the batch does
-        not divide into the microbatches."""
-        number = self._loss_number(self.OUTPUTS)
+        `param.grad`, times the scale of `scaler`. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, or the batch
+        does not divide into the microbatches."""
+        number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow)
         sizes, micro = self._begin(args, kwargs)
         key = tuple(sizes.items())
         if key not in self._engines:
@@ -144,7 +145,7 @@ class PipelinedModule(ShardedModule):
             stack.enter_context(rng.using(self.rng))
             for group in self._shared:
                 stack.enter_context(group.summing(self._held))
-            losses = self._engines[key].step(micro, self._syncs)
+            losses = self._engines[key].step(micro, self._syncs, scale)
             for sync in self._syncs:
                 sync.flush()
         self._change()

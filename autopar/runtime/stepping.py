@@ -130,6 +130,8 @@ class Engine:
         self.sizes, self.loss, self.last = dict(sizes), loss, len(model.STAGES) - 1
         self.run = partial(run_stage, model)
         self.micro: Micro = ()
+        self.scale: Tensor | None = None
+        self.losses: list[Tensor] = []
         self.syncs: dict[int, GradSync] = {}
         self.stages = list(stages)
         self.following: dict[int, Sequence[tuple[Sequence[int], str, bool]]] = {}  # stage -> what comes in at the next one
@@ -142,7 +144,7 @@ class Engine:
             kind: Any = getattr(pipelining.schedules, model.PIPELINE.torch_name)
             single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
             try:
-                self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=lambda output, target: output, scale_grads=False)
+                self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=self._seen, scale_grads=False)
             except ValueError as error:
                 raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
 
@@ -154,22 +156,27 @@ class Engine:
             input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following),
             dw_builder=None if stage.SEPARABLE else lambda: lambda: None)  # the whole backward at once, nothing left for later
 
-    def step(self, micro: Micro, syncs: Sequence[GradSync]) -> list[Tensor]:
-        """All microbatches forward and backward; their losses on the place of the last stage."""
-        self.micro = micro
+    def step(self, micro: Micro, syncs: Sequence[GradSync], scale: Tensor | None = None) -> list[Tensor]:
+        """All microbatches forward and backward, gradients times `scale`; their losses on the place of the last stage."""
+        self.micro, self.scale, self.losses = micro, scale, []
         self.syncs = {stage.index: sync for stage, sync in zip(self.stages, syncs, strict=True)}
         for stage, sync in zip(self.stages, syncs, strict=True):
             sync.scattering = not (self.splitting and stage.SEPARABLE)
-        losses: list[Tensor] = []
         if self.schedule is None:
-            losses = [self._alone(number) for number in range(self.count)]
+            for number in range(self.count):
+                self._alone(number)
         else:
             numbers = torch.arange(self.count)
-            self.schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)
+            self.schedule.step(microbatch=numbers, target=numbers, return_outputs=False)
         self.micro = ()
-        return [loss.detach() for loss in losses]
+        return self.losses
 
-    def _alone(self, number: int) -> Tensor:
+    def _seen(self, loss: Tensor, target: Any = None) -> Tensor:
+        """Keep the loss of a microbatch; what its backward begins with. `target` is for torch's schedules."""
+        self.losses.append(loss.detach())
+        return loss if self.scale is None else loss * self.scale
+
+    def _alone(self, number: int) -> None:
         """One microbatch through all stages of a model that is on one place."""
         received: tuple[Tensor, ...] = ()
         loss = torch.empty(0)
@@ -177,8 +184,7 @@ class Engine:
             for stage in self.stages:
                 received, results = self.run(stage, received, self.micro[number], self.sizes)
                 loss = results.get(self.loss, loss)
-        loss.backward()
-        return loss
+        self._seen(loss).backward()
 
 
 def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], micro: Micro) -> dict[int, list[tuple[Tensor, Spread | None]]]:

@@ -1,7 +1,7 @@
-"""Mixed precision on ranks: computed in bfloat16, with parameters, sums of gradients and optimizer state in float32.
+"""Mixed precision on ranks: computed in bfloat16 or float16, with parameters, sums of gradients and optimizer state in float32.
 
-The reference is one device that does the same: float32 masters, a bfloat16 copy of each per step, gradients cast before they add up.
-Rounding differs with the order of sums, so losses and gradients are compared within bfloat16; what the optimizer makes of given gradients
+The reference is one device that does the same: float32 masters, a copy of each in 16 bits per step, gradients cast before they add up, in float16 those of
+the loss times a scale. Rounding differs with the order of sums, so losses and gradients are compared within bfloat16; what the optimizer makes of given gradients
 is compared exactly; and lifted to float64, where nothing is rounded, everything is compared as ever.
 """
 
@@ -24,6 +24,7 @@ from autopar.errors import PlanError
 from autopar.frontend import load
 from autopar.frontend.loading import cast
 from autopar.runtime import count
+from autopar.runtime.scaling import scaler_for
 from autopar.verify import case_of, verify
 from autopar.verify.reference import trainable
 from autopar.verify.step import Light
@@ -35,6 +36,7 @@ from tests.helpers.tiny import TINY
 
 BATCH, SEQ = 8, 16
 RECIPES = ["ddp", "zero1", "zero3", "tp_sp", "1f1b", "zero_bubble"]
+COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,21 +53,22 @@ class Mixed:
 
 
 @cache
-def mixed(recipe: str, name: str = "hf-gpt2") -> Mixed:
+def mixed(recipe: str, name: str = "hf-gpt2", precision: str = "bf16") -> Mixed:
     """Planned for mixed precision on four ranks."""
     loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
-    with captured_once((__name__, name)):
-        compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe=recipe, time_limit_s=10.0)
+    with captured_once((__name__, name, precision)):
+        compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision=precision, recipe=recipe, time_limit_s=10.0)
     assert compiled.captured is not None
-    args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
+    args, kwargs = cast((loaded.args, loaded.kwargs), COMPUTES[precision])
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
     return Mixed(compiled, dict(loaded.model.state_dict()), batch)
 
 
 @cache
-def alone(name: str = "hf-gpt2") -> tuple[list[float], dict[str, Tensor]]:
+def alone(name: str = "hf-gpt2", precision: str = "bf16") -> tuple[list[float], dict[str, Tensor]]:
     """Losses of two steps on one device under the same policy, and the gradients of the first."""
-    what = mixed("ddp", name)
+    what, dtype = mixed("ddp", name, precision), COMPUTES[precision]
+    scale = 2.0**16 if precision == "fp16" else 1.0
     captured = what.compiled.captured
     assert captured is not None
     names = trainable(captured.gm)
@@ -73,14 +76,14 @@ def alone(name: str = "hf-gpt2") -> tuple[list[float], dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
     losses, first = [], {}
     for _ in range(2):
-        leaves = {n: p.detach().to(torch.bfloat16).requires_grad_() for n, p in masters.items()}
-        held = {n: w.to(torch.bfloat16) if w.is_floating_point() else w for n, w in {**what.weights, **captured.constants}.items()}
+        leaves = {n: p.detach().to(dtype).requires_grad_() for n, p in masters.items()}
+        held = {n: w.to(dtype) if w.is_floating_point() else w for n, w in {**what.weights, **captured.constants}.items()}
         outputs = Interpret(captured.gm, {**held, **leaves}).run_named(what.batch)
         loss = next(v for v, about in zip(outputs, captured.gm.meta["outputs"], strict=True) if about["kind"] == "loss")
-        loss.backward()
+        (loss * scale).backward()
         for n, p in masters.items():
             grad = leaves[n].grad
-            p.grad = None if grad is None else grad.float()
+            p.grad = None if grad is None else grad.float() / scale
         first = first or {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -91,13 +94,16 @@ def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor],
     """One rank: losses of two steps, whole gradients of the first, how far the parameters after it are from what the optimizer makes of
     them alone, the dtypes of everything, and bytes by kind of collective of parameters."""
     module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    batch, scaler = module.shard_batch(**light.batch), scaler_for(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     with count() as seen:
-        losses = [float(module.train_step(*batch))]
+        losses = [float(module.train_step(*batch, scaler=scaler))]
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
     grads = {n: g.clone() for n, g in module.full_grads().items() if g is not None}
     before = {n: p.clone() for n, p in module.full_state_dict().items()}
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     after = module.full_state_dict()
     plain = {n: torch.nn.Parameter(before[n]) for n in grads}
     for n, p in plain.items():
@@ -109,7 +115,7 @@ def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor],
               "gradient": {str(local_of(p.grad).dtype) for p in module.parameters() if p.grad is not None},
               "state": {str(s["exp_avg"].dtype) for s in optimizer.state.values()}}
     optimizer.zero_grad()
-    losses.append(float(module.train_step(*batch)))
+    losses.append(float(module.train_step(*batch, scaler=scaler)))
     moved: dict[str, int] = {}
     for item in seen:
         if item.name in module._held:
@@ -117,27 +123,28 @@ def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor],
     return losses, grads, gap, dtypes, moved
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_equals_one_device_that_does_the_same(recipe: str) -> None:
-    what = mixed(recipe)
-    losses, grads = alone()
+@pytest.mark.parametrize(("recipe", "precision"), [*((recipe, "bf16") for recipe in RECIPES), ("zero1", "fp16"), ("tp_sp", "fp16"), ("1f1b", "fp16"),
+                                                   *(pytest.param(recipe, "fp16", marks=pytest.mark.slow) for recipe in ("ddp", "zero3", "zero_bubble"))])
+def test_equals_one_device_that_does_the_same(recipe: str, precision: str) -> None:
+    what = mixed(recipe, precision=precision)
+    losses, grads = alone(precision=precision)
     for got, whole, gap, dtypes, moved in living(4).run(_trained, what.compiled.source, what.light):
         assert got == pytest.approx(losses, rel=2e-2)
         assert gap <= 1e-7
-        assert dtypes == {"rest": {"torch.float32"}, "leaf": {"torch.bfloat16"}, "gradient": {"torch.float32"}, "state": {"torch.float32"}}
+        assert dtypes == {"rest": {"torch.float32"}, "leaf": {str(COMPUTES[precision])}, "gradient": {"torch.float32"}, "state": {"torch.float32"}}
         for name, grad in whole.items():
             scale = float(grads[name].norm())
             assert float((grad - grads[name]).norm()) <= 0.05 * scale + 1e-4, name
         numel = sum(what.weights[n].numel() for n in grads)
-        if recipe == "zero1":  # what is gathered is bfloat16, what is summed float32
+        if recipe == "zero1":  # what is gathered has 16 bits, what is summed float32
             assert moved == {"all_gather": 2 * numel, "reduce_scatter": 4 * numel}
         if recipe == "ddp":
             assert moved == {"all_reduce": 4 * numel}
 
 
-@pytest.mark.parametrize("recipe", ["zero1", "zero3", "1f1b"])
-def test_in_float64_nothing_is_rounded(recipe: str) -> None:
-    what = mixed(recipe)
+@pytest.mark.parametrize(("recipe", "precision"), [("zero1", "bf16"), ("zero3", "bf16"), ("1f1b", "bf16"), ("zero3", "fp16")])
+def test_in_float64_nothing_is_rounded(recipe: str, precision: str) -> None:
+    what = mixed(recipe, precision=precision)
     assert what.compiled.captured is not None
     report = verify(case_of(what.compiled.captured, what.compiled.plan, what.weights, what.batch), ranks=living(4))
     assert report.ok, [row for row in report.rows if not row.ok][:5]
@@ -172,9 +179,10 @@ def test_names() -> None:
     pure = autopar.compile(loaded.model, "cpu:1x4", given, precision="bfloat16", recipe="ddp")
     assert pure.plan.precision == "bfloat16" and "compute=" not in pure.source
     assert pure.plan.predicted.memory_bytes < autopar.compile(loaded.model, "cpu:1x4", given, precision="bf16", recipe="ddp").plan.predicted.memory_bytes
-    with pytest.raises(PlanError, match="gradients of float16 underflow without a scale of the loss"):
-        autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16")
-    with pytest.raises(PlanError, match="precision 'fp8' is neither mixed precision \\(bf16\\) nor a floating dtype"):
+    narrow = autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16", recipe="ddp")
+    assert narrow.plan.precision == "fp16" and 'compute="float16"' in narrow.source
+    assert autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16", recipe="ddp", mode="inference").plan.precision == "float16"
+    with pytest.raises(PlanError, match="precision 'fp8' is neither mixed precision \\(bf16, fp16\\) nor a floating dtype"):
         autopar.compile(loaded.model, "cpu:1x4", given, precision="fp8")
 
 

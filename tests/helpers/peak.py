@@ -54,4 +54,4 @@ def counted_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str,
     second = allocations(optimizer.step)
     storages = [local_of(p.grad).untyped_storage() for p in module.parameters() if p.grad is not None]
     gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # those of a bucket share one
-    return Counted(max(first, default=0), gradients + max(0, *second), tuple(first) if curve else ())
+    return Counted(max(first, default=0), gradients + max(second, default=0), tuple(first) if curve else ())

@@ -94,6 +94,20 @@ class Compiled:
         """This rank's part of a global batch."""
         return self.module.shard_batch(*batch, **named)
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Among how many loaders the samples of a global batch are dealt; see ShardedModule."""
+        return self.module.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those loaders is this rank's."""
+        return self.module.data_parallel_rank
+
+    def shard_loaded(self, *batch: Any, **named: Any) -> Any:
+        """This rank's part of what its own loader gave."""
+        return self.module.shard_loaded(*batch, **named)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that rest on this rank, DTensors, for any torch optimizer."""
         return self.module.parameters()

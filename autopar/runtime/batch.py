@@ -151,7 +151,8 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
             one = first.setdefault(tuple(c for c, entry in zip(coord, entries, strict=True) if is_shard(entry)), rank)
             if everyone[rank][index] != everyone[one][index] and everyone[rank][index][0] == everyone[one][index][0]:
                 raise RunError(f"input {name!r}: ranks {one} and {rank} have the same part of the batch under layout {layout} on {mesh}, but not the same in it. They work on it together: give them "
-                               "the same (a sampler for each rank is for data parallel plans alone), or every rank its part of one global batch, as model.shard_batch(*global_batch) does")
+                               "the same (samplers take model.data_parallel_size and data_parallel_rank, and model.shard_loaded what they give), or every rank its part of one global batch, as "
+                               "model.shard_batch(*global_batch) does")
         if not fit(shapes, entries, mesh.sizes):
             got = "; ".join(f"rank {rank}: {everyone[rank][index][0]}" for rank in range(mesh.ranks))
             raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from autopar._torch import as_parameter, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import batch, checkpoint, host_state, optimizer_state, regather, rng
+from autopar.runtime import batch, checkpoint, host_state, loaders, optimizer_state, regather, rng
 from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
@@ -262,6 +262,22 @@ class ShardedModule(Scope):
     def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
         return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Among how many loaders the samples of a global batch are dealt: `num_replicas` of a DistributedSampler."""
+        return loaders.share(loaders.loading_axes(self.INPUTS, self.DIMS), self.MESH)[0]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those loaders is this rank's, `rank` of a DistributedSampler; ranks that work on the same samples together have the same."""
+        return loaders.share(loaders.loading_axes(self.INPUTS, self.DIMS), self.MESH)[1]
+
+    def shard_loaded(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """This rank's part of what its loader gave, the samples of `data_parallel_rank`, in the order of the inputs; what has no samples is given whole. Raises RunError
+        where a dim does not divide."""
+        inputs = loaders.loaded(self.INPUTS, self.DIMS)
+        return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
 
     # -- state
 

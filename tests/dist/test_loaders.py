@@ -1,0 +1,87 @@
+"""Each rank loads samples of its own with torch's DistributedSampler: an epoch gives the weights of one device that takes the same batches."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import autopar
+from autopar.api import Compiled
+from tests.helpers.ranks import living
+
+WIDTH, WORDS, SEQ, BATCH, SAMPLES = 16, 32, 8, 8, 32
+
+
+class Model(nn.Module):
+    """Words, two blocks with a sum over positions, a loss of each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x) + x.mean(1, keepdim=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randint(WORDS, (SAMPLES, SEQ), generator=generator) for _ in range(2)))
+
+
+@cache
+def compiled(recipe: str) -> Compiled:
+    torch.manual_seed(0)
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    return autopar.compile(Model().double(), "cpu:1x4", (ids, ids), recipe=recipe, time_limit_s=10.0)
+
+
+def _epoch(made: Compiled, weights: dict[str, Tensor]) -> tuple[int, int, list[float], dict[str, Tensor]]:
+    """One rank: its share, the losses of an epoch, and the weights behind it."""
+    model = made.bundle.build(weights)
+    ways, number = model.data_parallel_size, model.data_parallel_rank
+    loader = DataLoader(dataset(), batch_size=BATCH // ways, sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for batch in loader:
+        losses.append(float(model.train_step(*model.shard_loaded(*batch))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return ways, number, losses, model.full_state_dict()
+
+
+def alone(ways: int) -> tuple[list[float], dict[str, Tensor]]:
+    """One device on the batches that so many samplers give together."""
+    torch.manual_seed(0)
+    model, losses = Model().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loaders = [DataLoader(dataset(), batch_size=BATCH // ways, sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False)) for number in range(ways)]
+    for parts in zip(*loaders, strict=True):
+        loss = model(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("recipe", "ways"), [("ddp", 4), ("zero3", 4), ("tp_sp", 1), ("tp_zero3", 2), ("1f1b", None), ("cp", None), ("3d", None)])
+def test_an_epoch_equals_one_device(recipe: str, ways: int | None) -> None:
+    made = compiled(recipe)
+    torch.manual_seed(0)
+    ran = living(4).run(_epoch, Compiled(made.bundle), dict(Model().double().state_dict()))
+    found = ran[0][0]
+    assert ways in (None, found) and {number for _, number, _, _ in ran} == set(range(found))
+    losses, state = alone(found)
+    for size, _, got, weights in ran:
+        assert size == found and got == pytest.approx(losses, rel=1e-9)
+        assert all(torch.allclose(value, state[name], rtol=1e-9, atol=1e-9) for name, value in weights.items())

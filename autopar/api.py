@@ -86,9 +86,9 @@ class Compiled:
         """Forward of this rank's batch; see ShardedModule."""
         return self.module(*batch, **named)
 
-    def train_step(self, *batch: Any, scaler: GradScaler | None = None, **named: Any) -> torch.Tensor:
-        """Forward and backward of this rank's batch; the global loss, the same on every rank. Gradients are times the scale of `scaler`."""
-        return self.module.train_step(*batch, scaler=scaler, **named)
+    def train_step(self, *batch: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **named: Any) -> torch.Tensor:
+        """Forward and backward of this rank's batch; the global loss, the same on every rank. Gradients are times `loss_weight` and the scale of `scaler`."""
+        return self.module.train_step(*batch, scaler=scaler, loss_weight=loss_weight, **named)
 
     def shard_batch(self, *batch: Any, **named: Any) -> Any:
         """This rank's part of a global batch."""

@@ -164,10 +164,11 @@ class ShardedModule(Scope):
         """
         return self._packed(self._run(args, kwargs))
 
-    def train_step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times the scale of `scaler`, which mixed precision in float16
-        needs. Gives the global loss, the same on all ranks, detached. Raises RunError where the plan has no loss, or needs a scaler."""
-        scale = scale_of(scaler, self.MESH.device, needed=self._narrow)
+    def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
+        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the
+        scale of `scaler`, which mixed precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the
+        plan has no loss, or needs a scaler."""
+        scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
         values = self._run(args, kwargs)
         loss = values[self._loss_number(self._results())]
         del values  # other results (logits) need not outlive the forward

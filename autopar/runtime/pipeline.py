@@ -132,11 +132,11 @@ class PipelinedModule(ShardedModule):
 
     # -- running
 
-    def train_step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in
-        `param.grad`, times the scale of `scaler`. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, or the batch
+    def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
+        """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in `param.grad`, times `loss_weight` and the scale of
+        `scaler`, as ShardedModule has it. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, or the batch
         does not divide into the microbatches."""
-        number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow)
+        number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
         sizes, micro = self._begin(args, kwargs)
         key = tuple(sizes.items())
         if key not in self._engines:

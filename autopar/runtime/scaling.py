@@ -62,18 +62,16 @@ def scaler_for(module: ShardedModule) -> GradScaler:
     return GradScaler(module.MESH.device.type, enabled=is_narrow(module.declared().values()))
 
 
-def scale_of(scaler: Any, device: torch.device, *, needed: bool) -> Tensor | None:
-    """What the loss is to be multiplied with, a float32 number on `device`; None where nothing is. Raises RunError where a scale is `needed` and there is no
-    scaler, and on a scaler that is not of this module."""
-    if scaler is None and not needed:
-        return None
-    if scaler is None:
+def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
+    """What the loss is to be multiplied with for the backward, the scale of `scaler` times `weight`, a number on `device`; None where nothing is. Raises RunError
+    where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
+    if scaler is None and needed:
         raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, scaler=scaler) with scaler = "
                        f'autopar.GradScaler("{device.type}"), then scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without')
-    if not isinstance(scaler, GradScaler):
+    if scaler is not None and not isinstance(scaler, GradScaler):
         raise RunError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, under which some ranks step and others do not when a gradient overflows; "
                        "wanted an autopar.GradScaler")
-    if not scaler.is_enabled():
-        return None
-    scale: Tensor = scaler.scale(torch.ones((), device=device))
-    return scale
+    share = torch.full((), weight, dtype=torch.float64, device=device)
+    if scaler is None or not scaler.is_enabled():
+        return None if weight == 1.0 else share
+    return share * scaler.scale(torch.ones((), device=device))

@@ -174,7 +174,7 @@ class Engine:
     def _seen(self, loss: Tensor, target: Any = None) -> Tensor:
         """Keep the loss of a microbatch; what its backward begins with. `target` is for torch's schedules."""
         self.losses.append(loss.detach())
-        return loss if self.scale is None else loss * self.scale
+        return loss if self.scale is None else loss * self.scale.to(loss.dtype)
 
     def _alone(self, number: int) -> None:
         """One microbatch through all stages of a model that is on one place."""

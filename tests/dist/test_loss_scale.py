@@ -10,14 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils.data import DataLoader
 
 import autopar
 from autopar import GradScaler, RunError
 from autopar._torch import local_of
+from autopar.api import Compiled
 from autopar.verify.step import Light
+from tests.dist.test_loaders import Model, dataset
 from tests.helpers.ranks import living
 
 WIDTH, BATCH, FAINT = 16, 16, 1e-7
+
+
+@cache
+def two_ranks(recipe: str) -> Compiled:
+    """The model of the loaders' tests in float64 on two ranks."""
+    ids = torch.zeros(BATCH // 2, 8, dtype=torch.int64)
+    return autopar.compile(Model().double(), "cpu:1x2", (ids, ids), recipe=recipe, time_limit_s=10.0)
 
 
 class Faint(nn.Module):
@@ -126,6 +136,28 @@ def test_float16_without_a_scaler_of_all_ranks_is_refused(recipe: str) -> None:
     for none, torchs, fsdps in living(2).run(_refused, source, light):
         assert 'scaler = autopar.GradScaler("cpu")' in none
         assert "scaler is a torch.amp.grad_scaler.GradScaler" in torchs and "ShardedGradScaler" in fsdps
+
+
+def _accumulated(made: Compiled, weights: dict[str, Tensor], times: int) -> tuple[list[float], dict[str, Tensor]]:
+    """One rank: the losses of so many batches, and the mean of their gradients."""
+    model = made.bundle.build(weights)
+    batches = DataLoader(dataset(), batch_size=BATCH // 2)
+    losses = [float(model.train_step(*model.shard_batch(*batch), loss_weight=1 / times)) for _, batch in zip(range(times), batches, strict=False)]
+    return losses, {name: grad for name, grad in model.full_grads().items() if grad is not None}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3", "1f1b", "zero_bubble"])
+def test_the_mean_of_several_steps(recipe: str) -> None:
+    torch.manual_seed(0)
+    model, times = Model().double(), 3
+    ran = living(2).run(_accumulated, Compiled(two_ranks(recipe).bundle), dict(model.state_dict()), times)
+    losses = [model(*batch) for _, batch in zip(range(times), DataLoader(dataset(), batch_size=BATCH // 2), strict=False)]
+    (torch.stack(losses).mean()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    assert {name for _, grads in ran for name in grads} == set(wanted)
+    for got, grads in ran:
+        assert got == pytest.approx([float(loss.detach()) for loss in losses], rel=1e-9)
+        assert all(torch.allclose(grad, wanted[name], rtol=1e-9, atol=1e-12) for name, grad in grads.items())
 
 
 def _stepped(kind: type[torch.amp.GradScaler], fused: bool) -> float:

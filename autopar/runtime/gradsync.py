@@ -119,7 +119,8 @@ class GradSync:
     def reset(self) -> None:
         """A step begins: forget a backward that ended in an error."""
         self.orders.step()
-        self.coming = {}
+        if torch.is_grad_enabled():  # the backward of the forward before an evaluation may be yet to come
+            self.coming = {}
         for held in self.held_of.values():
             held.leaf.grad = None
         self.waiting = {}

@@ -7,16 +7,31 @@ import re
 
 from autopar.errors import ClusterError
 
-# device name as the driver reports it, least and most memory in GB -> preset
+# device name as the driver reports it, least and most memory in GB -> preset; the first row that fits
 KNOWN = (
+    (r"V100", 14, 18, "v100-16"),
     (r"V100", 30, 36, "v100"),
-    (r"A100", 36, 48, "a100-40"),
-    (r"A100", 72, 96, "a100-80"),
-    (r"H100", 72, 90, "h100"),
-    (r"H200", 130, 160, "h200"),
-    (r"B200", 170, 200, "b200"),
+    (r"A100.*PCI", 72, 96, "a100-80-pcie"),
+    (r"A100-SXM", 36, 48, "a100-40"),
+    (r"A100-SXM", 72, 96, "a100-80"),
+    (r"A800", 72, 96, "a800"),
+    (r"H100 PCI", 72, 90, "h100-pcie"),
+    (r"H100 80GB HBM3", 72, 90, "h100"),
+    (r"H800", 72, 90, "h800"),
+    (r"\bH200$", 130, 160, "h200"),
+    (r"GH200", 90, 110, "gh200"),
+    (r"\bB200", 170, 200, "b200"),
+    (r"\bB300", 260, 300, "b300"),
+    (r"GB200", 170, 200, "gb200"),
+    (r"GB300", 260, 300, "gb300"),
     (r"MI300X", 180, 215, "mi300x"),
+    (r"MI325X", 240, 280, "mi325x"),
+    (r"MI355X", 270, 320, "mi355x"),
     (r"\bL4\b", 20, 28, "l4"),
+    (r"\bL40S\b", 40, 52, "l40s"),
+    (r"\bA10G\b", 20, 28, "a10g"),
+    (r"RTX 4090$", 20, 28, "rtx4090"),
+    (r"RTX A6000", 44, 54, "rtx-a6000"),
 )
 
 

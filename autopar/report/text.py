@@ -11,8 +11,8 @@ def seconds(value: float | None) -> str:
         return "-"
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= unit * 0.9995:
-            return f"{_three(value / unit)} {name}"
-    return f"{_three(value * 1e9)} ns"
+            return f"{three(value / unit)} {name}"
+    return f"{three(value * 1e9)} ns"
 
 
 def gibibytes(value: float | None) -> str:
@@ -21,7 +21,7 @@ def gibibytes(value: float | None) -> str:
         return "-"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= unit:
-            return f"{_three(value / unit)} {name}"
+            return f"{three(value / unit)} {name}"
     return f"{value:.0f} B"
 
 
@@ -30,6 +30,6 @@ def times(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "1"
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
     """Three significant digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -17,9 +17,10 @@ from benchmarks.costmodel.transformer import Config
 Line = dict[str, str]
 
 DEVICES = {
-    "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "B200": "b200", "B300": "b300", "GB200": "gb200",
-    "GB300": "gb300", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "L4": "l4", "MI300X": "mi300x",
-    "V100-16GB-SXM2": "v100-16", "V100-32GB-SXM2": "v100", "V100-32GB-SXM3": "v100",
+    "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "A100-80GB-PCIE": "a100-80-pcie", "A10G-24GB": "a10g", "A6000-48GB": "rtx-a6000",
+    "A800-80GB-SXM": "a800", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "GH200": "gh200", "H100-80GB-PCIE": "h100-pcie",
+    "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "H800-80GB-SXM": "h800", "L4": "l4", "L40S": "l40s", "MI300X": "mi300x",
+    "MI325X": "mi325x", "MI355X": "mi355x", "RTX4090-24GB": "rtx4090", "V100-16GB-SXM2": "v100-16", "V100-32GB-SXM2": "v100", "V100-32GB-SXM3": "v100",
 }  # fmt: skip
 NODES = {("v100", 4): "v100-quad"}
 """Presets of devices in nodes of so many, where their links are others then."""

@@ -18,7 +18,8 @@ from autopar.cluster.check import RANGES
 from autopar.cluster.here import here, match
 from autopar.errors import ClusterError
 
-PRESETS = ("a100-40", "a100-80", "b200", "b300", "cpu", "gb200", "gb300", "h100", "h100-96", "h200", "l4", "mi300x", "v100", "v100-16", "v100-quad")
+PRESETS = ("a100-40", "a100-80", "a100-80-pcie", "a10g", "a800", "b200", "b300", "cpu", "gb200", "gb300", "gh200", "h100", "h100-96", "h100-pcie", "h200", "h800", "l4", "l40s",
+           "mi300x", "mi325x", "mi355x", "rtx-a6000", "rtx4090", "v100", "v100-16", "v100-quad")
 
 
 def test_the_presets_are_there() -> None:
@@ -46,7 +47,7 @@ def test_round_trip_is_exact_and_json(text: str) -> None:
     assert again == cluster and again.to_dict() == data and hash(again) == hash(cluster)
 
 
-@pytest.mark.parametrize("text, sizes", [("h100:8x8", (8, 8)), ("a100-80:16", (1, 16)), ("cpu:1x4", (1, 4)), ("l4", (1, 8))])
+@pytest.mark.parametrize("text, sizes", [("h100:8x8", (8, 8)), ("a100-80:16", (1, 16)), ("cpu:1x4", (1, 4)), ("l4", (1, 8)), ("gh200:32", (1, 32))])
 def test_parse_sizes(text: str, sizes: tuple[int, ...]) -> None:
     cluster = Cluster.parse(text)
     assert tuple(level.size for level in cluster.levels) == sizes
@@ -76,16 +77,19 @@ def test_here_is_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name, gib, preset", [
     ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"), ("NVIDIA L4", 22.0, "l4"),
-    ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"), ("NVIDIA H200", 139.8, "h200"), ("AMD Instinct MI300X", 191.7, "mi300x"),
+    ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"), ("NVIDIA H200", 139.8, "h200"), ("AMD Instinct MI300X", 191.7, "mi300x"), ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
+    ("NVIDIA A100 80GB PCIe", 79.3, "a100-80-pcie"), ("NVIDIA GH200 480GB", 95.0, "gh200"), ("NVIDIA GB200", 184.0, "gb200"), ("NVIDIA B200", 178.4, "b200"),
+    ("Tesla V100-SXM2-16GB", 15.8, "v100-16"), ("NVIDIA L40S", 44.5, "l40s"), ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"), ("NVIDIA A800-SXM4-80GB", 79.3, "a800"),
 ])
 def test_devices_are_known_by_name_and_memory(name: str, gib: float, preset: str) -> None:
     assert match(name, int(gib * 2**30)) == preset
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA L40S"])
-def test_an_unknown_device_says_what_to_do(name: str) -> None:
+@pytest.mark.parametrize("name, gib", [("NVIDIA GeForce RTX 3060", 12), ("NVIDIA H100 NVL", 93.6), ("NVIDIA A100-PCIE-40GB", 39.4), ("NVIDIA GH200 144G HBM3e", 141.0)])
+def test_an_unknown_device_says_what_to_do(name: str, gib: float) -> None:
+    """Also one whose links are not those of the preset of like name."""
     with pytest.raises(ClusterError, match=r"no preset for device .*base = "):
-        match(name, 24 * 2**30)
+        match(name, int(gib * 2**30))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -112,7 +116,7 @@ def test_a_level_may_state_only_a_latency(tmp_path: Path) -> None:
 
 
 BAD_TEXTS = [
-    ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, b200, b300, cpu"),
+    ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, a100-80-pcie"),
     ("h100:", "does not name sizes of node x gpu"),
     ("h100:0x8", "does not name sizes"),
     ("h100:2x2x2", "wanted for example h100:2x2"),

@@ -166,7 +166,7 @@ def rerunning() -> Callable[[], AbstractContextManager[None]]:
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
     if handle is None or tensor.dtype != handle.dtype:
-        return tensor, tensor._version
+        return tensor.detach(), tensor._version  # a result with its graph would hold that by itself, for ever where there is no backward
     handle.saved += 1
     return Saved(handle, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 

@@ -1,16 +1,24 @@
 """Weights that all ranks have alike: those of rank 0, as DistributedDataParallel takes them.
 
-Each rank makes the user's model for itself. Without a seed it makes other random weights, and parts of different models would train together.
+Each rank makes the user's model for itself. Without a seed it makes other random weights, and parts of different models would train together. What is set later, rank by
+rank, is compared before the first step.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from autopar.errors import RunError
+
+if TYPE_CHECKING:
+    from autopar.runtime.mesh import Mesh
+    from autopar.runtime.params import Held
 
 SAMPLES = 64
 """Elements of each tensor that are compared: random numbers differ in the first few."""
@@ -33,6 +41,30 @@ def from_first(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[s
         warnings.warn(f"the ranks made {len(names)} tensors of the model each in their own way ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): those of rank 0 are taken. "
                       "Seed all ranks alike before the model is made, or load weights, to save the broadcast", stacklevel=2)
     return {name: _broadcast(tensor, device) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def check_replicas(held: Iterable[Held], mesh: Mesh) -> None:
+    """Compare what several ranks hold whole of parameters and buffers; a collective operation of all ranks. Raises RunError, on every rank, where copies differ: they
+    would get the same gradients and never become alike."""
+    if mesh.device_mesh is None or mesh.ranks == 1:
+        return
+    known, wrong = list(held), list[str]()
+    for axis, size in enumerate(mesh.sizes):
+        copies = [one for one in known if size > 1 and one.info.entries[axis] == "R"]
+        if not copies:
+            continue
+        least = torch.stack([fingerprint(one.local) for one in copies]).to(mesh.device)
+        most = least.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.group(axis))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group(axis))
+        wrong += [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
+    anywhere = torch.tensor(len(wrong), device=mesh.device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    if anywhere:
+        names = f"{', '.join(dict.fromkeys(wrong[:3]))}{', ...' if len(wrong) > 3 else ''}" if wrong else "parameters of other ranks"
+        raise RunError(f"copies of one tensor are not the same on all ranks that have one: {names}. Where weights are set after compile, set them alike: from one file, from "
+                       "load_full(state_dict), or with random numbers of one seed (torch's DTensor draws others on each CPU rank)")
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

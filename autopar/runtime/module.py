@@ -20,6 +20,7 @@ from autopar._torch import as_parameter, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, host_state, loaders, optimizer_state, regather, rng
+from autopar.runtime.agreed import check_replicas
 from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
@@ -192,6 +193,7 @@ class ShardedModule(Scope):
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)
+            check_replicas(self._held.values(), self.MESH)
             self._agreed = True
         return inputs
 

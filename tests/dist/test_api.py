@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
+from autopar._torch import local_of
 from autopar.errors import RunError
 from models import mlp
 from tests.helpers.ranks import on_new_ranks, on_ranks
@@ -291,3 +292,26 @@ def test_batch_norms_that_synchronise_are_as_any():
     plain, synchronised = (on_ranks(2, _normed, "cpu:1x2", converted) for converted in (False, True))
     for (loss, state, grads), (other, theirs, gradients) in zip(plain, synchronised, strict=True):
         assert loss == other and all(torch.equal(value, theirs[name]) for name, value in state.items()) and all(torch.equal(value, gradients[name]) for name, value in grads.items())
+
+
+def differing(recipe, who):
+    """What a rank says of a step before which rank `who` alone changed a weight."""
+    torch.manual_seed(0)
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, "cpu:1x2", batch, recipe=recipe)
+    local, said = compiled.shard_batch(*batch), ""
+    with torch.no_grad():
+        weight = next(iter(compiled.parameters()))
+        if torch.distributed.get_rank() == who:
+            local_of(weight).add_(1.0)
+    try:
+        compiled.train_step(*local)
+    except RunError as error:
+        said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("recipe, copies", [("ddp", True), ("zero3", False)])
+def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
+    for said in on_ranks(2, differing, recipe, 1):
+        assert ("copies of one tensor are not the same" in said) is copies

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -117,15 +118,29 @@ def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
     return grad.sum_to_size(tuple(about.shape)).to(about.dtype)
 
 
-def unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `scaler.unscale_(optimizer)` was called in this step; calling it twice is an error, and it has no public way to ask."""
-    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
+class LocalScaler(torch.amp.GradScaler):
+    """A scaler that unscales the local parts of gradients, with no collective, and says what it found.
 
+    torch's own hands DTensors to one operator, which asks the ranks of the first of them alone whether something overflowed, and cannot where gradients are on the
+    host. FSDP's scaler overrides the same method; what `step` goes by has no public name either.
+    """
 
-def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-    """By device, a number that is not zero where `scaler.unscale_(optimizer)` found a gradient that is no number; what `scaler.step` goes by, with no public name."""
-    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return found
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        held = []
+        for grad in (local_of(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            held.append(grad.detach())  # a tensor that has this gradient
+            held[-1].grad = grad
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": held}]), *args)  # type: ignore[arg-type]
+        return found
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `unscale_(optimizer)` was called in this step; calling it twice is an error."""
+        return bool(self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
+
+    def overflows(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """By device, a number that is not zero where `unscale_(optimizer)` found a gradient that is none; `step` goes by it."""
+        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return found
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import overflows, unscaled
+from autopar._torch import LocalScaler
 from autopar.errors import RunError
 from autopar.runtime.params import Param
 
@@ -24,7 +24,7 @@ NARROW = "float16"
 """The dtype whose gradients need a scale; bfloat16 has the range of float32."""
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(LocalScaler):
     """As `torch.amp.GradScaler`, for the parameters of a sharded module: `model.train_step(*batch, scaler=scaler)`, `scaler.step(optimizer)`, `scaler.update()`;
     `scaler.unscale_(optimizer)` in front of clipping. All ranks take a step or none does.
 
@@ -40,14 +40,14 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients of `optimizer` by the scale; a collective operation. Raises RuntimeError on the second time in a step."""
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized():
-            found = overflows(self, optimizer)
+            found = self.overflows(optimizer)
             anywhere = torch.stack([torch.zeros((), device=self.place), *(each.to(self.place) for each in found.values())]).max()
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)  # fused optimizers leave a step out at 1, and at nothing else
             found.update({device: anywhere.to(device) for device in found or [anywhere.device]})
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()`, unless a gradient overflowed on any rank; a collective operation."""
-        if self.is_enabled() and not unscaled(self, optimizer):
+        if self.is_enabled() and not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 

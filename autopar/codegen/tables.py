@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
-from autopar.cost.memory import rests_in
+from autopar.cost.memory import POLICIES, rests_in
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
@@ -96,6 +96,7 @@ def interface(context: Context, names: Names) -> list[str]:
         f"{INDENT}INPUTS = {layouts!r}",
         *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
+        *([f"{INDENT}MIXED = True"] if context.plan.precision in POLICIES else []),
         f"{INDENT}DIMS = {_dims(context, names, inputs)!r}",
         *([f"{INDENT}SIZES = {spans!r}"] if (spans := _spans(context, inputs)) else []),
         f"{INDENT}OUTPUTS = {results}",

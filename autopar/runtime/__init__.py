@@ -26,6 +26,7 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
         OUTPUTS = (("loss", "loss"), ("output", "logits"), ("mutation", "bn.running_mean"))   # what forward returns
         STRUCTURE = {"loss": 0, "logits": 1}                  # optional: the user's pytree, leaves are output numbers
         ALIASES = {"lm_head.weight": "wte.weight"}            # tied: alias -> the name in PARAMS
+        MIXED = True                                          # optional: mixed precision, floating inputs are cast
         TRAINS = False                                        # optional: planned for inference
         UNEVALUATED = "..."                                   # optional: why `eval()` is refused
         CHANGING = ("steps",)                                 # optional: buffers that change in evaluation, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,11 @@ def _as_planned(name: str, value: Any, planned: Any) -> None:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise RunError(f"argument {name!r} is {got}, and the plan was made with {name}={planned!r}, which is part of the emitted program: "
                        f"pass {planned!r}, leave it out, or plan the model again with {name}={got}")
+
+
+def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]) -> list[Any]:
+    """Floating inputs in the dtype that `sample` has of them, as FSDP's MixedPrecisionPolicy casts them (cast_forward_inputs) and autocast their first readers."""
+    return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]
 
 
 def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh, uneven: Sequence[str] = ()) -> list[Any]:

@@ -98,6 +98,7 @@ class ShardedModule(Scope):
     INPUTS: ClassVar[Mapping[str, str]] = {}
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
+    MIXED: ClassVar[bool] = False  # mixed precision: floating inputs are cast to what is computed with
     DIMS: ClassVar[batch.Dims] = {}
     SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
@@ -190,6 +191,8 @@ class ShardedModule(Scope):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
+        if self.MIXED:
+            inputs = batch.as_computed(self.SAMPLE, self.INPUTS, inputs)
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._agreed:
             batch.check_agreement(self.INPUTS, inputs, self.MESH)

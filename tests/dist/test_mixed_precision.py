@@ -171,6 +171,21 @@ def _accumulated(source: str, light: Light) -> tuple[float, float]:
     return once, norm()
 
 
+def _from_images(source: str, light: Light) -> list[float]:
+    """One rank: losses of float32 images and of the same in 16 bits."""
+    module = light.build(source)
+    wide, narrow = light.batch, {name: value.bfloat16() if value.is_floating_point() else value for name, value in light.batch.items()}
+    return [float(module.train_step(*module.shard_batch(**batch))) for batch in (wide, narrow)]
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "1f1b"])
+def test_floating_inputs_are_cast(recipe: str) -> None:
+    what = mixed(recipe, "hf-vit")
+    images = {name: value.float() if value.is_floating_point() else value for name, value in what.batch.items()}
+    for wide, narrow in living(4).run(_from_images, what.compiled.source, replace(what.light, batch=images)):
+        assert wide == narrow > 0
+
+
 def test_names() -> None:
     made = mixed("zero1").compiled
     assert made.plan.precision == "bf16" and 'leaf="R", compute="bfloat16"' in made.source

@@ -9,6 +9,7 @@
     frontier     step time against memory                       alone        one part of the cluster against all of it
     prove        what no plan of all these is faster than  bounded      the same of one shape
     relaxed      a step at prices of what hides            cutting      the prices that prove most
+    polytope     which prices there are                    cases        bounds by how long passes wait
     counted      what both are given: passes and memory
 """
 

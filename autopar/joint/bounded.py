@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -60,6 +60,22 @@ def _solved(problem: Problem, cutoff_s: float) -> Solution:
     return replace(found, bound_s=max(found.bound_s, first.bound_s))
 
 
+@dataclass(eq=False)
+class _Met:
+    """What is relaxed, with the solutions that were met."""
+
+    relaxed: Relaxed
+    met: Choices = field(default_factory=list)
+
+    def bound_s(self, cutoff_s: float, rounds: int) -> float:
+        """Seconds that nothing of it beats."""
+        return cut_s([self.relaxed], cutoff_s, rounds, self.met)
+
+    def cases_s(self, cutoff_s: float, rounds: int) -> float:
+        """The same, by cases of all its passes; not of a first look."""
+        return cut_s([self.relaxed], cutoff_s, rounds, self.met, self.relaxed.keys) if rounds == ROUNDS else 0.0
+
+
 class Alone:
     """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
 
@@ -68,17 +84,21 @@ class Alone:
         self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
         cluster = inner.request.cluster
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
-        self.passing = Passing(self.plain, self.forward, late=False)
+        self.passing = Passing(self.plain, self.forward, late=False, linked=True)
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no plan beats."""
         met: Choices = []
         roomy = alone(self.passing, self.plain, math.inf)
-        roomy_s = cut_s([roomy], cutoff_s, rounds, met, roomy.keys)
-        short = any(self.plain.problem.price(choice).memory_bytes > self.inner.limit_bytes for choice in met)
-        if roomy_s >= cutoff_s or not short:
+        roomy_s = cut_s([roomy], cutoff_s, rounds, met)
+        if roomy_s >= cutoff_s:
             return roomy_s
-        return max(roomy_s, min(cut_s([each], cutoff_s, rounds, [], each.keys) for each in self._limited()))
+        short = any(self.plain.problem.price(choice).memory_bytes > self.inner.limit_bytes for choice in met)
+        levels = [_Met(each) for each in self._limited()] if short else []
+        limited_s = min((level.bound_s(cutoff_s, rounds) for level in levels), default=0.0)
+        if limited_s <= roomy_s * (1 + CLOSE):  # memory has no price
+            levels = [_Met(roomy, met)]
+        return max(roomy_s, limited_s, min(level.cases_s(cutoff_s, rounds) for level in levels))
 
     def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """The same with all the memory there is and no update at all."""
@@ -94,7 +114,7 @@ class Alone:
             all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
             most = rematerialised(self.plain, self.forward, all_kept if free else self.whole.levels(asked))
             fewest = rematerialised(self.plain, self.forward, self.whole.levels("full" if free else asked))
-            yield alone(Passing(most, self.forward, late=False), fewest, self.inner.limit_bytes)
+            yield alone(Passing(most, self.forward, late=False, linked=True), fewest, self.inner.limit_bytes)
 
 
 class Timed:
@@ -192,7 +212,7 @@ class Timed:
         return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
 
     def _passing(self, level: str) -> Passing:
-        return Passing(self.models.at(level), self.models.forward, late=True, between=self.between)
+        return Passing(self.models.at(level), self.models.forward, late=True, between=self.between, linked=True)
 
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
         """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""

@@ -1,6 +1,6 @@
-"""Bounds by cases of how long passes wait for collectives: what is in the background moves under waits and under compute evenly, which prices only know where the
-one is about so many times as long as the other (joint.relaxed). The case of which least is proven is split, in the pass where that may prove most, until there is
-nothing to gain.
+"""Bounds by cases of how long passes wait for collectives: what is in the background moves under waits and under compute evenly, and slows waits for links that it takes, too,
+which prices only know where the one is about so many times as long as the other (joint.polytope). The case of which least is proven is split, in the pass where that may
+prove most, until there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -16,10 +16,11 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.joint.cutting import ROUNDS, Cutting, Level
-from autopar.joint.relaxed import ALL, Key, Relaxed, Span
+from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.problem.passing import COMPUTE, WAITED
+from autopar.problem.types import Problem, Solution
 
-CASES = 256
+CASES = 1024
 """So many at most of one shape."""
 
 LIMIT_S = 60.0
@@ -30,6 +31,14 @@ NARROW = 1.1
 
 AROUND = 0.85, 1.2
 """Where a span is split: at so many times what the solutions have that are met in it."""
+
+SPREAD = 1.01
+"""So narrow are spans by which it is seen what there is to gain."""
+
+GAIN = 1e-5
+"""Relative: what gains less is nothing."""
+
+Of = tuple[Key, str]
 
 
 @dataclass(order=True)
@@ -73,17 +82,48 @@ def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -
     return _Case(proven_s, number, level.relaxed, mean)
 
 
-def _split(case: _Case, keys: Sequence[Key]) -> tuple[Key, list[Span]] | None:
-    """The pass in which most may be hidden under waits that is not, and the spans that its own is taken apart into; None where all are narrow."""
-    relaxed, found = case.relaxed, list[tuple[float, Key, list[Span]]]()
-    for key in keys:
-        compute_s, waited_s = float(case.mean[key][COMPUTE]), float(case.mean[key][WAITED])
-        least, most = relaxed.spans.get(key, ALL)
-        if waited_s <= 0.0 or compute_s <= 0.0 or most <= max(least * NARROW, 1e-4):
-            continue
-        ratio = waited_s / compute_s
-        inner = [at for at in (ratio * AROUND[0], ratio * AROUND[1]) if least * 1.02 < at < most * 0.98]
-        inner = inner or [math.sqrt(max(least, ratio / 10) * min(most, 10 * max(least, ratio)))]
-        wide = min(most, 2.0 * ratio) - least  # what moves under waits is known as well as their share
-        found.append((relaxed.times[key] * wide * relaxed.passing.background_s(case.mean[key]), key, [*pairwise((least, *inner, most))]))
-    return max(found, key=lambda each: each[0])[1:] if found else None
+def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
+    """The pass of which most would be proven if its waits were known, of these the one that proves most by itself, and the spans that its own is taken apart into; None where
+    that is nothing, or all are narrow."""
+    gains = [(_least_s(case, key, {**case.relaxed.spans, **_around(case, key)}) - _least_s(case, key, case.relaxed.spans), key) for key in keys]
+    for gain_s, key in sorted(gains, reverse=True):
+        if gain_s <= GAIN * case.bound_s:
+            return None
+        open_ = {of: span for of, span in _around(case, key).items() if not _narrow(case.relaxed.spans.get(of, ALL))}
+        if open_:
+            of = max(open_, key=lambda of: _least_s(case, key, {**case.relaxed.spans, of: open_[of]}))
+            return of, _parts(case.relaxed.spans.get(of, ALL), sum(open_[of]) / 2)
+    return None
+
+
+def _parts(span: Span, ratio: float) -> list[Span]:
+    """`span` in parts, one of them around `ratio`."""
+    least, most = span
+    inner = [at for at in (ratio * AROUND[0], ratio * AROUND[1]) if least * 1.02 < at < most * 0.98]
+    inner = inner or [math.sqrt(max(least, ratio / 10) * min(most, 10 * max(least, ratio)))]
+    return [*pairwise((least, *inner, most))]
+
+
+def _narrow(span: Span) -> bool:
+    return span[1] <= max(span[0] * NARROW, 1e-4)
+
+
+def _around(case: _Case, key: Key) -> dict[Of, Span]:
+    """Narrow spans around what the solutions of `case` wait in a pass: for all collectives, and by level once that is known to be within some span."""
+    passing, mean = case.relaxed.passing, case.mean[key]
+    waits_s = {"": float(mean[WAITED])}
+    for axis, level in enumerate(passing.link):
+        if level:
+            waits_s[level] = waits_s.get(level, 0.0) + float(mean[passing.links_waited(axis)])
+    compute_s = float(mean[COMPUTE])
+    return {(key, level): (seconds / compute_s / SPREAD, seconds / compute_s * SPREAD) for level, seconds in waits_s.items() if seconds > 0.0 < compute_s}
+
+
+def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
+    """What one pass takes at least on the mean of the solutions of `case`, if its waits are within `spans`."""
+    relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans)
+    return Cutting([Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing).most_s()
+
+
+def _nothing(problem: Problem, cutoff_s: float) -> Solution:
+    raise AssertionError("what is met is given")

@@ -1,6 +1,6 @@
 """The largest bound that prices can prove, by cutting planes.
 
-    master    the prices (of the polytopes of joint.relaxed, and of bytes) at which the least of all solutions so far is largest: no bound is above that
+    master    the prices (of the polytopes of joint.polytope, and of bytes) at which the least of all solutions so far is largest: no bound is above that
     glance    the Problem at these prices: a proven bound, and one more solution
 
 Where blocks may be run again to several levels, a plan is a mixture of them, and its time and bytes those of the mixture: what is proven of each level at the
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.relaxed import Key, Polytope, Relaxed, Sums
+from autopar.joint.polytope import Polytope
+from autopar.joint.relaxed import Key, Relaxed, Sums
 from autopar.problem.passing import SHOWN
 from autopar.problem.types import Problem, Solution
 from autopar.search.model import Linear

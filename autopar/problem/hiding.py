@@ -103,6 +103,7 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
             return total_s + rest * pace_s + _alone_s([load for load in over if load.seconds > 0])
         total_s, done = total_s + share * pace_s, done + share
         left = [load.times(1.0 - share * by / load.seconds) for i, (load, by) in enumerate(zip(left, moved, strict=True)) if i != first]
+        left = [load for load in left if load.seconds > 0]  # two may end at once
     return total_s + (1.0 - done) * alone_s
 
 

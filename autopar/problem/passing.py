@@ -10,9 +10,10 @@ that a bound can be found over all of them.
     LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those of BUCKETS after the first few when the rest is done
     WAITS     of each mesh axis: its part of WAITED
     BUCKETS   how many buckets of leaves each block fills
+    LINKS     of each mesh axis: seconds of WAITED, and then of all in the background, by the share that they take of the axis's link (only where asked for)
 
 Of a solution the entries add up to no more than what pipeline.passes finds for it. They are the same but for: sums of gradients in the background, which hide as if all
-weights were in their buckets; the gradients of a weight that several operators read, which are left out because these share what they can, as is adding them up where some
+weights that may rest alike did; the gradients of a weight that several operators read, which are left out because these share what they can, as is adding them up where some
 are in blocks. LEAF is no more than what shows of it only with all of it ahead.
 """
 
@@ -24,6 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.cost.comm import COLLECTIVES, fastest_ways, link_shares
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, fraction
 from autopar.problem.between import Between
 from autopar.problem.build import Model
@@ -31,7 +33,9 @@ from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Ref
 from autopar.problem.hiding import Load, split
 from autopar.problem.members import Member, Way
+from autopar.problem.moved import Moved, add_to, over
 from autopar.problem.nets import Link
+from autopar.problem.pairs import Pair
 from autopar.problem.paths import Ways
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Node
@@ -40,6 +44,9 @@ FORWARD, BACKWARD = PASSES = range(2)
 SHOWN, COMPUTE, WAITED, INPUTS = range(4)
 PLAIN = 4
 """How many quantities there are beside those of each axis."""
+
+LARGE_BYTES = 1e9
+"""Of a collective whose starts count for nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +61,13 @@ class Table:
 class Passing:
     """The tables of `model`; `forward` are prices on the same mesh. `late`: sums that go once per step, and leaves that are gathered then, are left out.
     `between`: nets, by number, between pieces that may be laid out each in its own way, as on places of a pipeline; they take nothing, and neither does what is in
-    the background outside of blocks, because some of these may hide what others bring."""
+    the background outside of blocks, because some of these may hide what others bring. `linked`: with LINKS."""
 
     model: Model
     forward: ForwardPrices
     late: bool
     between: frozenset[int] | None = None
+    linked: bool = False
 
     @property
     def axes(self) -> int:
@@ -69,7 +77,7 @@ class Passing:
     @property
     def width(self) -> int:
         """How many quantities a table has."""
-        return PLAIN + 4 * self.axes + 1
+        return PLAIN + 4 * self.axes + 1 + 2 * self.axes * self.linked
 
     def ahead(self, axis: int) -> int:
         """The quantity AHEAD of an axis."""
@@ -91,6 +99,28 @@ class Passing:
     def buckets(self) -> int:
         """The quantity BUCKETS."""
         return PLAIN + 4 * self.axes
+
+    def links_waited(self, axis: int) -> int:
+        """The quantity LINKS of an axis, of what is waited for; that of the background is so many axes behind it."""
+        assert self.linked, "nobody asked for shares of links"
+        return self.buckets + 1 + axis
+
+    def links_behind(self, axis: int) -> int:
+        """The quantity LINKS of an axis, of what is in the background."""
+        return self.links_waited(axis) + self.axes
+
+    @cached_property
+    def link(self) -> list[str]:
+        """Of each axis the level of the cluster whose link large collectives take most of."""
+        each = [link_shares("all_gather", LARGE_BYTES, axis) for axis in self.model.prices.mesh.axes]
+        return [max(shares, key=shares.__getitem__, default="") for shares in each]
+
+    @cached_property
+    def plain(self) -> Mapping[str, bool]:
+        """Of each level of `link`, whether no collective of the axes that take most of it takes any other level's."""
+        axes = {level: [axis for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True) if own == level and axis.size > 1] for level in self.link}
+        return {level: all(part.span.level.name == level for axis in own for kind in COLLECTIVES for way in fastest_ways(kind, axis) for part in way)
+                for level, own in axes.items()}
 
     def background_s(self, quantities: np.ndarray) -> float:
         """Seconds of all that may hide."""
@@ -120,6 +150,8 @@ class Passing:
                 table.each[:] = 0.0
             elif not table.scope:
                 table.each[..., PLAIN:self.waits(0)] = 0.0
+                if self.linked:
+                    table.each[..., self.links_behind(0):] = 0.0
         return found
 
     def _scope(self, scope: str) -> str:
@@ -162,6 +194,9 @@ class Passing:
             for wait in waits:
                 found[passed, WAITED] += member.op.count * wait.seconds
                 found[passed, self.waits(wait.axis)] += member.op.count * wait.seconds
+                if self.linked:
+                    shares = link_shares(wait.kind, wait.nbytes, self.model.prices.mesh.axes[wait.axis])
+                    found[passed, self.links_waited(wait.axis)] += member.op.count * wait.seconds * shares.get(self.link[wait.axis], 0.0)
         return found
 
     def _net(self, link: Link, net: Net) -> Table:
@@ -177,9 +212,9 @@ class Passing:
             self._waits(found[FORWARD], ahead, float(link.count))
             left_s, back = np.maximum(0.0, cost_s - link.count * ahead.all_s), self._moved(here.back, link.size_bytes)
             again = (left_s > 0) & (back.all_s <= 0)
-            self._waits(found[BACKWARD], back, _over(left_s, back.all_s))
+            self._waits(found[BACKWARD], back, over(left_s, back.all_s))
             if again.any():
-                self._waits(found[BACKWARD], ahead, np.where(again, _over(left_s, ahead.all_s), 0.0))
+                self._waits(found[BACKWARD], ahead, np.where(again, over(left_s, ahead.all_s), 0.0))
         found[:, ~np.isfinite(net.cost_s)] = 0.0
         return Table(scope, found)
 
@@ -188,7 +223,7 @@ class Passing:
         prices = self.model.prices
         grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
         plain_s = prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
-        again = _over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
+        again = over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
         gathers = prices.routes.gathers(here.forward) & link.ahead
         for passed, times in ((FORWARD, np.full(cost_s.shape, float(link.count))), (BACKWARD, again)):
             self._hides(found[passed], ahead, np.where(gathers, times, 0.0))
@@ -204,7 +239,7 @@ class Passing:
         if not self.late:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
             inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
-            self._after(found[FORWARD], leaf, graded, self.leaf(0), float(inside))
+            self._after(found[FORWARD], leaf, graded, self.leaf(0), np.full((2, len(link.rows)), float(inside)))
             found[FORWARD, ..., self.buckets] = self._buckets(link)[:, None] * (graded > 0)
 
     def _buckets(self, link: Link) -> np.ndarray:
@@ -240,22 +275,37 @@ class Passing:
                 found[link.ref] = found.get(link.ref, 0) + len(link.uses)
         return {ref: count > 1 for ref, count in found.items()}
 
-    def _hidden(self, link: Link) -> float:
-        """The share of the sums of a weight's gradient that can run in the background: at most that of all weights there are, in buckets."""
-        inside = bool(link.cluster.scope)
-        most = sum(other.size_bytes * other.count for other in self.model.links if other.weight and bool(other.cluster.scope) == inside)
-        return 0.0 if link.opening or most <= BUCKET_BYTES else 1.0 - BUCKET_BYTES / 2 / most
+    def _hidden(self, link: Link) -> np.ndarray:
+        """[2, rows]: the share of the sums of a weight's gradient that can run in the background, of the first collective and of the next ones: at most that of all weights
+        that may rest alike, in buckets."""
+        if link.opening:
+            return np.zeros((2, len(link.rows)))
+        bucket = BUCKET_BYTES / np.array([max(1.0, self._alike_bytes(row)) for row in link.rows])
+        return np.where(bucket < 1.0, np.maximum(0.0, 1.0 - np.outer((0.5, 1.5), bucket)), 0.0)
+
+    def _alike_bytes(self, row: Pair) -> float:
+        """Bytes on a rank of all weights that may be made as `row`."""
+        if row not in self._alike:
+            each = {other.ref: other.size_bytes * other.count for other in reversed(self.model.links) if other.weight and row in other.rows}
+            self._alike[row] = sum(each.values()) * fraction(row.value, self.model.prices.sizes)
+        return self._alike[row]
+
+    @cached_property
+    def _alike(self) -> dict[Pair, float]:
+        return {}
 
     def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> Moved:
         return Moved(self.model.prices.routes.table(ways, size_bytes, bucket_bytes, self._of_loads), ways.at, self.axes)
 
     def _of_loads(self, loads: Sequence[Load]) -> list[float]:
-        found = [0.0] * (1 + 4 * self.axes)
+        found = [0.0] * (1 + 6 * self.axes)
         waited, moving = split(loads)
         for number, load in enumerate(moving):
-            other = self.axes * (load.kind != "all_gather")
-            found[1 + other + load.axis] += load.seconds
-            found[1 + 2 * self.axes + other + load.axis] += load.seconds * bool(number)
+            other, linked_s = self.axes * (load.kind != "all_gather"), load.seconds * load.shares.get(self.link[load.axis], 0.0)
+            for first, seconds in ((1 + other, load.seconds), (1 + 4 * self.axes, linked_s)):
+                found[first + load.axis] += seconds
+            for first, seconds in ((1 + 2 * self.axes + other, load.seconds), (1 + 5 * self.axes, linked_s)):
+                found[first + load.axis] += seconds * bool(number)
         found[0] = sum(load.seconds for load in waited)
         return found
 
@@ -265,7 +315,9 @@ class Passing:
         each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
         each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
         each[:, self.waits(0):self.buckets] = moved.by_axis[:, :2].sum(1)
-        _add(found, each, moved.at, times)
+        if self.linked:
+            each[:, self.links_waited(0):self.links_behind(0)] = moved.linked_s[:, 0]
+        add_to(found, each, moved.at, times)
 
     def _hides(self, found: np.ndarray, moved: Moved, times: np.ndarray, last: float = 0.0) -> None:
         """A way whose collectives run in the background; of the share `last` all but the first when the rest is done."""
@@ -273,15 +325,25 @@ class Passing:
         each[:, COMPUTE] = moved.local_s
         each[:, SHOWN] = moved.local_s + last * moved.by_axis[:, 2:4].sum((1, 2))
         each[:, PLAIN:PLAIN + 2 * self.axes] = (moved.by_axis[:, :2] - last * moved.by_axis[:, 2:4]).reshape(len(each), -1)
-        _add(found, each, moved.at, times)
+        if self.linked:
+            each[:, self.links_behind(0):] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
+        add_to(found, each, moved.at, times)
 
-    def _after(self, found: np.ndarray, moved: Moved, times: np.ndarray, first: int, hidden: float) -> None:
-        """Collectives in buckets, of which the share `hidden` runs in the background, in the quantities from `first` on; copies, and all else, when the
-        rest is done."""
-        each, moving_s = np.zeros((len(moved.each), self.width)), moved.by_axis[:, :2].sum(1)
-        each[:, SHOWN] = moved.local_s + (1.0 - hidden) * moving_s.sum(1)
-        each[:, first:first + self.axes] = hidden * moving_s
-        _add(found, each, moved.at, times)
+    def _after(self, found: np.ndarray, moved: Moved, times: np.ndarray, first: int, hidden: np.ndarray) -> None:
+        """Collectives in buckets, of which the shares `hidden` [2, rows] run in the background, in the quantities from `first` on, of the first one of a way and of the next
+        ones; copies, and all else, when the rest is done."""
+        all_s, next_s = (moved.by_axis[:, at:at + 2].sum(1) for at in (0, 2))
+        for under, moving_s, linked_s in ((hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]), (hidden[1], next_s, moved.linked_s[:, 1])):
+            shown, behind = (np.zeros((len(moved.each), self.width)) for _ in range(2))
+            shown[:, SHOWN] = moving_s.sum(1)
+            behind[:, first:first + self.axes] = moving_s
+            if self.linked:
+                behind[:, self.links_behind(0):] = linked_s
+            add_to(found, shown, moved.at, times * (1.0 - under)[:, None])
+            add_to(found, behind, moved.at, times * under[:, None])
+        copies = np.zeros((len(moved.each), self.width))
+        copies[:, SHOWN] = moved.local_s
+        add_to(found, copies, moved.at, times)
 
 
 def _most_s(first_bytes: float, leaves: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -289,40 +351,3 @@ def _most_s(first_bytes: float, leaves: Sequence[tuple[np.ndarray, np.ndarray]])
     that price and what is beyond it, and of both the share of the bytes is ahead."""
     byte_s = {0.0, *(float(s) / float(b) for nbytes, seconds in leaves for b, s in zip(nbytes, seconds, strict=True) if b > 0)}
     return min(price * first_bytes + sum(float(np.maximum(0.0, seconds - price * nbytes).max(initial=0.0)) for nbytes, seconds in leaves) for price in byte_s)
-
-
-@dataclass(eq=False)
-class Moved:
-    """Of `each` distinct way the seconds of local copies; by axis those of gathers, of other collectives, and both but for the first collective of the way.
-    `at` [...] says which way is where."""
-
-    each: np.ndarray
-    at: np.ndarray
-    axes: int
-
-    @property
-    def local_s(self) -> np.ndarray:
-        """[ways] of local copies."""
-        return self.each[:, 0]
-
-    @property
-    def by_axis(self) -> np.ndarray:
-        """[ways, 4, axes] of all else."""
-        return self.each[:, 1:].reshape(len(self.each), 4, self.axes)
-
-    @cached_property
-    def all_s(self) -> np.ndarray:
-        """[...] seconds of a whole way."""
-        return np.asarray(self.each[:, :1 + 2 * self.axes].sum(1)[self.at])
-
-
-def _add(found: np.ndarray, each: np.ndarray, at: np.ndarray, times: np.ndarray | float) -> None:
-    """Adds what each way takes, so many times."""
-    if not each.any() or not np.any(times):
-        return
-    found += (times * each)[at] if isinstance(times, float) else times[..., None] * each[at]
-
-
-def _over(seconds: np.ndarray, whole_s: np.ndarray) -> np.ndarray:
-    """How often a way is gone in so many seconds; never where it takes none."""
-    return np.divide(seconds, whole_s, out=np.zeros_like(seconds), where=whole_s > 0)

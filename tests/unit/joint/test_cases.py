@@ -17,7 +17,7 @@ from autopar.joint.cases import _Case, _split, bound_s
 from autopar.joint.counted import alone
 from autopar.joint.cutting import ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
-from autopar.joint.relaxed import Relaxed
+from autopar.joint.relaxed import Key, Relaxed, Span, Sums
 from autopar.joint.shapes import Shape
 from autopar.pipeline import passes
 from autopar.pipeline.alone import step_cost
@@ -36,8 +36,23 @@ ON = [("hf-gpt2", "h100:2x2", (2, 2)), ("hf-llama", "h100:2x4", (2, 4)), ("hf-ll
 
 def own_case(relaxed: Relaxed, choice: tuple[int, ...]) -> Relaxed:
     """What is relaxed to solutions that wait in each pass about as long as `choice` does."""
-    found = {key: float(sums[WAITED] / sums[COMPUTE]) for key, sums in relaxed.sums(choice).passes.items() if sums[COMPUTE] > 0}
-    return replace(relaxed, spans={key: (0.99 * ratio, 1.01 * ratio) for key, ratio in found.items() if ratio > 0})
+    return replace(relaxed, spans=own_spans(relaxed, relaxed.sums(choice), 1.01))
+
+
+def own_spans(relaxed: Relaxed, sums: Sums, wide: float) -> dict[tuple[Key, str], Span]:
+    """Spans so wide around what each pass waits."""
+    return {of: (ratio / wide, ratio * wide) for of, ratio in ratios(relaxed, sums).items() if ratio > 0}
+
+
+def ratios(relaxed: Relaxed, sums: Sums) -> dict[tuple[Key, str], float]:
+    """How many times as long as each pass computes it waits for collectives: all of them, and by what they take of each level's link."""
+    found, tables = {}, relaxed.passing
+    for key, of in sums.passes.items():
+        for level in dict.fromkeys(("", *tables.link)):
+            waits_s = sum(of[tables.links_waited(a)] for a in range(tables.axes) if tables.link[a] == level) if level else of[WAITED]
+            if of[COMPUTE] > 0:
+                found[key, level] = float(waits_s / of[COMPUTE])
+    return found
 
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), ON)
@@ -74,17 +89,17 @@ def test_spans_that_are_split_are_whole() -> None:
     """Nothing is between them or in none, and they come to an end."""
     here, found = alone_on(*ON[1])
     relaxed = alone(here.passing, here.plain, math.inf)
-    mean = dict(relaxed.sums(found[0]).passes)
-    spans = [(0.0, math.inf)]
-    key = ("", FORWARD)
-    for _ in range(200):
-        split = _split(_Case(0.0, 0, replace(relaxed, spans={key: spans[-1]}), mean), [key])
+    mean, key, spans = dict(relaxed.sums(found[0]).passes), ("", FORWARD), dict[tuple[Key, str], Span]()
+    for _ in range(400):
+        split = _split(_Case(0.0, 0, replace(relaxed, spans=spans), mean), [key])
         if split is None:
             break
-        parts = split[1]
-        assert parts[0][0] == spans[-1][0] and parts[-1][1] == spans[-1][1] and len(parts) > 1
+        of, parts = split
+        before = spans.get(of, (0.0, math.inf))
+        assert parts[0][0] == before[0] and parts[-1][1] == before[1] and len(parts) > 1
         assert all(one[1] == other[0] for one, other in pairwise(parts)) and all(low < high for low, high in parts)
-        spans.append(next(part for part in parts if part[0] <= float(mean[key][WAITED] / mean[key][COMPUTE]) <= part[1]))
+        at = ratios(relaxed, relaxed.sums(found[0]))[of]
+        spans = {**spans, of: next(part for part in parts if part[0] <= at <= part[1])}
     else:
         raise AssertionError("it does not come to an end")
 

@@ -54,3 +54,8 @@ def test_it_is_the_event_engine(seed: int) -> None:
 def test_loads_of_an_axis_are_one() -> None:
     (one,) = merged([Load(0, 1.0, {"gpu": 1.0}), Load(0, 3.0, {"gpu": 0.5, "node": 1.0})])
     assert (one.seconds, one.shares) == (4.0, {"gpu": 2.5 / 4, "node": 3 / 4})
+
+
+def test_two_that_end_at_once_take_as_long_as_nearly_at_once() -> None:
+    one, other = ([Load(0, 1.0, {"node": 1.0}), Load(1, seconds, {"gpu": 1.0}), Load(2, seconds, {"gpu": 1.0})] for seconds in (0.5, 0.5000001))
+    assert together_s(1.0, [], one, 0.15) == pytest.approx(together_s(1.0, [], other, 0.15), rel=1e-6)

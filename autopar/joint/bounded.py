@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.joint.again import agains
 from autopar.joint.cases import bound_s
 from autopar.joint.counted import alone, between_pieces, in_one_place, timed
 from autopar.joint.cutting import CLOSE, ROUNDS, Cutting, Level
@@ -24,6 +25,7 @@ from autopar.joint.relaxed import Key, Relaxed
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.pipeline.least import Example, Least, least, mean
+from autopar.problem.build import Model
 from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
 from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
@@ -41,8 +43,9 @@ def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices,
     """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, and with all `ROUNDS`, by `cases` of
     these passes (joint.cases)."""
     cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], _solved if rounds == ROUNDS else _glance, met)
+    keys = [key for key in cases if key in levels[0].keys] if rounds == ROUNDS and levels[0].hides else []
     try:
-        return bound_s(cutting, cases, cutoff_s) if cases and rounds == ROUNDS and levels[0].hides else cutting.bound_s(cutoff_s, rounds)
+        return bound_s(cutting, keys, cutoff_s) if keys else cutting.bound_s(cutoff_s, rounds)
     except InfeasibleError:
         return math.inf
 
@@ -86,35 +89,44 @@ class Alone:
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
         self.passing = Passing(self.plain, self.forward, late=False, linked=True)
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """Seconds that no plan beats."""
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+        """Seconds that no plan beats; `hosted`: none with something on the host, without its update."""
         met: Choices = []
-        roomy = alone(self.passing, self.plain, math.inf)
+        roomy = alone(self.passing, self.plain, math.inf, hosted=hosted)
         roomy_s = cut_s([roomy], cutoff_s, rounds, met)
         if roomy_s >= cutoff_s:
             return roomy_s
-        short = any(self.plain.problem.price(choice).memory_bytes > self.inner.limit_bytes for choice in met)
-        levels = [_Met(each) for each in self._limited()] if short else []
+        here = alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)
+        short = any((here.sums(choice).over > 0).any() for choice in met)
+        levels = [_Met(each) for each in self._limited(hosted=hosted)] if short else []
         limited_s = min((level.bound_s(cutoff_s, rounds) for level in levels), default=0.0)
         if limited_s <= roomy_s * (1 + CLOSE):  # memory has no price
             levels = [_Met(roomy, met)]
         return max(roomy_s, limited_s, min(level.cases_s(cutoff_s, rounds) for level in levels))
 
-    def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """The same with all the memory there is and no update at all."""
-        return cut_s([alone(self.passing, self.plain, math.inf, updated=False)], cutoff_s, rounds, [])
-
-    def _limited(self) -> Iterator[Relaxed]:
-        """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes of none and the passes of all."""
+    def _limited(self, *, hosted: bool) -> Iterator[Relaxed]:
+        """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes and passes of none and of all of them, and what is between
+        (joint.again)."""
         asked, free = self.inner.request.remat_level, len(self.whole.open_levels) > 1
         if free or asked == "none":
-            yield alone(self.passing, self.plain, self.inner.limit_bytes)
-        if free or asked != "none":
-            program = self.whole.program
-            all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
-            most = rematerialised(self.plain, self.forward, all_kept if free else self.whole.levels(asked))
-            fewest = rematerialised(self.plain, self.forward, self.whole.levels("full" if free else asked))
-            yield alone(Passing(most, self.forward, late=False, linked=True), fewest, self.inner.limit_bytes)
+            yield alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)
+        if asked != "none" and not free:
+            here = rematerialised(self.plain, self.forward, self.whole.levels(asked))
+            yield alone(Passing(here, self.forward, late=False, linked=True), here, self.inner.limit_bytes, hosted=hosted)
+        if free:
+            most, fewest = self._kept
+            for each in agains(self.plain, self.forward):
+                base = alone(most, fewest, self.inner.limit_bytes, hosted=hosted)
+                barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
+                yield replace(base, node_s=barred_s, again=each.corners)
+
+    @cached_property
+    def _kept(self) -> tuple[Passing, Model]:
+        """The passes of blocks that are run again with all kept that can be, and the bytes with nothing kept."""
+        program = self.whole.program
+        all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
+        most = rematerialised(self.plain, self.forward, all_kept)
+        return Passing(most, self.forward, late=False, linked=True), rematerialised(self.plain, self.forward, self.whole.levels("full"))
 
 
 class Timed:
@@ -127,18 +139,18 @@ class Timed:
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing("none")
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """Seconds that no plan beats."""
-        mean_s, ways, met = self._open(cutoff_s, rounds, updated=True)
-        mean_s = max(mean_s, self.whole_s(cutoff_s, rounds) if mean_s < cutoff_s else 0.0)
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+        """Seconds that no plan beats; `hosted` as Alone has it."""
+        mean_s, ways, met = self._open(cutoff_s, rounds, hosted=hosted)
+        mean_s = max(mean_s, self.whole_s(cutoff_s, rounds, hosted=hosted) if mean_s < cutoff_s else 0.0)
         if mean_s >= cutoff_s:
             return mean_s
         found = math.inf
         for table, weights in ways:
-            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met)))
+            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met), hosted=hosted))
         return max(mean_s, found) if ways else mean_s
 
-    def whole_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+    def whole_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
         """What follows from that places have whole blocks, of n on p places where there is one run of them: either one of them has k + 1, k = n / p rounded up, or
         none has more than k. Then one has k, and the one with the largest operator outside of blocks no less than are left by all others."""
         runs, places, microbatches = self.passing.model.links[0].program.runs, self.shape.places, self.shape.microbatches
@@ -147,12 +159,12 @@ class Timed:
         count = next(iter(runs.values())).count
         most = math.ceil(count / places)
         wanted_s = cutoff_s * count / most
-        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0)], wanted_s, rounds, [], self._cases)
+        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0, hosted=hosted)], wanted_s, rounds, [], self._cases)
         even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
         if even_s >= min(cutoff_s, uneven_s) or self._largest is None:
             return even_s
         least = max(0, count - most * (places - 1))
-        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest)], min(cutoff_s, uneven_s), rounds, [], self._cases)
+        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)], min(cutoff_s, uneven_s), rounds, [], self._cases)
         return min(uneven_s, max(even_s, there_s))
 
     @cached_property
@@ -163,34 +175,28 @@ class Timed:
                    for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
         return max(least_s, key=least_s.__getitem__, default=None)
 
-    def _open(self, cutoff_s: float, rounds: int, *, updated: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
+    def _open(self, cutoff_s: float, rounds: int, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
         """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""
         if not self.tables:
             return math.inf, [], []
         met: Choices = []
-        mean_s = cut_s([self.mean(updated=updated)], cutoff_s, rounds, met, self._cases)
-        return mean_s, self._lengths(self._example(met[-1], updated=updated)) if mean_s < cutoff_s else [], met
+        mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, rounds, met, self._cases)
+        return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
 
-    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices) -> float:
-        roomy_s = cut_s([self._timed(table, weights, self.passing, math.inf)], cutoff_s, rounds, met, self._cases)
-        limited = self._timed(table, weights, self.passing, self.inner.limit_bytes)
+    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices, *, hosted: bool) -> float:
+        def timed_by(passing: Passing, limit_bytes: float) -> Relaxed:
+            return timed(passing, self.models, table, weights, limit_bytes, hosted=hosted)
+
+        roomy_s = cut_s([timed_by(self.passing, math.inf)], cutoff_s, rounds, met, self._cases)
+        limited = timed_by(self.passing, self.inner.limit_bytes)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
-        levels = [limited, *(self._timed(table, weights, each, self.inner.limit_bytes) for each in self._again)]
+        levels = [limited, *(timed_by(each, self.inner.limit_bytes) for each in self._again)]
         return max(roomy_s, cut_s(levels, cutoff_s, rounds, []))
 
-    def free_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """The same with all the memory there is and no update at all."""
-        mean_s, ways, met = self._open(cutoff_s, rounds, updated=False)
-        return max(mean_s, min((cut_s([timed(self.passing, self.models, table, weights, math.inf, updated=False)], cutoff_s, rounds, list(met))
-                                for table, weights in ways), default=mean_s))
-
-    def mean(self, *, updated: bool) -> Relaxed:
-        """With the mean of all places, whatever the timetable, and all the memory there is; `updated` as joint.counted has it."""
-        return timed(self.passing, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, updated=updated)
-
-    def _timed(self, table: Timetable, weights: Least, passing: Passing, limit_bytes: float) -> Relaxed:
-        return timed(passing, self.models, table, weights, limit_bytes)
+    def mean(self, *, hosted: bool) -> Relaxed:
+        """With the mean of all places, whatever the timetable, and all the memory there is; `hosted` as joint.counted has it."""
+        return timed(self.passing, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, hosted=hosted)
 
     @cached_property
     def _cases(self) -> Sequence[Key]:
@@ -203,9 +209,9 @@ class Timed:
         """With all blocks run again at each level."""
         return [self._passing(level) for level in self.inner.whole.open_levels if level != "none"]
 
-    def _example(self, choice: tuple[int, ...], *, updated: bool) -> Example:
+    def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
         """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""
-        plain = self.mean(updated=updated)
+        plain = self.mean(hosted=hosted)
         sums, scopes, hides = plain.sums(choice), self.passing.scopes, self.passing.model.prices.contention if plain.hides else 1.0
         forward_s, backward_s = (sum(float(each[SHOWN]) + hides * self.passing.background_s(each) for each in [sums.passes[scope, way] for scope in scopes])
                                  for way in PASSES)

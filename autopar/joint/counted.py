@@ -13,35 +13,38 @@ from autopar.joint.timetables import Timetable
 from autopar.pipeline.least import Least
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
+from autopar.problem.clusters import Cluster
 from autopar.problem.nets import Link
 from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
 from autopar.problem.types import Net, Node
 
 
-def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, updated: bool = True) -> Relaxed:
-    """One stage and one microbatch (pipeline.alone), with the memory of `bytes_of`, a Model with the same choices; `updated`: with the optimizer's step."""
+def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
+    """One stage and one microbatch (pipeline.alone), with the memory of `bytes_of`, a Model with the same choices; `hosted`: with no memory for weights, and no optimizer's step."""
     problem, held = passing.model.problem, bytes_of.problem
-    node_s = [passing.updates_s[index] * updated - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
+    node_s = [passing.updates_s[index] * (not hosted) - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
     nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
     shared = bytes_of.shared  # other nets count bytes of what is stored of blocks that run again: without them it is a bound all the same
-    room = Room([node.memory_bytes for node in held.nodes], [*(net.memory_bytes for net in held.nets[:shared]), *nothing[shared:]], limit_bytes)
+    nodes = [node.memory_bytes * _counts(_rests(cluster), hosted) for node, cluster in zip(held.nodes, bytes_of.clusters, strict=True)]
+    nets = [net.memory_bytes * _counts(link.weight, hosted) for net, link in zip(held.nets[:shared], bytes_of.links, strict=False)]
+    room = Room(nodes, [*nets, *nothing[shared:]], limit_bytes)
     return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, _rooms([room]))
 
 
-def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, updated: bool = True) -> Relaxed:
-    """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`."""
+def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
+    """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`; `hosted` as `alone` has it."""
     micro, once = passing.model, models.once
-    node_s = [weights.once * updated * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
+    node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
     net_s = [weights.once * each for each in _once_s(passing, once)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between)))
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between, hosted=hosted)))
 
 
-def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None) -> Relaxed:
+def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None, *, hosted: bool = False) -> Relaxed:
     """What a place takes at least that has the `share` of the blocks of the one run there is, and of what is outside the operator of node `piece`, for so many
-    microbatches and once per step; with all the memory there is."""
+    microbatches and once per step; with all the memory there is. `hosted`: without the optimizer's step."""
     scope, once = next(iter(passing.model.links[0].program.runs)), models.once
-    node_s = [share * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
+    node_s = [share * (not hosted) * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
     if piece is not None:
         node_s[piece] = node_s[piece] + microbatches * passing.nodes[piece].each[..., SHOWN].sum(0)
     net_s = [share * each * (link.cluster.scope == scope) for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)]
@@ -60,18 +63,29 @@ def _once_s(passing: Passing, once: Model) -> list[np.ndarray]:
     return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found):])]
 
 
-def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int]) -> Iterator[Room]:
+def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
     """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
     n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
     kept = [max(1, min(n for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
     live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
         held = min(w * n for w, n in zip(weights, kept, strict=True))
-        nodes = [held * (node.memory_bytes - _live(node)) + min(weights) * rests.memory_bytes + live * _in_blocks(micro, cluster.scope) * _live(node)
+        nodes = [_counts(_rests(cluster), hosted) * (held * (node.memory_bytes - _live(node)) + min(weights) * rests.memory_bytes
+                                                                  + live * _in_blocks(micro, cluster.scope) * _live(node))
                  for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)]
-        nets = [(held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)) * (index not in between)
+        nets = [(held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)) * (index not in between) * _counts(link.weight, hosted)
                 for index, (net, link) in enumerate(zip(micro.problem.nets, micro.links, strict=True))]
         yield Room(nodes, nets, sum(weights) * limit_bytes)
+
+
+def _counts(weight: bool, hosted: bool) -> float:
+    """1 for what takes memory of the device: all but weights, and what is made of them, where these may be on the host."""
+    return float(not (weight and hosted))
+
+
+def _rests(cluster: Cluster) -> bool:
+    """Whether weights rest with the operators of a cluster."""
+    return any(op.role == "param" for op in cluster.members)
 
 
 def between_pieces(model: Model) -> frozenset[int]:

@@ -65,7 +65,7 @@ class Cutting:
                 except InfeasibleError:
                     continue  # nothing is possible at this level
                 proven_s = min(proven_s, found.bound_s + more_s)
-                level.met.append(level.relaxed.sums(found.choice))
+                level.met.append(level.relaxed.sums(found.choice, prices, bytes_s))
                 self.choices.append(found.choice)
             best_s = max(best_s, proven_s)
             if best_s >= cutoff_s or best_s >= most_s * (1 - CLOSE):

@@ -8,8 +8,8 @@
               price of bytes what blocks gain by keeping something is weighed against running them again. What is there for a moment only is not
               counted on several places
 
-Plans with something on the host have the passes of all others, less memory on the device and another update: of them is proven what holds with all the
-memory there is and no update at all, and the least update.
+Plans with something on the host have the passes of all others, another update, and no less memory on the device than what is not of weights: of them is proven what
+holds with that and no update at all, and the least update.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Prover:
         late_s = min((there.late_s for there in self._hosted), default=math.inf)
         if self.floor_s(shape) + late_s >= min(least_s, cutoff_s):
             return least_s
-        return min(least_s, late_s + here.free_s(min(least_s, cutoff_s) - late_s, rounds))
+        return min(least_s, late_s + here.bound_s(min(least_s, cutoff_s) - late_s, rounds, hosted=True))
 
     @cached_property
     def _hosted(self) -> list[Inner]:

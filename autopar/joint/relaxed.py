@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.problem.passing import PASSES, Passing, Table
+from autopar.problem.passing import BACKWARD, COMPUTE, PASSES, SHOWN, Passing, Table
 from autopar.problem.types import Net, Node, Problem
 
 Key = tuple[str, int]  # a scope, and one of its passes
@@ -44,7 +44,7 @@ class Sums:
 @dataclass(eq=False)
 class Relaxed:
     """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions whose
-    waits are within `spans`."""
+    waits are within `spans`. `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.again)."""
 
     passing: Passing
     times: Mapping[Key, float]
@@ -52,6 +52,7 @@ class Relaxed:
     net_s: Sequence[np.ndarray]
     rooms: Sequence[Room] = ()
     spans: Spans = field(default_factory=dict)
+    again: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -68,8 +69,8 @@ class Relaxed:
         """Whether anything hides at all."""
         return self.passing.model.prices.overlap > 0.0
 
-    def sums(self, choice: Sequence[int]) -> Sums:
-        """What `choice` takes."""
+    def sums(self, choice: Sequence[int], prices: Mapping[Key, np.ndarray] | None = None, bytes_s: np.ndarray | None = None) -> Sums:
+        """What `choice` takes, with the seconds and bytes of `again` that cost least at these prices, or the first ones."""
         passes = {key: np.eye(1, self.passing.width + 1, self.passing.width)[0] for key in self.keys}
         own_s, over = 0.0, -np.array([room.limit for room in self.rooms], float)
         for v, c in enumerate(choice):
@@ -82,7 +83,16 @@ class Relaxed:
                 own_s += float(self.net_s[t][row, column])
                 over += [float(room.nets[t][row, column]) for room in self.rooms]
                 _add(passes, self.passing.nets[t], np.s_[row, column])
+        for scope, pairs in self.again.items():
+            seconds, nbytes = pairs[0] if prices is None else min(pairs, key=lambda pair: self._again_s(scope, pair, prices, bytes_s))
+            passes[scope, BACKWARD][[SHOWN, COMPUTE]] += seconds
+            over += nbytes
         return Sums(passes, own_s, over)
+
+    def _again_s(self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None) -> float:
+        """What so many seconds and bytes cost at some prices."""
+        second = float(prices[scope, BACKWARD][SHOWN] + prices[scope, BACKWARD][COMPUTE])
+        return second * pair[0] + (float(bytes_s.sum()) if bytes_s is not None else 0.0) * pair[1]
 
     def priced(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> tuple[Problem, float]:
         """The Problem at `prices` of the quantities, and of a pass as such, and of bytes in each Room, and what is to be added to its time."""
@@ -104,6 +114,7 @@ class Relaxed:
         nodes = [Node(node.name, node.labels, node.cost_s + up, node.memory_bytes, node.hide_s) for node, up in zip(nodes, up_s, strict=True)]
         over_s = sum(float(m) * room.limit for m, room in zip(bytes_s, self.rooms, strict=True))
         fixed_s = sum(float(values[-1]) for values in prices.values())
+        fixed_s += sum(min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items())
         return Problem(tuple(nodes), tuple(nets), 0, math.inf, whole.name), fixed_s - sum(up_s) - over_s
 
 

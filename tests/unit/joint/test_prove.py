@@ -71,5 +71,24 @@ def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
     pricing = Pricing(inner, SEARCH)
     here = Timed(inner, pricing, shape)
-    whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(updated=True)], math.inf, ROUNDS, [])
+    whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, ROUNDS, [])
     assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.all_tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
+
+
+@pytest.mark.parametrize(("places", "mesh", "microbatches"), [(2, (1,), 4), (1, (2,), 4)])
+def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(places: int, mesh: tuple[int, ...], microbatches: int) -> None:
+    """With less and less memory until nothing fits, weights, gradients and optimizer state on the host."""
+    who, shape = subject("hf-gpt2"), Shape(places, mesh, microbatches)
+    request = replace(Request(Cluster.parse(f"h100:1x{places * math.prod(mesh)}"), Settings("train")), memory_bytes=float("inf"))
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, request)
+    there = inner.hosted("parameters")
+    roomy, bounds = Pricing(there, SEARCH).price(shape, list(Pricing(there, SEARCH).tables(shape)), "none", exact=True), list[float]()
+    for share in (1.0, 0.5, 0.2):
+        short = inner.limited(share * roomy.memory_bytes)
+        bounds.append(Timed(short, Pricing(short, SEARCH), shape).bound_s(math.inf, hosted=True))
+        pricing = Pricing(short.hosted("parameters"), SEARCH)
+        for table in pricing.all_tables(shape):
+            for level in LEVELS:
+                with suppress(InfeasibleError):
+                    assert pricing.price(shape, [table], level, exact=True).step_s >= bounds[-1] + pricing.inner.late_s - 1e-9 * bounds[-1]
+    assert bounds[0] < bounds[-1]

@@ -82,7 +82,7 @@ def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, s
     inner = inner_of(name, cluster)
     here = Timed(inner, Pricing(inner, SEARCH), shape)
     micro, program = here.models.micro, inner.planner(shape.microbatches).program
-    passes = replace(here.mean(updated=False), times=dict.fromkeys(here.mean(updated=False).times, 1.0), node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
+    passes = replace(here.mean(hosted=True), times=dict.fromkeys(here.mean(hosted=True).times, 1.0), node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
                      net_s=[np.zeros(n.cost_s.shape) for n in micro.problem.nets])
     for choice in solutions(micro.problem):
         took = costs(program, micro, here.models.once, choice, here.models.forward, apart=shape.places > 1)

@@ -10,7 +10,7 @@
     prove        what no plan of all these is faster than  bounded      the same of one shape
     relaxed      a step at prices of what hides            cutting      the prices that prove most
     polytope     which prices there are                    cases        bounds by how long passes wait
-    counted      what both are given: passes and memory
+    counted      what both are given: passes and memory    again        what running blocks again takes at least
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,8 +27,8 @@ def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, hosted: bool
     shared = bytes_of.shared  # other nets count bytes of what is stored of blocks that run again: without them it is a bound all the same
     nodes = [node.memory_bytes * _counts(_rests(cluster), hosted) for node, cluster in zip(held.nodes, bytes_of.clusters, strict=True)]
     nets = [net.memory_bytes * _counts(link.weight, hosted) for net, link in zip(held.nets[:shared], bytes_of.links, strict=False)]
-    room = Room(nodes, [*nets, *nothing[shared:]], limit_bytes)
-    return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, _rooms([room]))
+    room = [Room(nodes, [*nets, *nothing[shared:]], limit_bytes)] if math.isfinite(limit_bytes) else []
+    return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, tuple(room))
 
 
 def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
@@ -37,7 +37,7 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
     net_s = [weights.once * each for each in _once_s(passing, once)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, _rooms(_held(micro, once, table, limit_bytes, between, hosted=hosted)))
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(micro, once, table, limit_bytes, between, hosted=hosted)))
 
 
 def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None, *, hosted: bool = False) -> Relaxed:
@@ -66,6 +66,8 @@ def _once_s(passing: Passing, once: Model) -> list[np.ndarray]:
 def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
     """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
     n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
+    if math.isinf(limit_bytes):
+        return
     kept = [max(1, min(n for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
     live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
@@ -123,7 +125,3 @@ def _abreast_s(model: Model, node: Node) -> np.ndarray:
 
 def _finite(cost_s: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(cost_s), cost_s, 0.0)
-
-
-def _rooms(rooms: Iterator[Room] | Sequence[Room]) -> tuple[Room, ...]:
-    return tuple(room for room in rooms if math.isfinite(room.limit))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.polytope import Polytope
+from autopar.joint.polytope import Polytope, first_prices
 from autopar.joint.relaxed import Key, Relaxed, Sums
 from autopar.problem.passing import SHOWN
 from autopar.problem.types import Problem, Solution
@@ -51,10 +51,9 @@ class Cutting:
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
         """Seconds that no mixture of solutions beats, as near to the most that can be proven as `rounds` allow; no more than `cutoff_s` is asked for."""
-        best_s = 0.0
-        for level in self.levels:
-            if not level.met:
-                level.met.append(self._first(level.relaxed))
+        best_s = self._first_s(cutoff_s)
+        if best_s >= cutoff_s:
+            return best_s
         for _ in range(rounds):
             each, bytes_s, most_s = self._master()
             proven_s = math.inf
@@ -76,13 +75,20 @@ class Cutting:
         """What prices can prove at most of the solutions that were met."""
         return self._master()[2]
 
-    def _first(self, relaxed: Relaxed) -> Sums:
-        """What one solution takes, so that prices are bounded."""
-        prices = {key: np.zeros(relaxed.passing.width + 1) for key in relaxed.keys}
-        for key, values in prices.items():
-            values[SHOWN] = relaxed.times[key]
-        problem, _more_s = relaxed.priced(prices, np.zeros(len(relaxed.rooms)))
-        return relaxed.sums(self.solve(problem, math.inf).choice)
+    def _first_s(self, cutoff_s: float) -> float:
+        """What plain prices prove where nothing was met, so that there are solutions by which prices are bounded; nothing where all levels have some."""
+        proven_s = math.inf
+        for level in self.levels:
+            if level.met:
+                proven_s = 0.0
+                continue
+            prices, none = first_prices(level.relaxed), np.zeros(len(level.relaxed.rooms))
+            problem, more_s = level.relaxed.priced(prices, none)
+            found = self.solve(problem, cutoff_s - more_s)
+            proven_s = min(proven_s, found.bound_s + more_s)
+            level.met.append(level.relaxed.sums(found.choice, prices, none))
+            self.choices.append(found.choice)
+        return proven_s
 
     def _master(self) -> tuple[list[Prices], np.ndarray, float]:
         """Prices of each level, of bytes in each Room, and the least at these prices of all solutions that were met."""

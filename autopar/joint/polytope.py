@@ -36,7 +36,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.joint.relaxed import ALL, Key, Relaxed
-from autopar.problem.passing import BACKWARD, COMPUTE, FORWARD, WAITED
+from autopar.problem.passing import BACKWARD, COMPUTE, FORWARD, SHOWN, WAITED, Passing
 from autopar.search.model import Linear
 
 
@@ -49,7 +49,7 @@ class Polytope:
         self.axes = range(self.passing.axes)
         self.columns = np.zeros(0, int)
         self.taken = np.zeros((self.passing.width + 1, 0))
-        first = self._first(key) if relaxed.hides else 0.0
+        first = first_of(relaxed.passing, key) if relaxed.hides else 0.0
         self.p = [self._column({self.passing.ahead(a): 1.0 - first, self.passing.behind(a): 1.0, self.passing.leaf(a): 1.0}) for a in self.axes]
         if first and top is not None:
             for a, p in enumerate(self.p):
@@ -61,11 +61,6 @@ class Polytope:
         else:
             for p in self.p:
                 self._row({p: 1.0}, 1.0)
-
-    def _first(self, key: Key) -> float:
-        """The share of one block, whose gathers may begin under what is in front of a backward that follows its forward (pipeline.passes)."""
-        scope, way = key
-        return 1.0 / self.passing.model.links[0].program.runs[scope].count if scope and way == BACKWARD and not self.passing.late else 0.0
 
     def _ahead_s(self, key: Key) -> np.ndarray | None:
         """By axis the seconds of leaves that can be ahead; None where there are none of them."""
@@ -142,3 +137,24 @@ class Polytope:
             return
         row = self.model.add_rows(1, -math.inf, upper)
         self.model.add_entries(np.full(len(terms), row), np.array(list(terms)), np.array(list(terms.values())))
+
+
+def first_prices(relaxed: Relaxed) -> dict[Key, np.ndarray]:
+    """Prices of all passes that are possible and near the best where what is in the background hides under compute: p and w of each axis as much as its share of compute."""
+    passing, axes = relaxed.passing, range(relaxed.passing.axes)
+    p = min(passing.model.prices.contention, 1.0 / (len(axes) + 1)) if relaxed.hides else 1.0
+    found = {}
+    for key in relaxed.keys:
+        values = np.zeros(passing.width + 1)
+        values[SHOWN] = 1.0
+        for a in axes:
+            values[[passing.ahead(a), passing.behind(a), passing.leaf(a)]] = p * (1.0 - first_of(passing, key) * relaxed.hides), p, p
+        values[WAITED] = -p * len(axes) * relaxed.hides
+        found[key] = relaxed.times[key] * values
+    return found
+
+
+def first_of(passing: Passing, key: Key) -> float:
+    """The share of one block, whose gathers may begin under what is in front of a backward that follows its forward (pipeline.passes)."""
+    scope, way = key
+    return 1.0 / passing.model.links[0].program.runs[scope].count if scope and way == BACKWARD and not passing.late else 0.0

@@ -31,7 +31,6 @@ from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Ref
-from autopar.problem.hiding import Load, split
 from autopar.problem.members import Member, Way
 from autopar.problem.moved import Moved, add_to, over
 from autopar.problem.nets import Link
@@ -44,9 +43,6 @@ FORWARD, BACKWARD = PASSES = range(2)
 SHOWN, COMPUTE, WAITED, INPUTS = range(4)
 PLAIN = 4
 """How many quantities there are beside those of each axis."""
-
-LARGE_BYTES = 1e9
-"""Of a collective whose starts count for nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +105,10 @@ class Passing:
         """The quantity LINKS of an axis, of what is in the background."""
         return self.links_waited(axis) + self.axes
 
-    @cached_property
+    @property
     def link(self) -> list[str]:
         """Of each axis the level of the cluster whose link large collectives take most of."""
-        each = [link_shares("all_gather", LARGE_BYTES, axis) for axis in self.model.prices.mesh.axes]
-        return [max(shares, key=shares.__getitem__, default="") for shares in each]
+        return self.model.prices.routes.link
 
     @cached_property
     def plain(self) -> Mapping[str, bool]:
@@ -295,19 +290,7 @@ class Passing:
         return {}
 
     def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> Moved:
-        return Moved(self.model.prices.routes.table(ways, size_bytes, bucket_bytes, self._of_loads), ways.at, self.axes)
-
-    def _of_loads(self, loads: Sequence[Load]) -> list[float]:
-        found = [0.0] * (1 + 6 * self.axes)
-        waited, moving = split(loads)
-        for number, load in enumerate(moving):
-            other, linked_s = self.axes * (load.kind != "all_gather"), load.seconds * load.shares.get(self.link[load.axis], 0.0)
-            for first, seconds in ((1 + other, load.seconds), (1 + 4 * self.axes, linked_s)):
-                found[first + load.axis] += seconds
-            for first, seconds in ((1 + 2 * self.axes + other, load.seconds), (1 + 5 * self.axes, linked_s)):
-                found[first + load.axis] += seconds * bool(number)
-        found[0] = sum(load.seconds for load in waited)
-        return found
+        return Moved(self.model.prices.routes.moved(ways, size_bytes, bucket_bytes), ways.at, self.axes)
 
     def _waits(self, found: np.ndarray, moved: Moved, times: np.ndarray | float) -> None:
         """Collectives that compute waits for."""

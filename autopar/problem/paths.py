@@ -3,6 +3,7 @@
     Paths.ways      which way leads from each source to each target
     Paths.seconds   what each way costs for a tensor of some size
     Paths.loads     the same of one way, step by step
+    Paths.moved     the same of all ways, by axis
     Paths.gathers   whether an all-gather is among its steps
     Paths.halfway   the share of the tensor that comes on the way, before the last collective
     Paths.held      the share of the tensor that the last new tensor on the way is, NaN where no memory is taken
@@ -11,9 +12,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,11 @@ from autopar.cluster import Mesh
 from autopar.cost.comm import LOCAL, collective_s, group_bytes, link_shares, step_s
 from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, moving, sections_of, shard, steps
 from autopar.problem.hiding import LOCAL_AXIS, Load, split
+
+NO_STEP = -1
+
+LARGE_BYTES = 1e9
+"""Of a collective whose starts count for nothing."""
 
 
 class Ways(NamedTuple):
@@ -39,13 +45,14 @@ class Ways(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Sized:
-    """What was found for tensors of one size that go in buckets of one size: by number of a step its loads and its seconds, by number of a way its
+    """What was found for tensors of one size that go in buckets of one size: by number of a step its loads, its seconds and these by axis, by number of a way its
     seconds, and by what of it hides those that are waited for."""
 
     loads: dict[int, list[Load]] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
     ways: dict[int, float] = field(default_factory=dict)
     waited: dict[float, dict[int, float]] = field(default_factory=dict)
+    rows: dict[int, list[float]] = field(default_factory=dict)
 
 
 class Paths:
@@ -58,6 +65,7 @@ class Paths:
         self._steps: dict[Step, int] = {}
         self._order: list[Step] = []
         self._way: list[list[int]] = []  # of each way: its steps by number
+        self._table = np.zeros((0, 1), int)
         self._gathers: list[bool] = []
         self._held: list[float] = []
         self._collectives: list[int] = []
@@ -88,10 +96,44 @@ class Paths:
         """What one way takes, as `seconds`: each step's collective, and local copies around it."""
         return tuple(self._way_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
 
-    def table(self, ways: Ways, size_bytes: float, bucket_bytes: float, of: Callable[[list[Load]], Sequence[float]]) -> np.ndarray:
-        """[distinct ways, n]: the n numbers `of` the loads of each; `ways.at` says which of them is where."""
-        known = self._sized(size_bytes, bucket_bytes)
-        return np.array([of(self._way_loads(known, number, size_bytes, bucket_bytes)) for number in ways.numbers], float)
+    def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
+        """[distinct ways, 1 + 6 axes]: what each takes (problem.moved); `ways.at` says which of them is where."""
+        known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)
+        distinct, at = np.unique(self._padded[list(ways.numbers)], return_inverse=True)
+        rows = np.array([self._row(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])
+        each = rows[at.reshape(len(ways.numbers), -1)]
+        later, moving = each.copy(), slice(1, 1 + 2 * axes)
+        later[np.arange(len(each)), each[..., moving].any(-1).argmax(1)] = 0.0  # all but the first collective
+        whole, later = each.sum(1), later.sum(1)
+        return np.concatenate([whole[:, :1], whole[:, moving], later[:, moving], whole[:, moving.stop:], later[:, moving.stop:]], 1)
+
+    def _row(self, known: _Sized, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
+        """Of a step the seconds of local copies; by axis those of gathers, of other collectives, and of both by the share that they take of the axis's link."""
+        if step not in known.rows:
+            axes = len(self.sizes)
+            row = known.rows[step] = [0.0] * (1 + 3 * axes)
+            for load in self._step_loads(known, step, size_bytes, bucket_bytes) if step != NO_STEP else ():
+                if load.axis == LOCAL_AXIS:
+                    row[0] += load.seconds
+                else:
+                    row[1 + axes * (load.kind != "all_gather") + load.axis] += load.seconds
+                    row[1 + 2 * axes + load.axis] += load.seconds * load.shares.get(self.link[load.axis], 0.0)
+        return known.rows[step]
+
+    @cached_property
+    def link(self) -> list[str]:
+        """Of each axis the level of the cluster whose link large collectives take most of."""
+        each = [link_shares("all_gather", LARGE_BYTES, axis) for axis in self.mesh.axes]
+        return [max(shares, key=shares.__getitem__, default="") for shares in each]
+
+    @property
+    def _padded(self) -> np.ndarray:
+        """[ways, most steps]: the steps of each way, NO_STEP behind the last."""
+        if len(self._table) < len(self._way):
+            self._table = np.full((len(self._way), max(1, *map(len, self._way))), NO_STEP)
+            for row, way in zip(self._table, self._way, strict=True):
+                row[:len(way)] = way
+        return self._table
 
     def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
         key = size_bytes, bucket_bytes

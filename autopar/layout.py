@@ -217,15 +217,22 @@ def fits(shape: Sequence[int], layout: Layout, sizes: Sequence[int], even_dims: 
         axes = cutters(layout, dim)
         if not axes:
             continue
-        ways = math.prod(sizes[a] for a in axes)
-        sections = sections_of(layout[axes[0]])
-        if len(sections) > 1:
-            unit, rest = divmod(size, sum(sections))
-            if rest or any((w * unit) % ways for w in sections):
-                return False
-        elif size < ways or (dim in even_dims and size % ways):
+        exact = len(sections_of(layout[axes[0]])) > 1 or dim in even_dims
+        if size < math.prod(sizes[a] for a in axes) or (exact and not _divides(size, layout, axes, sizes)):
             return False
     return all(dim_of(e) < len(shape) for e in layout if is_shard(e))
+
+
+def even(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether all ranks have equal parts of a tensor of `shape`."""
+    return all(_divides(size, layout, axes, sizes) for dim, size in enumerate(shape) if (axes := cutters(layout, dim)))
+
+
+def _divides(size: int, layout: Layout, axes: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a dim, and every section of it, divides evenly among `axes`, which cut it."""
+    sections, ways = sections_of(layout[axes[0]]), math.prod(sizes[a] for a in axes)
+    unit, rest = divmod(size, sum(sections))
+    return not rest and all(weight * unit % ways == 0 for weight in sections)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.layout import cutters, fraction
+from autopar.layout import even, fraction
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Option, Tensor
 
@@ -40,8 +40,7 @@ class Site:
 
     def even(self, operand: int) -> bool:
         """Whether all ranks have equal parts of an operand."""
-        layout, sizes = tuple(o.ins[operand].value for o in self.options), self.operands[operand].sizes
-        return all(size % math.prod(self.sizes[a] for a in cutters(layout, dim)) == 0 for dim, size in enumerate(sizes))
+        return even(self.operands[operand].sizes, tuple(o.ins[operand].value for o in self.options), self.sizes)
 
     def local(self, operand: int, *dims: int) -> float:
         """The product of the sizes that the named dims of an operand have on one rank."""

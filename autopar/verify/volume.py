@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 
 from autopar.codegen.edges import Edges
 from autopar.codegen.tally import Tally
 from autopar.cost.comm import group_bytes
-from autopar.layout import Layout, cutters
+from autopar.layout import even
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 from autopar.rules.algorithms import ALGORITHMS
@@ -25,7 +24,7 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges) -> Counter[Key] | N
     for reshard, runs, first in tally.reshards(edges.reshards):
         steps, full = moving(reshard, plan.mesh), program.bytes_of(reshard.ref)
         sizes = program.ops[reshard.ref[0]].call.outs[reshard.ref[1]].sizes
-        if not all(_even(sizes, layout, plan.mesh) for step in steps for layout in (step.before, step.after)):
+        if not all(even(sizes, layout, plan.mesh) for step in steps for layout in (step.before, step.after)):
             return None
         for count, each in ((runs - first, steps), (first, moving(reshard.in_first, plan.mesh))):
             for step in each:
@@ -47,6 +46,3 @@ def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
             found[item.kind, item.axis] += item.bytes
     return found
 
-
-def _even(sizes: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
-    return all(size % math.prod(mesh[a] for a in cutters(layout, dim)) == 0 for dim, size in enumerate(sizes))

@@ -15,6 +15,7 @@ from autopar.layout import (
     absent,
     consistent,
     cutters,
+    even,
     fits,
     fraction,
     local_shape,
@@ -217,3 +218,13 @@ def test_sections():
     assert pieces(12, ("S0/3",), 0, (2,), (1,)) == [(2, 4), (6, 8), (10, 12)]
     assert not fits((12,), ("S0/3",), (3,)) and fits((12,), ("S0/3",), (4,))
     assert fraction(("S0/3", "R"), (4, 2)) == 0.25
+
+
+@given(st.tuples(st.integers(0, 24), st.integers(0, 24)), st.lists(st.sampled_from(("R", "S0", "S1", "S0/4", "S1/1:2")), min_size=2, max_size=2),
+       st.sampled_from(((2, 2), (2, 3), (4, 2))))
+def test_a_cut_is_even_where_all_ranks_have_as_much(shape: tuple[int, int], entries: list[str], sizes: tuple[int, ...]) -> None:
+    layout = tuple(entries)
+    if not consistent(layout) or shape[0] % 4 or shape[1] % 3:
+        return  # no such sections
+    held = {local_shape(shape, layout, sizes, coord) for coord in itertools.product(*map(range, sizes))}
+    assert even(shape, layout, sizes) == (len(held) == 1)

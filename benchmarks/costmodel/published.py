@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Peak, Row
-from benchmarks.costmodel.software import Adapters, Facts, facts, in_8_bits
+from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits
 from benchmarks.costmodel.transformer import Config
 
 Line = dict[str, str]
@@ -167,8 +167,7 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
 def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool) -> Software:
     """What the software does, matmuls in `matmul`, on the device of a line."""
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
-    software = in_8_bits(known.software, line["notes"], sequence_parallel) if matmul == "float8" else known.software
-    return replace(software, matmul=matmul, habits=habits)
+    return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits)
 
 
 def _step_s(line: Line, gpus: int) -> float | None:

@@ -89,6 +89,13 @@ SOURCES = (
 """Beginning of a source's name -> what its software does."""
 
 
+def in_fewer_bits(software: Software, matmul: str, notes: str, sequence_parallel: bool) -> Software:
+    """With matmuls in `matmul` where that is another dtype than the model's."""
+    if matmul == "float4":
+        return replace(software, cast_bytes=IN_4_BITS_BYTES)
+    return in_8_bits(software, notes, sequence_parallel) if matmul else software
+
+
 def in_8_bits(software: Software, notes: str, sequence_parallel: bool) -> Software:
     """With matmuls in 8 bits what is gathered along the sequence, half of tensor-parallel traffic, goes in 8 bits (Transformer Engine's
     LayerNormLinear and torchao's Float8ColwiseParallel quantise first), and so do the weights of FSDP (torchao's
@@ -99,6 +106,10 @@ def in_8_bits(software: Software, notes: str, sequence_parallel: bool) -> Softwa
     found = replace(software, tensor_share=0.75 if sequence_parallel else 1.0, gathered_bytes=1 if by_torchao else 2, casts_shards=sequence_parallel)
     return replace(found, **TENSORWISE) if by_torchao else found
 
+
+IN_4_BITS_BYTES = 7.0
+"""What casting an operand to NVFP4 moves per element: read for the largest element of the tensor, which its scale is of; read and written by rows; read, turned by a
+Hadamard matrix and written by columns, in a kernel of its own (TransformerEngine, pytorch/csrc/quantizer.cpp, NVFP4Quantizer::quantize_impl)."""
 
 TENSORWISE = {"cast_bytes": 5.0, "turn_bytes": 2.0}
 """torchao's scale is of the whole tensor of now: it is read for its largest element, then read and written (torchao/float8/float8_scaling_utils.py), and once more

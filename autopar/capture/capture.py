@@ -52,7 +52,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
     with clock("export"), code_when_asked():
-        program, known, found = export(lambda: _with_loss(shadow(twin), loss_fn, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
+        program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
     with clock("evaluation"):
         evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(known.stand_ins(flat), tree)) if mode == "train" else Evaluation()
@@ -72,11 +72,12 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("constants"):
         values, valueless = constants(model, gm)
     notes += valueless.values()
-    structure, left_out = outputs_of(program)
-    notes += left_out
+    structure, numbers = outputs_of(program)
+    left_out |= numbers
+    notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    order=tuple(model.state_dict(keep_vars=True)), evaluation=evaluating)
+                    order=tuple(model.state_dict(keep_vars=True)), evaluation=evaluating, left_out=tuple(left_out))
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,

@@ -24,7 +24,7 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, says, source, why_static
 from autopar.capture.hooks import refusing_hooks
-from autopar.capture.lengths import symbolic_lengths
+from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span
@@ -39,9 +39,9 @@ MANY = 256  # modules: from about twenty blocks on, operators come again often e
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
-def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str]]:
+def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
     """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims as it allows: a dim that it fixes becomes
-    static, with a note. `training`: gradients are to be right.
+    static, with a note. `training`: gradients are to be right. Gives the notes, and what outputs are that leave the graph, by name.
 
     Raises CaptureError with the model's source line when it cannot be exported at all.
     """
@@ -55,10 +55,11 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
         kept: list[str] = []
+        left_out: dict[str, str] = {}
         model = fresh()
         _name_keywords(model, kwargs)
         _one_size(model, tried)
-        _plain_outputs(model, kept)
+        _plain_outputs(model, left_out)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   _as_differentiated(kept) if training else nullcontext()):
@@ -79,7 +80,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:
             notes.append(why_static(failure, fixed, dims, model))
-        return program, tried, notes + kept
+        return program, tried, notes + kept, left_out
     assert failure is not None
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
 
@@ -118,15 +119,15 @@ def _one_size(model: nn.Module, dims: Dims) -> None:
     _becomes(model, same, inspect.signature(forward))
 
 
-def _plain_outputs(model: nn.Module, notes: list[str]) -> None:
-    """Let `forward` give None for what is no tensor and torch.export does not know: caches of keys and values."""
+def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
+    """Let `forward` give None for what is no tensor and torch.export does not know, and say what it is: caches of keys and values, lists as long as a batch."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         def known(path: Any, leaf: Any) -> Any:
             if leaf is None or isinstance(leaf, LEAVES):
                 return leaf
-            notes.append(f"output {_label(path)} is a {type(leaf).__name__}: it is None in the sharded module")
+            left_out[_label(path)] = "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
             return None
 
         return pytree.tree_map_with_path(known, forward(*args, **kwargs))
@@ -265,11 +266,11 @@ def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str
     return [{"name": names[i], "kind": "output", "target": ""} for i in kept]
 
 
-def structure(program: ExportedProgram) -> tuple[Any, list[str]]:
-    """The user's pytree of outputs with numbers of tensor outputs as leaves, and notes on what is left out. What is no tensor
+def structure(program: ExportedProgram) -> tuple[Any, dict[str, str]]:
+    """The user's pytree of outputs with numbers of tensor outputs as leaves, and what is left out, by name. What is no tensor
     stays as it is, but for numbers, which would pass for those of outputs: they become None."""
     leaves: list[Any] = []
-    notes: list[str] = []
+    left_out: dict[str, str] = {}
     number = 0
     for name, spec in zip(_names(program.call_spec.out_spec), program.graph_signature.output_specs, strict=True):
         value = getattr(spec.arg, "value", spec.arg)
@@ -278,15 +279,17 @@ def structure(program: ExportedProgram) -> tuple[Any, list[str]]:
             number += 1
         else:
             leaves.append(value if value is None or isinstance(value, (str, bool)) else None)
-            notes += [f"output {name} is no tensor: it is None in the sharded module"] if leaves[-1] is not value else []
-    return pytree.tree_unflatten(leaves, program.call_spec.out_spec), notes
+            left_out |= {name: "is no tensor"} if leaves[-1] is not value else {}
+    return pytree.tree_unflatten(leaves, program.call_spec.out_spec), left_out
 
 
 def _names(spec: Any) -> list[str]:
-    """`loss`, `logits`, `states.0` for the leaves of a pytree."""
-    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    found = pytree.tree_flatten_with_path(tree)[0]
-    return [_label(path) for path, _ in found]
+    return list(named_leaves(pytree.tree_unflatten(list(range(spec.num_leaves)), spec)))
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """`loss`, `logits`, `states.0` for the leaves of a pytree, in order."""
+    return {_label(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
 
 
 def _label(path: Any) -> str:

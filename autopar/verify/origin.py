@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar._torch import pytree
 from autopar.capture import Captured, lift
+from autopar.capture.export import named_leaves
 from autopar.capture.flags import undropped
 from autopar.capture.own_backwards import once
 from autopar.verify.compare import difference
@@ -70,7 +70,7 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     batch = {**dict(zip(captured.input_names, args, strict=False)), **kwargs}
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
     got = train_step(gm, weights, _cast({name: batch[name] for name in captured.input_names}, dtype), training=training)
-    outputs, gradients = _model_step(model, held, args, kwargs, kinds, dtype)
+    outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
     if len(outputs) != len(got["output"]):
         return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
     rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
@@ -79,14 +79,14 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
 
 
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
-                dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The tensors that the model gives, in order, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
+                left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The tensors that the model gives, in order, but for those that are `left_out`, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
     leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _cast(dict(model.named_parameters()), dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _running_once(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, {**leaves, **buffers}, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype))
     result = dict(result) if hasattr(result, "to_tuple") else result
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    outputs = [leaf for name, leaf in named_leaves(result).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
     return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}

@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +28,7 @@ from autopar.joint import offloading
 from autopar.joint.alone import compared
 from autopar.joint.best import best
 from autopar.joint.inner import Inner
-from autopar.joint.prove import proven_s
+from autopar.joint.prove import CLOSE, GLANCE, proven_s
 from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
@@ -37,9 +39,14 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
-    inner = Inner(gm, hints, request)
+    began, inner = time.monotonic(), Inner(gm, hints, request)
     made = compared(inner, anywhere(inner, **about), best)
-    return _proven(inner, made) if request.prove and request.recipe is None else made
+    if request.recipe is not None:
+        return made
+    if request.prove:
+        return _proven(inner, made, CLOSE, math.inf)
+    took_s = time.monotonic() - began
+    return _proven(inner, made, GLANCE, began + request.time_limit_s) if took_s <= request.time_limit_s / 2 else made
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:
@@ -56,7 +63,7 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
     return offloading.or_faster(inner, made, about) if free else made
 
 
-def _proven(inner: Inner, made: Plan) -> Plan:
+def _proven(inner: Inner, made: Plan, looks: int, deadline: float) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    bound_s = proven_s(inner, made.predicted.step_s)
+    bound_s = proven_s(inner, made.predicted.step_s, looks, deadline)
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

@@ -82,6 +82,8 @@ class _Met:
 class Alone:
     """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
 
+    possible = True
+
     def __init__(self, inner: Inner, shape: Shape) -> None:
         self.inner, self.whole = inner, inner.whole
         self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
@@ -89,11 +91,19 @@ class Alone:
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
         self.passing = Passing(self.plain, self.forward, late=False, linked=True)
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
-        """Seconds that no plan beats; `hosted`: none with something on the host, without its update."""
+    def roomy_s(self, cutoff_s: float, rounds: int, *, hosted: bool = False) -> float:
+        """Seconds that no plan beats with all the memory there is; `hosted` as bound_s has it."""
+        return self._roomy(cutoff_s, rounds, hosted=hosted)[0]
+
+    def _roomy(self, cutoff_s: float, rounds: int, *, hosted: bool) -> tuple[float, Relaxed, Choices]:
+        """The same, what it is of, and the solutions that were met."""
         met: Choices = []
         roomy = alone(self.passing, self.plain, math.inf, hosted=hosted)
-        roomy_s = cut_s([roomy], cutoff_s, rounds, met)
+        return cut_s([roomy], cutoff_s, rounds, met), roomy, met
+
+    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+        """Seconds that no plan beats; `hosted`: none with something on the host, without its update."""
+        roomy_s, roomy, met = self._roomy(cutoff_s, rounds, hosted=hosted)
         if roomy_s >= cutoff_s:
             return roomy_s
         here = alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)
@@ -138,6 +148,16 @@ class Timed:
         self.tables = list(pricing.all_tables(shape))
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing("none")
+
+    @property
+    def possible(self) -> bool:
+        """Whether any timetable runs so many microbatches."""
+        return bool(self.tables)
+
+    def roomy_s(self, cutoff_s: float, rounds: int, *, hosted: bool = False) -> float:
+        """Seconds that no plan beats with all the memory there is, under any timetable; `hosted` as Alone has it."""
+        whole_s = self.whole_s(cutoff_s, rounds, hosted=hosted)
+        return whole_s if whole_s >= cutoff_s else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, rounds, [], self._cases))
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
         """Seconds that no plan beats; `hosted` as Alone has it."""

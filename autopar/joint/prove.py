@@ -1,6 +1,12 @@
-"""What no plan is faster than: every shape bounded under every timetable, whatever is cut, laid and run again there.
+"""What no plan is faster than: claims of shapes, looked at closer and closer, the lowest one first.
 
-    floor     the least work there is, cut over all devices, nothing sent; and, with what goes to the host, the least update there
+    floor      the least work there is, cut over all devices, nothing sent; and, with what goes to the host, the least update there
+    together   shapes that differ in microbatches alone, by what their passes take with all the memory there is: no operator and no collective gets cheaper per
+               sample when it gets smaller, so that what is proven with the fewest microbatches holds for all (but not where what stays in a cache is cheaper)
+    shape      one of them: how long its timetables make of the passes of all pieces (pipeline.least), and with the memory there is
+
+Of what one shape is proven of:
+
     length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut (pipeline.least)
     passes    the choices of layouts: what their passes take at least, at prices that cutting planes find (joint.relaxed, joint.cutting)
     places    may be laid out each in its own way: a block, and each operator outside, is bounded by itself, and what goes between takes nothing
@@ -14,10 +20,15 @@ holds with that and no update at all, and the least update.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.bounded import Alone, Timed
@@ -29,23 +40,46 @@ from autopar.joint.spaces import SEARCH
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes.free import spaces
 
-FIRST_ROUNDS = 2  # of cutting planes, for a first look at all shapes
+FEW = 4
+"""Rounds of cutting planes, where more of them rarely prove more."""
+
+LOOKS = ((True, 0), (True, FEW), (False, FEW), (False, ROUNDS))
+"""Behind the floor: whether shapes are looked at together, and with how many rounds."""
+
+CLOSE = len(LOOKS)
+"""Looked at as closely as can be."""
+
+GLANCE = 2
+"""So many looks take no longer than the search of the answer did."""
 
 
-def proven_s(inner: Inner, known_s: float) -> float:
-    """Seconds that no plan beats, `known_s`, the step of one that there is, at most. On clusters of several parts that is only the least work."""
-    prover = Prover(inner)
-    rough: dict[Shape, float] = {}
-    for shape in prover.shapes():
-        if (floor_s := prover.floor_s(shape)) < known_s:
-            inner.request.say(f"proving: {shape}")
-            rough[shape] = max(floor_s, prover.bound_s(shape, known_s, rounds=FIRST_ROUNDS))
-    least_s = known_s
-    for shape in sorted(rough, key=rough.__getitem__):
-        if rough[shape] < least_s:
-            inner.request.say(f"proving more of {shape}")
-            least_s = min(least_s, max(rough[shape], prover.bound_s(shape, least_s)))
-    return least_s
+@dataclass(order=True)
+class Claim:
+    """Seconds that no plan on any of `shapes` beats, those with fewest microbatches first; looked at so many times (LOOKS)."""
+
+    bound_s: float
+    number: int
+    shapes: tuple[Shape, ...] = field(compare=False)
+    looks: int = field(compare=False, default=0)
+
+
+def proven_s(inner: Inner, known_s: float, looks: int = CLOSE, deadline: float = math.inf) -> float:
+    """Seconds that no plan beats, `known_s`, the step of one that there is, at most; with so many `looks` at each shape, and none that begins behind `deadline`
+    (time.monotonic). On clusters of several parts that is only the least work."""
+    prover, least_s = Prover(inner), known_s
+    claims = prover.claims()
+    heapq.heapify(claims)
+    while claims and claims[0].bound_s < least_s and claims[0].looks < looks and time.monotonic() < deadline:
+        for claim in prover.closer(heapq.heappop(claims), least_s):
+            heapq.heappush(claims, claim)
+            if claim.looks == CLOSE:
+                least_s = min(least_s, claim.bound_s)
+    return min([known_s, *(claim.bound_s for claim in claims)])
+
+
+def _spills(cluster: Cluster) -> bool:
+    """Whether anything is cheaper per byte where there is less of it: what was measured of caches."""
+    return cluster.device.cache_bytes > 0 or any(protocol.spill > 1.0 for level in cluster.levels for protocol in level.protocols)
 
 
 @dataclass(eq=False)
@@ -53,6 +87,7 @@ class Prover:
     """Bounds of all shapes of one graph."""
 
     inner: Inner
+    _bounded: dict[Shape, Alone | Timed | None] = field(default_factory=dict)
 
     @cached_property
     def pricing(self) -> Pricing:
@@ -65,23 +100,59 @@ class Prover:
         flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.inner.whole.cuts_samples)
         return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.inner) if request.settings.training else ())]
 
+    def claims(self) -> list[Claim]:
+        """The least work there is, of all shapes that may be looked at together."""
+        spills = _spills(self.inner.request.cluster)
+        kin: dict[tuple[int, ...], list[Shape]] = {}
+        for shape in sorted(self.shapes()):
+            kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
+        return [Claim(min(map(self.floor_s, shapes)), number, tuple(shapes)) for number, shapes in enumerate(kin.values())]
+
+    def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
+        """The same looked at once more; shape by shape where they are not looked at together any more. Nothing above `cutoff_s` is exact."""
+        together, rounds = LOOKS[claim.looks]
+        for shapes in [claim.shapes] if together else [(shape,) for shape in claim.shapes]:
+            self.inner.request.say(f"proving: {shapes[0]}")
+            found_s = self.together_s(shapes, cutoff_s, rounds) if together else self.bound_s(shapes[0], cutoff_s, rounds)
+            yield Claim(max(claim.bound_s, found_s), next(self._numbers), shapes, claim.looks + 1)
+
+    @cached_property
+    def _numbers(self) -> Iterator[int]:
+        return itertools.count(1 << 20)
+
     def floor_s(self, shape: Shape) -> float:
         """Its share of the least work there is."""
         return self.inner.work(shape.places).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
 
+    def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, rounds: int = FEW) -> float:
+        """Seconds that no plan on `shapes`, those with fewest microbatches first, beats with all the memory there is."""
+        found = ((shape, self._here(shape)) for shape in shapes)
+        shape, here = next(((shape, here) for shape, here in found if here is not None and here.possible), (shapes[0], None))
+        return self._wherever_s(shape, lambda cutoff_s, hosted: here.roomy_s(cutoff_s, rounds, hosted=hosted), cutoff_s) if here is not None else math.inf
+
     def bound_s(self, shape: Shape, cutoff_s: float = math.inf, rounds: int = ROUNDS) -> float:
         """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where nothing is possible there."""
+        here = self._here(shape)
+        return self._wherever_s(shape, lambda cutoff_s, hosted: here.bound_s(cutoff_s, rounds, hosted=hosted), cutoff_s) if here is not None else math.inf
+
+    def _here(self, shape: Shape) -> Alone | Timed | None:
+        """What bounds a shape; None where nothing is possible there."""
+        if shape not in self._bounded:
+            try:
+                self._bounded[shape] = Alone(self.inner, shape) if shape.microbatches == 1 else Timed(self.inner, self.pricing, shape)
+            except InfeasibleError:
+                self._bounded[shape] = None
+        return self._bounded[shape]
+
+    def _wherever_s(self, shape: Shape, least: Callable[[float, bool], float], cutoff_s: float) -> float:
+        """`least` of what is on the devices, and of what has something on the host."""
         if self.inner.request.cluster.parts:
             return 0.0
-        try:
-            here = Alone(self.inner, shape) if shape.microbatches == 1 else Timed(self.inner, self.pricing, shape)
-        except InfeasibleError:
-            return math.inf
-        least_s = here.bound_s(cutoff_s, rounds)
+        least_s = least(cutoff_s, False)
         late_s = min((there.late_s for there in self._hosted), default=math.inf)
         if self.floor_s(shape) + late_s >= min(least_s, cutoff_s):
             return least_s
-        return min(least_s, late_s + here.bound_s(min(least_s, cutoff_s) - late_s, rounds, hosted=True))
+        return min(least_s, late_s + least(min(least_s, cutoff_s) - late_s, True))
 
     @cached_property
     def _hosted(self) -> list[Inner]:

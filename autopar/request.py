@@ -29,7 +29,7 @@ class Request:
     progress: Callable[[str], None] | None = None
     memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
     remat: str = "auto"  # which blocks are run again in the backward: one of problem.remat.LEVELS for all, "auto" as memory wants it
-    prove: bool = False  # spend time on a bound that holds for all plans
+    prove: bool = False  # as closely as can be what no plan beats, and not at a glance
 
     def __post_init__(self) -> None:
         """Raises PlanError for an unknown level of remat."""

@@ -51,7 +51,7 @@ def plan(
     seed: Annotated[int, typer.Option(help="of the search, and later of weights and inputs")] = 0,
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
     remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
-    prove: Annotated[bool, typer.Option("--prove", help="bound every shape that a plan can have, for a tight gap; takes several times as long as the search")] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="bound every shape that a plan can have as closely as can be, with the memory there is; takes many times as long as the search")] = False,
     json: Json = None,
 ) -> None:
     """Plan MODEL for a cluster and print the plan."""

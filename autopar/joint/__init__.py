@@ -28,10 +28,13 @@ from autopar.joint import offloading
 from autopar.joint.alone import compared
 from autopar.joint.best import best
 from autopar.joint.inner import Inner
-from autopar.joint.prove import CLOSE, GLANCE, proven_s
+from autopar.joint.prove import CLOSE, proven_s
 from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
+
+UNPROVEN = "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes (--prove), says more"
+"""Where planning took more than half of its time."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -45,8 +48,9 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
         return made
     if request.prove:
         return _proven(inner, made, CLOSE, math.inf)
-    took_s = time.monotonic() - began
-    return _proven(inner, made, GLANCE, began + request.time_limit_s) if took_s <= request.time_limit_s / 2 else made
+    if time.monotonic() - began > request.time_limit_s / 2:
+        return replace(made, notes=(*made.notes, UNPROVEN))
+    return _proven(inner, made, None, began + request.time_limit_s)
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:
@@ -63,7 +67,7 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
     return offloading.or_faster(inner, made, about) if free else made
 
 
-def _proven(inner: Inner, made: Plan, looks: int, deadline: float) -> Plan:
+def _proven(inner: Inner, made: Plan, looks: int | None, deadline: float) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
     bound_s = proven_s(inner, made.predicted.step_s, looks, deadline)
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

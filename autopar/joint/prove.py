@@ -49,8 +49,8 @@ LOOKS = ((True, 0), (True, FEW), (False, FEW), (False, ROUNDS))
 CLOSE = len(LOOKS)
 """Looked at as closely as can be."""
 
-GLANCE = 2
-"""So many looks take no longer than the search of the answer did."""
+GLANCE, CLOSER, SMALL = 2, 3, 16
+"""So many looks take no longer than the search of the answer did; of so few claims, so many."""
 
 
 @dataclass(order=True)
@@ -63,12 +63,14 @@ class Claim:
     looks: int = field(compare=False, default=0)
 
 
-def proven_s(inner: Inner, known_s: float, looks: int = CLOSE, deadline: float = math.inf) -> float:
-    """Seconds that no plan beats, `known_s`, the step of one that there is, at most; with so many `looks` at each shape, and none that begins behind `deadline`
-    (time.monotonic). On clusters of several parts that is only the least work."""
+def proven_s(inner: Inner, known_s: float, looks: int | None = CLOSE, deadline: float = math.inf) -> float:
+    """Seconds that no plan beats, `known_s`, the step of one that there is, at most; with so many `looks` at each shape (None: at a glance), and none that begins behind
+    `deadline` (time.monotonic). On clusters of several parts that is only the least work."""
     prover, least_s = Prover(inner), known_s
     claims = prover.claims()
     heapq.heapify(claims)
+    if looks is None:
+        looks = CLOSER if len(claims) <= SMALL else GLANCE
     while claims and claims[0].bound_s < least_s and claims[0].looks < looks and time.monotonic() < deadline:
         for claim in prover.closer(heapq.heappop(claims), least_s):
             heapq.heappush(claims, claim)

@@ -15,7 +15,7 @@ from autopar.joint.bounded import Timed, cut_s
 from autopar.joint.cutting import ROUNDS
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import GLANCE, Prover, proven_s
+from autopar.joint.prove import Prover, proven_s
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.plan import Plan
@@ -68,12 +68,20 @@ def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> Non
         assert len({claim.shapes for claim in claims}) == len(claims) and all(len(set(claim.shapes)) == 1 for claim in claims)
 
 
+def test_a_plan_whose_search_took_most_of_its_time_says_that_its_gap_is_to_the_least_work() -> None:
+    who = subject("hf-gpt2")
+    made = [plan(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x2"), time_limit_s=limit_s), model=who.name, graph_hash=who.captured.graph_hash)
+            for limit_s in (0.01, 60.0)]
+    assert [any("longer time limit, or a proof" in note for note in each.notes) for each in made] == [True, False]
+    assert made[0].predicted.gap > made[1].predicted.gap
+
+
 @pytest.mark.parametrize("mode", ["train", "inference"])
 def test_no_recipe_is_faster_than_a_glance_proves(mode: str) -> None:
     who = subject("hf-llama")
     request = Request(Cluster.parse("h100:1x4"), Settings(mode))
     made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
-    bound_s = proven_s(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, GLANCE)
+    bound_s = proven_s(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, None)
     assert 0.5 * made.predicted.step_s < bound_s <= min(made.predicted.step_s, *(other.step_s for other in made.alternatives if other.step_s))
 
 

@@ -13,11 +13,13 @@ import yaml
 from autopar.cluster import MeshAxis
 from autopar.cluster.mesh import Span
 from autopar.cost.comm import collective_s
+from autopar.predict import Software
 from benchmarks.costmodel import mist, published, vtrain
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.published import network_bytes_s
 from benchmarks.costmodel.rows import Peak
+from benchmarks.costmodel.software import IN_4_BITS_BYTES
 from benchmarks.costmodel.transformer import Transformer
 
 GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
@@ -145,6 +147,12 @@ def test_parts_that_run_again_are_read(tmp_path: Path, detail: str, parts: tuple
 def test_what_is_gathered_in_8_bits(tmp_path: Path, notes: str, share: float) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"dtype": "fp8", "notes": notes}])).rows
     assert row.setup.software.tensor_share == share and row.setup.software.habits.kept_bytes == 1
+
+
+@pytest.mark.parametrize("dtype, matmul, moved", [("nvfp4", "float4", IN_4_BITS_BYTES), ("mxfp8", "float8", Software().cast_bytes), ("bf16", "", Software().cast_bytes)])
+def test_what_a_cast_to_fewer_bits_moves(tmp_path: Path, dtype: str, matmul: str, moved: float) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": "megatron-bridge", "dtype": dtype}])).rows
+    assert row.setup.software.matmul == matmul and row.setup.software.cast_bytes == moved
 
 
 def test_a_plan_of_mist(tmp_path: Path) -> None:

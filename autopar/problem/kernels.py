@@ -63,6 +63,14 @@ def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[
     return op.name, *sorted(ways.items())
 
 
+def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
+    """The share of the work of an Op that a rank does, where shards are even."""
+    ways: dict[tuple[str, float], int] = {}
+    for option, size in zip(options, sizes, strict=True):
+        ways[option.factor, option.cuts] = ways.get((option.factor, option.cuts), 1) * (size if option.split else 1)
+    return math.prod(1.0 - cuts + cuts / n for (_, cuts), n in ways.items())
+
+
 class _Shard:
     """One Op cut in one way."""
 
@@ -75,8 +83,7 @@ class _Shard:
     def seconds(self) -> tuple[float, float]:
         """Forward, and backward."""
         op, used = self.op, self.used
-        share = math.prod(1.0 / n for o, n in zip(self.options, self.sizes, strict=True) if o.split)
-        share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
+        share = _share(self.options, self.sizes) * max((algorithm.pace(site) for algorithm, site in used), default=1.0)
         local = self._moved()
         inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:

@@ -128,6 +128,12 @@ def grouped_heads(call: Call) -> str:
     return _attention(call, "g@own_heads", "q", "v") if _grouped(call) else ""
 
 
+def values(call: Call) -> float:
+    """The share of the product with the values: scores are of the width of queries and keys."""
+    wide, narrow = call.ins[0].sizes[-1], call.ins[2].sizes[-1]
+    return narrow / (wide + narrow)
+
+
 def _grouped(call: Call) -> bool:
     return bool(given(call)["enable_gqa"]) and call.ins[0].shape[-3] != call.ins[1].shape[-3]
 
@@ -207,7 +213,7 @@ RULES: dict[Any, Rule] = {
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
-    aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads),
+    aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads, partly={"v": values}),
     ops.count_each: Rule("n -> c!"),
     ops.grouped_matmul: Rule("n! k, g@own_groups k m, e! -> n! m", linear="0|1"),
 }

@@ -13,6 +13,7 @@ gets the same share. Rows are neither made nor lost, so the sum over all ranks o
 from __future__ import annotations
 
 import ast
+import math
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,12 @@ def experts(call: Call) -> str:
     lead, columns = _tokens(call), "(f g!)" if call.args[ops.INNER].startswith("pairs") else "(g! f)"
     bias = f", e {columns}" if len(call.ins) > BIAS else ""
     return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! {columns}, e f o{bias} -> {lead} o"
+
+
+def second_layer(call: Call) -> float:
+    """The share of the second of both products."""
+    first, second = (math.prod(call.ins[layer].sizes[1:]) for layer in (UP, DOWN))
+    return second / (first + second)
 
 
 def _tokens(call: Call) -> str:
@@ -130,6 +137,6 @@ def if_tokens_learn(site: Site) -> int:
 FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
 BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True))
 
-RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched)}
+RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched, partly={"o": second_layer})}
 
 INSIDE: dict[Any, Inside] = {ops.experts: Inside(kept_bytes, moved_bytes)}

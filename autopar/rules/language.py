@@ -55,7 +55,8 @@ class Option:
     """What a node does on one mesh axis.
 
     `factor` names it (`"b"`, `"o/3"`, `""` replicated, `"grad"`, `"P"`); `ins` has a use per tensor operand in argument
-    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough.
+    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough. `cuts`: the share of the
+    work that a split divides; ranks do the rest each by itself.
     """
 
     factor: str
@@ -63,6 +64,7 @@ class Option:
     outs: tuple[Use, ...]
     run: str = ""
     split: bool = False  # whether the work divides by the size of the axis
+    cuts: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.rules.language import Call, Option, Together, options
 
@@ -17,7 +17,8 @@ class Rule:
     operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call. `reduce` names the partial result that a split of a summed-over factor
     leaves: "P" (a sum), "Pmax", "Pmin". `random` operators draw numbers. `together` says for one call which factors can also be cut
     together by one axis of so many ranks, each set with the runtime algorithm that makes it right. `also` writes a second rule string for
-    the same call, "" for none: its factors may be cut otherwise than those of the first, and only those with a runtime algorithm count.
+    the same call, "" for none: its factors may be cut otherwise than those of the first, and only those with a runtime algorithm count. `partly` are factors
+    that only a part of the work has, as columns of the second of two products, with its share.
     """
 
     spec: str | Callable[[Call], str]
@@ -26,6 +27,7 @@ class Rule:
     random: bool = False
     together: Callable[[Call, int], Together] = lambda call, ways: ()
     also: Callable[[Call], str] = lambda call: ""
+    partly: Mapping[str, Callable[[Call], float]] = field(default_factory=dict)
 
     def text(self, call: Call) -> str:
         """The rule string for one call."""
@@ -37,4 +39,6 @@ class Rule:
         found = options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,
                         together=self.together(call, ways))
         second = self.also(call)
-        return found + ([option for option in options(second, call, ways) if option.run] if second else [])
+        found += [option for option in options(second, call, ways) if option.run] if second else []
+        shares = {factor: share(call) for factor, share in self.partly.items()}
+        return [replace(option, cuts=shares.get(option.factor.partition("/")[0], 1.0)) for option in found] if shares else found

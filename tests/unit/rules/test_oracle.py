@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from autopar._torch import pytree
 from autopar.codegen.expressions import Written, write
+from autopar.layout import local_shape
 from autopar.rules import RULES
 from autopar.rules.halo import borders
-from autopar.rules.oracle import Together, call_of, failures
+from autopar.rules.oracle import Together, call_of, cut, failures
 from autopar.rules.rule import Rule
 from passes import ops
 from tests.unit.rules import samples_maths as maths
@@ -175,6 +179,38 @@ def test_every_row_has_a_sample():
 def test_row(target):
     found = [text for one in SAMPLES[target] for ways in (2, 3, 4) for text in wrong(target, RULES[target], one, ways)]
     assert not found, "\n".join(found)
+
+
+def _flops(run: Callable[[], Any]) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def _computed(target: Any, one: Case, ways: int) -> Iterator[tuple[str, float, float]]:
+    """Of each option on plain shards: its factor, what all ranks multiply over what one device does, and what is priced."""
+    args, kwargs = fill((list(one.args), dict(one.kwargs)))
+    call, whole = call_of(target, args, kwargs), _flops(lambda: target(*args, **kwargs))
+    shapes = [t.shape for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    for option in RULES[target].options(call, ways) if whole else ():
+        if option.split and not option.run:
+            outs = [[local_shape(shape, (use.value,), (ways,), (rank,)) for shape, use in zip(shapes, option.outs, strict=True)] for rank in range(ways)]
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            parts = [cut(t.detach(), use.value, ways) for t, use in zip(tensors, option.ins, strict=True)]
+            shards = [_with(iter([part[rank] for part in parts]), args, kwargs) for rank in range(ways)]
+            flops = sum(_flops(lambda: as_emitted(target, *shard, out)) for shard, out in zip(shards, outs, strict=True))  # noqa: B023
+            yield option.factor, flops / whole, ways * (1 - option.cuts + option.cuts / ways)
+
+
+def _with(queue: Iterator[torch.Tensor], *given: Any) -> Any:
+    return pytree.tree_map(lambda leaf: next(queue) if isinstance(leaf, torch.Tensor) else leaf, given)
+
+
+@pytest.mark.parametrize("target", list(RULES), ids=lambda op: str(op).removeprefix("aten.").split(" at ")[0])
+def test_ranks_multiply_what_is_priced(target):
+    """But for torch.einsum, which sums what only one operand has before it multiplies, and does not multiply matrices that are one wide."""
+    found = [(str(one), *each) for one in SAMPLES[target] for ways in (2, 3) for each in _computed(target, one, ways)]
+    assert target is aten.einsum.default or [each for each in found if each[2] != pytest.approx(each[3])] == []
 
 
 def test_ring_splits_rows_and_keys_of_every_kind_of_attention():

@@ -54,6 +54,11 @@ def _indices(grads: Sequence[bool]) -> tuple[int, ...]:
     return tuple(range(1, len(grads)))
 
 
+def _put(grads: Sequence[bool]) -> tuple[int, ...]:
+    """The indices, which are between what is written to and what is written."""
+    return tuple(range(1, len(grads) - 1))
+
+
 def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
     """Queries, keys, values, the mask if there is one, and the result."""
     return (*range(len(grads)), OUT)
@@ -80,11 +85,49 @@ MOVES = (
 )  # fmt: skip
 """Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier transforms."""
 
+LINEAR = tuple(getattr(getattr(aten, name), overload) for name, overloads in {
+    "_to_copy": "default", "_upsample_bicubic2d_aa": "vec", "_upsample_bilinear2d_aa": "vec", "add": "Scalar", "ceil": "default", "clone": "default", "col2im": "default",
+    "contiguous": "default", "deg2rad": "default", "div": "Scalar Scalar_mode", "fft_fftshift": "default", "fft_ifftshift": "default", "flatten": "using_ints", "floor": "default",
+    "fmod": "Scalar", "frac": "default", "im2col": "default", "lerp": "Scalar", "lift_fresh_copy": "default", "mean": "default dim", "mul": "Scalar", "rad2deg": "default",
+    "remainder": "Scalar", "round": "default decimals", "rsub": "Tensor", "sign": "default", "sub": "Scalar", "to": "dtype_layout", "trapezoid": "dx", "true_divide": "Scalar",
+    "trunc": "default", "upsample_bicubic2d": "default vec", "upsample_bilinear2d": "default vec", "upsample_linear1d": "default vec", "upsample_nearest1d": "default vec",
+    "upsample_nearest2d": "default vec", "upsample_nearest3d": "vec", "upsample_trilinear3d": "vec",
+}.items() for overload in overloads.split())
+"""Ops whose gradient needs sizes and numbers alone."""
+
+CHOOSING = (
+    aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim, aten.mode.default, aten.nanmedian.dim, aten.native_dropout.default, aten.sort.default,
+    aten.sort.stable, aten.topk.default,
+)  # fmt: skip
+"""Ops that keep which elements they chose."""
+
+WITH_RESULT = (
+    aten.amax.default, aten.amin.default, aten.copysign.Scalar, aten.copysign.Tensor, aten.cumprod.default, aten.float_power.Scalar, aten.frobenius_norm.dim,
+    aten.linalg_vector_norm.default, aten.logcumsumexp.default, aten.logsumexp.default, aten.max.default, aten.median.default, aten.min.default, aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim, aten.pow.Scalar, aten.prod.default, aten.prod.dim_int, aten.sgn.default, aten.special_logsumexp.default, aten.std.correction,
+    aten.std.default, aten.std.dim, aten.std_mean.correction, aten.std_mean.dim,
+)  # fmt: skip
+"""Ops that keep the first operand, and the first result."""
+
+POOLS = (
+    aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, aten.cummax.default, aten.cummin.default,
+    aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default,
+)  # fmt: skip
+"""Ops that keep the operand, and where in it they found the result."""
+
 SAVED: dict[Any, Row] = {
-    **dict.fromkeys((*VIEWS, *MOVES), NOTHING),
+    **dict.fromkeys((*VIEWS, *MOVES, *LINEAR), NOTHING),
+    **dict.fromkeys(CHOOSING, _fixed(SECOND)),
+    **dict.fromkeys(WITH_RESULT, _fixed(0, OUT)),
+    **dict.fromkeys(POOLS, _fixed(0, SECOND)),
+    **dict.fromkeys((aten.addcdiv.default, aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), _fixed(1, 2)),
+    **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.hypot.default, aten.pow.Tensor_Tensor), _fixed(0, 1, OUT)),
+    **dict.fromkeys((aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
+                    _fixed(0, 1)),
+    **dict.fromkeys((aten._log_softmax.default, aten._softmax.default, aten.exp2.default, aten.expm1.default, aten.special_expit.default, aten.tan.default), RESULT),
     aten.abs.default: OPERAND,
     aten.add.Tensor: NOTHING,
-    aten.amax.default: _fixed(0, OUT),
+    aten.aminmax.default: _fixed(0, OUT, SECOND),
     aten.avg_pool2d.default: OPERAND,
     aten.binary_cross_entropy_with_logits.default: _fixed(0, 1),
     aten.bmm.default: _crosswise,
@@ -110,6 +153,10 @@ SAVED: dict[Any, Row] = {
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,
     aten.index.Tensor: _indices,
+    aten.index_add.default: _fixed(1, 2),
+    aten.index_copy.default: _fixed(1, 2),
+    aten.index_fill.int_Scalar: _fixed(1),
+    aten.index_put.default: _put,
     aten.index_select.default: _fixed(1),
     aten.layer_norm.default: _fixed(0, 1, 2),
     aten.leaky_relu.default: OPERAND,
@@ -119,6 +166,7 @@ SAVED: dict[Any, Row] = {
     aten.lstm.input: _recurrent(2),
     aten.masked_fill.Scalar: _fixed(1),
     aten.masked_fill.Tensor: _fixed(1),
+    aten.masked_scatter.default: _fixed(1),
     aten.matmul.default: _crosswise,
     aten.max_pool2d.default: OPERAND,
     aten.mm.default: _crosswise,
@@ -126,6 +174,7 @@ SAVED: dict[Any, Row] = {
     aten.mul.Tensor: _crosswise,
     aten.mv.default: _crosswise,
     aten.neg.default: NOTHING,
+    aten.outer.default: _crosswise,
     aten.pad.default: NOTHING,
     aten.pow.Tensor_Scalar: OPERAND,
     aten.reciprocal.default: RESULT,
@@ -140,6 +189,7 @@ SAVED: dict[Any, Row] = {
     aten.scatter.src: _fixed(1),
     aten.scatter.value: _fixed(1),
     aten.scatter_add.default: _fixed(1),
+    aten.scatter_reduce.two: _fixed(0, 1, 2, OUT),
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,
     aten.softmax.int: RESULT,
@@ -150,9 +200,9 @@ SAVED: dict[Any, Row] = {
     aten.sum.dim_IntList: NOTHING,
     aten.tanh.default: RESULT,
     aten.to.dtype: NOTHING,
-    aten.topk.default: _fixed(SECOND),
     aten.vdot.default: _crosswise,
     aten.where.ScalarOther: _fixed(0),
+    aten.where.ScalarSelf: _fixed(0),
     aten.where.self: _fixed(0),
     ops.bag: _bags,
     ops.ragged_bags: _bags,

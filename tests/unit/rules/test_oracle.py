@@ -18,17 +18,12 @@ from autopar.rules.halo import borders
 from autopar.rules.oracle import Together, call_of, cut, failures
 from autopar.rules.rule import Rule
 from passes import ops
-from tests.unit.rules import samples_maths as maths
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
 from tests.unit.rules.samples import Case, case, f, fill, i
+from tests.unit.rules.table import SAMPLES
 
 aten = torch.ops.aten
-
-SAMPLES: dict[Any, Sequence[Case]] = {
-    **pointwise.samples(), **views.VIEWS, **views.FACTORIES, **views.INDEXING, **maths.CONTRACTIONS, **maths.LOSSES, **maths.REDUCTIONS,
-    **maths.VISION,
-}
 
 
 def embedding(shards: Sequence[Any]) -> list[torch.Tensor]:

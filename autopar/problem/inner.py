@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s
 from autopar.cost.memory import itemsize, rests_in
 from autopar.problem.graph import Op
+from autopar.problem.settings import Settings
 from autopar.rules.algorithms import ALGORITHMS, Algorithm
 from autopar.rules.language import Option
 from autopar.rules.site import Inner, Site
@@ -37,13 +39,15 @@ class Wait:
     last: bool
 
 
-def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, *, dealt: bool) -> tuple[Wait, ...]:
-    """Those of some algorithms in one direction. `dealt` as Settings has it."""
-    found = []
+def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Settings) -> tuple[Wait, ...]:
+    """Those of some algorithms in one direction."""
+    found: list[Wait] = []
     for site, inner in used:
         for each in inner:
-            times = 0 if each.hidden or (each.reorders and dealt) else each.times(site)
+            times = 0 if each.hidden or (each.reorders and settings.dealt) else each.times(site)
             if times:
-                nbytes = each.nbytes(site)
-                found.append(Wait(each.kind, site.axis, nbytes, times, times * collective_s(each.kind, nbytes, mesh.axes[site.axis]), each.last))
+                beside = each.parts(site) if settings.parts else {}
+                sent = [(each.kind, site.axis, each.nbytes(site) / math.prod(site.sizes[axis] for axis in beside))]
+                sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
+                found += [Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, mesh.axes[axis]), each.last) for kind, axis, nbytes in sent]
     return tuple(found)

@@ -94,11 +94,11 @@ class Prices:
         used = sites(op, options, self.sizes, self.settings.precision)
         back = [(site, algorithm.backward) for algorithm, site in used] if self.settings.training and op.graded else []
         ahead = [(site, algorithm.forward) for algorithm, site in used]
-        return waits(ahead, self.mesh, dealt=self.settings.dealt), waits(back, self.mesh, dealt=self.settings.dealt)
+        return waits(ahead, self.mesh, self.settings), waits(back, self.mesh, self.settings)
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
-        shown = sum(wait.seconds for wait in waits(used, self.mesh, dealt=self.settings.dealt))
+        shown = sum(wait.seconds for wait in waits(used, self.mesh, self.settings))
         hidden = room = 0.0
         for site, inner in used:
             for each in inner:

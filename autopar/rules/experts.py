@@ -69,6 +69,13 @@ def returned_bytes(site: Site) -> float:
     return rows(site) * site.local(DOWN, 2) * site.operands[HIDDEN].itemsize * site.sizes[site.axis]
 
 
+def parts(site: Site) -> dict[int, float]:
+    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are gathered for all, k for each token that is gathered anyway."""
+    width, chosen = site.operands[HIDDEN].sizes[-1] * site.operands[HIDDEN].itemsize, site.operands[CHOSEN].sizes[-1]
+    return {axis: rows(site) * width * (chosen - 1) / chosen for axis, option in enumerate(site.options)
+            if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run}
+
+
 def counts_bytes(site: Site) -> float:
     """Each rank tells each other how many rows there are for each expert."""
     return float(site.sizes[site.axis] ** 2 * site.operands[UP].sizes[0] * COUNT_BYTES)
@@ -134,8 +141,8 @@ def if_tokens_learn(site: Site) -> int:
     return int(site.operands[HIDDEN].grad)
 
 
-FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes), Inner("all_to_all", returned_bytes, last=True))
-BACKWARD = (Inner("all_to_all", returned_bytes), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True))
+FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes, parts=parts), Inner("all_to_all", returned_bytes, last=True, parts=parts))
+BACKWARD = (Inner("all_to_all", returned_bytes, parts=parts), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True, parts=parts))
 
 RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched, partly={"o": second_layer})}
 

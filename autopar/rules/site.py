@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ class Inner:
 
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
     of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
-    hidden is waited for: before the operator works, or behind it where it is `last`.
+    hidden is waited for: before the operator works, or behind it where it is `last`. `parts` are axes whose ranks all have what is sent, of which each could send a
+    part by itself: by axis, the bytes that are then gathered there beside.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Inner:
     hidden: bool = False
     reorders: bool = False
     last: bool = False
+    parts: Callable[[Site], Mapping[int, float]] = lambda site: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,10 @@ IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in
 (tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits (tensor_parallel/cross_entropy.py),
 outputs of stages are given back when they are sent (deallocate_pipeline_outputs); kernels of Transformer Engine, whose masks are bytes."""
 
-MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
+MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, parts=True, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
                  "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; attention of cuDNN, as "
-                 "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5)")
+                 "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5); tokens that are cut along the sequence go to their experts so, and are "
+                 "gathered for tensor-parallel experts there (MoEAlltoAllTokenDispatcher, megatron/core/transformer/moe/token_dispatcher.py)")
 SHARD_BYTES = 16.0
 """FSDP copies what was gathered into weights, forward and backward (2 x 4 bytes), and gradients into a flat buffer that is cast to 32 bits and
 scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py. Checkpoints without reentrance end a second forward early
@@ -130,6 +131,7 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)
+    software = replace(software, parts=software.parts and sequence_parallel)
     if "mode PURE" in notes:
         software = replace(software, gradient_bytes=2, optimizer_bytes=16.0)
     local = "_mcore_" in notes and "_te_" not in notes  # cases of Megatron-LM's tests whose names have no te run its own layers

@@ -1,0 +1,36 @@
+"""Tokens that go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there: not how emitted programs run."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.problem.inner import waits
+from autopar.problem.settings import Settings
+from autopar.rules import RULES
+from autopar.rules.experts import FORWARD, rows
+from autopar.rules.language import Call, Tensor
+from autopar.rules.site import Site
+from passes import ops
+
+TOKENS, CHOSEN, WIDTH, EXPERTS, INSIDE = 64, 2, 32, 8, 48
+SIZES = (4, 2)
+
+
+def _site(width: str) -> Site:
+    """Experts on the outer axis, to which tokens go; the inner one cuts what `width` says."""
+    shapes = [(TOKENS, WIDTH), (TOKENS, CHOSEN), (TOKENS, CHOSEN), (EXPERTS, WIDTH, 2 * INSIDE), (EXPERTS, INSIDE, WIDTH)]
+    tensors = [Tensor(shape, index != 1, shape, index != 1, 2) for index, shape in enumerate(shapes)]
+    call = Call(ops.experts, (*tensors, "halves(lambda a, b: a * b)"), {}, (Tensor((TOKENS, WIDTH), True, (TOKENS, WIDTH), True, 2),))
+    found = [{option.factor.partition("/")[0]: option for option in RULES[ops.experts].options(call, ways)} for ways in SIZES]
+    return Site(call.ins, (found[0]["t0+e"], found[1][width]), SIZES, 0, call)
+
+
+@pytest.mark.parametrize("width", ["f", "o"])
+def test_rows_are_sent_in_parts_and_gathered(width: str) -> None:
+    site, mesh = _site(width), Cluster.parse("h100:4x2").mesh(SIZES)
+    whole, parted = (waits([(site, FORWARD)], mesh, Settings(parts=parts)) for parts in (False, True))
+    assert [(each.kind, each.axis) for each in whole] == [("all_to_all", 0)] * 3
+    assert [(each.kind, each.axis) for each in parted] == [("all_to_all", 0), ("all_to_all", 0), ("all_gather", 1), ("all_to_all", 0), ("reduce_scatter", 1)]
+    assert [each.nbytes for each in parted if each.axis == 0] == [whole[0].nbytes, whole[1].nbytes / 2, whole[2].nbytes / 2]
+    assert [each.nbytes for each in parted if each.axis == 1] == [rows(site) * WIDTH * 2 * (CHOSEN - 1) / CHOSEN] * 2

@@ -69,7 +69,9 @@ def proven_s(inner: Inner, known_s: float, looks: int | None = CLOSE, deadline: 
     prover, least_s = Prover(inner), known_s
     claims = prover.claims()
     heapq.heapify(claims)
-    if looks is None:
+    if inner.request.cluster.parts:
+        looks = 0
+    elif looks is None:
         looks = CLOSER if len(claims) <= SMALL else GLANCE
     while claims and claims[0].bound_s < least_s and claims[0].looks < looks and time.monotonic() < deadline:
         for claim in prover.closer(heapq.heappop(claims), least_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def _computed(target: Any, one: Case, ways: int) -> Iterator[tuple[str, float, f
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             parts = [cut(t.detach(), use.value, ways) for t, use in zip(tensors, option.ins, strict=True)]
             shards = [_with(iter([part[rank] for part in parts]), args, kwargs) for rank in range(ways)]
-            flops = sum(_flops(lambda: as_emitted(target, *shard, out)) for shard, out in zip(shards, outs, strict=True))  # noqa: B023
+            flops = sum(_flops(partial(as_emitted, target, *shard, out)) for shard, out in zip(shards, outs, strict=True))
             yield option.factor, flops / whole, ways * (1 - option.cuts + option.cuts / ways)
 
 

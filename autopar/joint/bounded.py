@@ -82,8 +82,6 @@ class _Met:
 class Alone:
     """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
 
-    possible = True
-
     def __init__(self, inner: Inner, shape: Shape) -> None:
         self.inner, self.whole = inner, inner.whole
         self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
@@ -140,19 +138,16 @@ class Alone:
 
 
 class Timed:
-    """Several microbatches on one place or more, each laid out in its own way, under any timetable. Raises InfeasibleError where some operator has no choice."""
+    """Several microbatches on one place or more, each laid out in its own way, under any timetable. Raises InfeasibleError where there is none, or some operator has no choice."""
 
     def __init__(self, inner: Inner, pricing: Pricing, shape: Shape) -> None:
         self.inner, self.shape = inner, shape
-        self.models: Models = pricing.models(shape)
         self.tables = list(pricing.all_tables(shape))
+        if not self.tables:
+            raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
+        self.models: Models = pricing.models(shape)
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing("none")
-
-    @property
-    def possible(self) -> bool:
-        """Whether any timetable runs so many microbatches."""
-        return bool(self.tables)
 
     def roomy_s(self, cutoff_s: float, rounds: int, *, hosted: bool = False) -> float:
         """Seconds that no plan beats with all the memory there is, under any timetable; `hosted` as Alone has it."""
@@ -197,8 +192,6 @@ class Timed:
 
     def _open(self, cutoff_s: float, rounds: int, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
         """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""
-        if not self.tables:
-            return math.inf, [], []
         met: Choices = []
         mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, rounds, met, self._cases)
         return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met

@@ -21,7 +21,6 @@ holds with that and no update at all, and the least update.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -53,13 +52,16 @@ GLANCE, CLOSER, SMALL = 2, 3, 16
 """So many looks take no longer than the search of the answer did; of so few claims, so many."""
 
 
+Bound = Callable[[Alone | Timed, float, bool], float]
+"""Seconds that nothing on a shape beats, given from where on they need not be exact, and whether something is on the host."""
+
+
 @dataclass(order=True)
 class Claim:
     """Seconds that no plan on any of `shapes` beats, those with fewest microbatches first; looked at so many times (LOOKS)."""
 
     bound_s: float
-    number: int
-    shapes: tuple[Shape, ...] = field(compare=False)
+    shapes: tuple[Shape, ...]
     looks: int = field(compare=False, default=0)
 
 
@@ -110,7 +112,7 @@ class Prover:
         kin: dict[tuple[int, ...], list[Shape]] = {}
         for shape in sorted(self.shapes()):
             kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
-        return [Claim(min(map(self.floor_s, shapes)), number, tuple(shapes)) for number, shapes in enumerate(kin.values())]
+        return [Claim(min(map(self.floor_s, shapes)), tuple(shapes)) for shapes in kin.values()]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
         """The same looked at once more; shape by shape where they are not looked at together any more. Nothing above `cutoff_s` is exact."""
@@ -118,11 +120,7 @@ class Prover:
         for shapes in [claim.shapes] if together else [(shape,) for shape in claim.shapes]:
             self.inner.request.say(f"proving: {shapes[0]}")
             found_s = self.together_s(shapes, cutoff_s, rounds) if together else self.bound_s(shapes[0], cutoff_s, rounds)
-            yield Claim(max(claim.bound_s, found_s), next(self._numbers), shapes, claim.looks + 1)
-
-    @cached_property
-    def _numbers(self) -> Iterator[int]:
-        return itertools.count(1 << 20)
+            yield Claim(max(claim.bound_s, found_s), shapes, claim.looks + 1)
 
     def floor_s(self, shape: Shape) -> float:
         """Its share of the least work there is."""
@@ -130,14 +128,24 @@ class Prover:
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, rounds: int = FEW) -> float:
         """Seconds that no plan on `shapes`, those with fewest microbatches first, beats with all the memory there is."""
-        found = ((shape, self._here(shape)) for shape in shapes)
-        shape, here = next(((shape, here) for shape, here in found if here is not None and here.possible), (shapes[0], None))
-        return self._wherever_s(shape, lambda cutoff_s, hosted: here.roomy_s(cutoff_s, rounds, hosted=hosted), cutoff_s) if here is not None else math.inf
+        return self._least_s(shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, rounds, hosted=hosted), cutoff_s)
 
     def bound_s(self, shape: Shape, cutoff_s: float = math.inf, rounds: int = ROUNDS) -> float:
         """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where nothing is possible there."""
-        here = self._here(shape)
-        return self._wherever_s(shape, lambda cutoff_s, hosted: here.bound_s(cutoff_s, rounds, hosted=hosted), cutoff_s) if here is not None else math.inf
+        return self._least_s((shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, rounds, hosted=hosted), cutoff_s)
+
+    def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
+        """`least` of the first of `shapes` on which anything is possible: of what is on the devices, and of what has something on the host."""
+        here = next((here for here in map(self._here, shapes) if here is not None), None)
+        if here is None:
+            return math.inf
+        if self.inner.request.cluster.parts:
+            return 0.0
+        least_s = least(here, cutoff_s, False)
+        late_s = min((there.late_s for there in self._hosted), default=math.inf)
+        if self.floor_s(shapes[0]) + late_s >= min(least_s, cutoff_s):
+            return least_s
+        return min(least_s, late_s + least(here, min(least_s, cutoff_s) - late_s, True))
 
     def _here(self, shape: Shape) -> Alone | Timed | None:
         """What bounds a shape; None where nothing is possible there."""
@@ -147,16 +155,6 @@ class Prover:
             except InfeasibleError:
                 self._bounded[shape] = None
         return self._bounded[shape]
-
-    def _wherever_s(self, shape: Shape, least: Callable[[float, bool], float], cutoff_s: float) -> float:
-        """`least` of what is on the devices, and of what has something on the host."""
-        if self.inner.request.cluster.parts:
-            return 0.0
-        least_s = least(cutoff_s, False)
-        late_s = min((there.late_s for there in self._hosted), default=math.inf)
-        if self.floor_s(shape) + late_s >= min(least_s, cutoff_s):
-            return least_s
-        return min(least_s, late_s + least(min(least_s, cutoff_s) - late_s, True))
 
     @cached_property
     def _hosted(self) -> list[Inner]:

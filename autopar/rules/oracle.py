@@ -70,6 +70,22 @@ def _sections(call: Call, ways: int) -> list[tuple[int, ...]]:
     return [(size // 2, size // 2) for size in sizes if size > 0 and size % (2 * ways) == 0]
 
 
+def shards_of(given: Any, option: Option, ways: int) -> list[Any]:
+    """(args, kwargs) per rank, `given` cut as `option` says."""
+    whole = _tensors(given)
+    parts = [cut(t.detach(), use.value, ways) for t, use in zip(whole, option.ins, strict=True)]
+    ranks = []
+    for rank in range(ways):
+        queue = iter([p[rank].clone().requires_grad_(t.requires_grad) for p, t in zip(parts, whole, strict=True)])
+        ranks.append(_swap(given, queue))
+    return ranks
+
+
+def shapes_of(outs: Sequence[torch.Tensor], option: Option, ways: int) -> list[list[tuple[int, ...]]]:
+    """The shapes of results on each rank."""
+    return [[local_shape(t.shape, (use.value,), (ways,), (rank,)) for t, use in zip(outs, option.outs, strict=True)] for rank in range(ways)]
+
+
 class _Trial:
     """One option of one call, tried on random cotangents."""
 
@@ -82,9 +98,7 @@ class _Trial:
         whole_ins = _tensors(self.given)
         whole_outs = _tensors(self.call.target(*self.given[0], **self.given[1]))
         self.loose = any(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (*whole_ins, *whole_outs))
-        shards = self._shards(whole_ins)
-        shapes = [[local_shape(t.shape, (u.value,), (self.ways,), (rank,)) for t, u in zip(whole_outs, self.option.outs, strict=True)]
-                  for rank in range(self.ways)]
+        shards, shapes = shards_of(self.given, self.option, self.ways), shapes_of(whole_outs, self.option, self.ways)
         try:
             outs = self._run(shards, shapes, execute, together)
         except (RuntimeError, IndexError, ValueError, TypeError, KeyError) as error:
@@ -99,15 +113,6 @@ class _Trial:
             if text := compare(join(parts, use.value, whole.shape), whole, f"output {index} {use}", self.loose):
                 return text
         return "" if self.mask else self._backward(whole_ins, whole_outs, shards, outs)
-
-    def _shards(self, whole: Sequence[torch.Tensor]) -> list[Any]:
-        """(args, kwargs) per rank."""
-        parts = [cut(t.detach(), use.value, self.ways) for t, use in zip(whole, self.option.ins, strict=True)]
-        ranks = []
-        for rank in range(self.ways):
-            queue = iter([p[rank].clone().requires_grad_(t.requires_grad) for p, t in zip(parts, whole, strict=True)])
-            ranks.append(_swap(self.given, queue))
-        return ranks
 
     def _run(self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute,
              together: Mapping[str, Together]) -> list[list[torch.Tensor]]:

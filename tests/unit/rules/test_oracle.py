@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._torch import pytree
 from autopar.codegen.expressions import Written, write
-from autopar.layout import local_shape
 from autopar.rules import RULES
 from autopar.rules.halo import borders
-from autopar.rules.oracle import Together, call_of, cut, failures
+from autopar.rules.oracle import Together, call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
 from passes import ops
 from tests.unit.rules import samples_pointwise as pointwise
@@ -187,19 +186,12 @@ def _computed(target: Any, one: Case, ways: int) -> Iterator[tuple[str, float, f
     """Of each option on plain shards: its factor, what all ranks multiply over what one device does, and what is priced."""
     args, kwargs = fill((list(one.args), dict(one.kwargs)))
     call, whole = call_of(target, args, kwargs), _flops(lambda: target(*args, **kwargs))
-    shapes = [t.shape for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    made = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     for option in RULES[target].options(call, ways) if whole else ():
         if option.split and not option.run:
-            outs = [[local_shape(shape, (use.value,), (ways,), (rank,)) for shape, use in zip(shapes, option.outs, strict=True)] for rank in range(ways)]
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            parts = [cut(t.detach(), use.value, ways) for t, use in zip(tensors, option.ins, strict=True)]
-            shards = [_with(iter([part[rank] for part in parts]), args, kwargs) for rank in range(ways)]
-            flops = sum(_flops(partial(as_emitted, target, *shard, out)) for shard, out in zip(shards, outs, strict=True))
+            ranks = zip(shards_of((tuple(args), dict(kwargs)), option, ways), shapes_of(made, option, ways), strict=True)
+            flops = sum(_flops(partial(as_emitted, target, *shard, outs)) for shard, outs in ranks)
             yield option.factor, flops / whole, ways * (1 - option.cuts + option.cuts / ways)
-
-
-def _with(queue: Iterator[torch.Tensor], *given: Any) -> Any:
-    return pytree.tree_map(lambda leaf: next(queue) if isinstance(leaf, torch.Tensor) else leaf, given)
 
 
 @pytest.mark.parametrize("target", list(RULES), ids=lambda op: str(op).removeprefix("aten.").split(" at ")[0])

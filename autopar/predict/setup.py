@@ -33,7 +33,7 @@ class Software:
     tensor_share         share of the bytes of tensor-parallel collectives that is sent, where some go in fewer bits
     shard_bytes          bytes that gathers and scatters of a weight move on the device beside the collectives, per element and microbatch
     stops_early          a block that runs again ends behind the last operator that saves anything
-    parts                tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
+    tokens_in_parts      tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
     captured             kernels are launched from a captured graph or compiled code: the host is not in the way
     """
 
@@ -53,7 +53,7 @@ class Software:
     tensor_share: float = 1.0
     shard_bytes: float = 0.0
     stops_early: bool = False
-    parts: bool = False
+    tokens_in_parts: bool = False
     habits: Habits = EMITTED
 
 

@@ -46,7 +46,7 @@ def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Se
         for each in inner:
             times = 0 if each.hidden or (each.reorders and settings.dealt) else each.times(site)
             if times:
-                beside = each.parts(site) if settings.parts else {}
+                beside = each.parts(site) if settings.tokens_in_parts else {}
                 sent = [(each.kind, site.axis, each.nbytes(site) / math.prod(site.sizes[axis] for axis in beside))]
                 sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
                 found += [Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, mesh.axes[axis]), each.last) for kind, axis, nbytes in sent]

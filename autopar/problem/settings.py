@@ -22,7 +22,7 @@ class Settings:
     more where columns are made of rows; `casts_shards` says that it is done before what comes in is gathered. `matmul_share` is their rate as a share of
     the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
-    `parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there. Emitted programs do neither.
+    `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there. Emitted programs do neither.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
 
@@ -37,7 +37,7 @@ class Settings:
     matmul_share: float = 1.0
     attention: float = 1.0
     dealt: bool = False
-    parts: bool = False
+    tokens_in_parts: bool = False
     offload: str = ""
 
     @staticmethod

@@ -49,7 +49,7 @@ IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in
 (tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits (tensor_parallel/cross_entropy.py),
 outputs of stages are given back when they are sent (deallocate_pipeline_outputs); kernels of Transformer Engine, whose masks are bytes."""
 
-MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, parts=True, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
+MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, tokens_in_parts=True, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
                  "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; attention of cuDNN, as "
                  "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5); tokens that are cut along the sequence go to their experts so, and are "
                  "gathered for tensor-parallel experts there (MoEAlltoAllTokenDispatcher, megatron/core/transformer/moe/token_dispatcher.py)")
@@ -131,7 +131,7 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)
-    software = replace(software, parts=software.parts and sequence_parallel)
+    software = replace(software, tokens_in_parts=software.tokens_in_parts and sequence_parallel)
     if "mode PURE" in notes:
         software = replace(software, gradient_bytes=2, optimizer_bytes=16.0)
     local = "_mcore_" in notes and "_te_" not in notes  # cases of Megatron-LM's tests whose names have no te run its own layers

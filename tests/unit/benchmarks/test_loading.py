@@ -158,7 +158,7 @@ def test_what_a_cast_to_fewer_bits_moves(tmp_path: Path, dtype: str, matmul: str
 @pytest.mark.parametrize("source, tp, sequence, parts", [("dgxc-v25.02", "2", "y", True), ("dgxc-v25.02", "2", "n", False), ("dgxc-v25.02", "1", "", False), ("torchtitan", "2", "y", False)])
 def test_whose_tokens_go_to_experts_in_parts(tmp_path: Path, source: str, tp: str, sequence: str, parts: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "tp": tp, "sp": sequence}])).rows
-    assert row.setup.software.parts == parts
+    assert row.setup.software.tokens_in_parts == parts
 
 
 def test_a_plan_of_mist(tmp_path: Path) -> None:

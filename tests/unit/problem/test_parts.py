@@ -29,7 +29,7 @@ def _site(width: str) -> Site:
 @pytest.mark.parametrize("width", ["f", "o"])
 def test_rows_are_sent_in_parts_and_gathered(width: str) -> None:
     site, mesh = _site(width), Cluster.parse("h100:4x2").mesh(SIZES)
-    whole, parted = (waits([(site, FORWARD)], mesh, Settings(parts=parts)) for parts in (False, True))
+    whole, parted = (waits([(site, FORWARD)], mesh, Settings(tokens_in_parts=parts)) for parts in (False, True))
     assert [(each.kind, each.axis) for each in whole] == [("all_to_all", 0)] * 3
     assert [(each.kind, each.axis) for each in parted] == [("all_to_all", 0), ("all_to_all", 0), ("all_gather", 1), ("all_to_all", 0), ("reduce_scatter", 1)]
     assert [each.nbytes for each in parted if each.axis == 0] == [whole[0].nbytes, whole[1].nbytes / 2, whole[2].nbytes / 2]

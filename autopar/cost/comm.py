@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,6 +69,16 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
     if kind in LOCAL:
         return copy_s(nbytes, axis.device)
     return min(line.seconds(nbytes) for line in affine(kind, axis))
+
+
+def sent_once(axis: MeshAxis, copies: int) -> MeshAxis:
+    """The axis as all-to-alls of rows see it that are for `copies` ranks each, of which any is as likely, where what goes over a level goes there once for each of its parts (as DeepEP does:
+    https://github.com/deepseek-ai/DeepEP): k copies are in n (1 - (1 - 1/n)^k) of n parts on the mean."""
+    def faster(span: Span) -> Span:
+        apart = span.size * (1.0 - (1.0 - 1.0 / span.size) ** copies)
+        return replace(span, level=replace(span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * copies / apart))
+
+    return replace(axis, spans=(*map(faster, axis.spans[:-1]), axis.spans[-1]))
 
 
 def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:

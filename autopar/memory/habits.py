@@ -14,6 +14,7 @@ class Habits:
     keeps_sent       what was sent to the next stage is there until its backward (torch's stages)
     standing         gradients of parameters are in buffers that are made once, add up there and are summed there
     gradient_bytes   bytes of one element of a gradient that waits for the update; 0: those of the parameter at rest
+    moment_bytes     bytes of one element of each of the optimizer's moments; 0: those of the parameter at rest
     fused            chains of pointwise operators run as one kernel, whose backward works from what it read: nothing between is made or kept
     regathers        activations that are gathered for a matmul are gathered again in the backward, not kept
     loss_in_place    the loss over classes works where the logits in its own dtype are, and leaves their gradient there
@@ -30,6 +31,7 @@ class Habits:
     keeps_sent: bool = True
     standing: bool = False
     gradient_bytes: int = 0
+    moment_bytes: int = 0
     fused: bool = False
     regathers: bool = False
     loss_in_place: bool = False

@@ -50,6 +50,8 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
             held = replace(held, gradients=float(whole * (shares.habits.gradient_bytes or itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))))
         elif lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
             held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
+        if shares.habits.moment_bytes:
+            held = replace(held, optimizer=held.optimizer * shares.habits.moment_bytes / itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))
         here = 1.0 - _hosted(shares, views)
         held = replace(held, optimizer=held.optimizer * here, master=held.master * here)
         for kind, nbytes in asdict(held).items():

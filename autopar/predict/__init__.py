@@ -2,6 +2,7 @@
 
     Setup       how it is trained: axis sizes, schedule, microbatches, recomputation, what the software does beside the plan
     Place       what every unit of the model costs on the mesh of one place, by part (from the prices of autopar.problem)
+    Layers      how many layers the model has, and which blocks of the place they are like
     predict     Setup and Place -> Prediction: the step by part
     peak        Setup and graph -> memory.Prediction: its plan, walked as plans of ours are, with the habits of the software that runs it
 """
@@ -9,6 +10,6 @@
 from autopar.predict.peak import peak
 from autopar.predict.place import Decided, Place, UnitTime, decide, price
 from autopar.predict.setup import Setup, Software
-from autopar.predict.step import Prediction, predict
+from autopar.predict.step import Layers, Prediction, predict
 
-__all__ = ["Decided", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "peak", "predict", "price"]
+__all__ = ["Decided", "Layers", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "peak", "predict", "price"]

@@ -39,7 +39,7 @@ def axes(setup: Setup) -> list[Axis]:
     """The axes of a place, outermost first, those of one rank left out: copies of shards, data, experts, context, tensor. What is cut
     at rest over data is so over experts' and context's ranks too, which all have the same of it."""
     rests = RESTS[setup.zero]
-    found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.ep, rests), Axis(setup.ep, resting(roles.experts, rests)),
+    found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.expert_ways, rests), Axis(setup.expert_ways, resting(roles.experts, rests)),
              Axis(setup.cp, resting(sequence.context, rests)), Axis(setup.tp, tensor_role(setup))]
     return [axis for axis in found if axis.ways > 1] or [Axis(1, roles.nothing)]
 
@@ -65,7 +65,22 @@ def resting(role: Role, rests: Role) -> Role:
 
 def tensor_role(setup: Setup) -> Role:
     """What the tensor axis of a configuration is for."""
-    return tensor_sequence if setup.sequence_parallel else tensor
+    role = tensor_sequence if setup.sequence_parallel else tensor
+    return beside_experts(role) if setup.whole_experts else role
+
+
+@cache
+def beside_experts(role: Role) -> Role:
+    """The same axis where experts are cut by expert, not by their width."""
+    def mixed(ways: int) -> Allow:
+        works, apart = role(ways), roles.experts(ways)
+        return lambda op, option: (apart if of_experts(op) else works)(op, option)
+    return mixed
+
+
+def of_experts(op: Op) -> bool:
+    """Whether an operator is a stack of experts, or what works with one."""
+    return (op.target in roles.STACKS and any(weight and len(t.shape) == 3 for weight, t in zip(op.weight, op.tensors, strict=False))) or (op.role == "param" and stacked(op))
 
 
 def tensor(ways: int) -> Allow:

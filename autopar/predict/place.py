@@ -91,13 +91,13 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
     """Settle what the roles of the axes leave open."""
-    used = axes(replace(setup, dp=setup.ep, replicas=1, zero=0))
+    used = axes(replace(setup, dp=setup.expert_ways, replicas=1, zero=0))
     sizes = tuple(axis.ways for axis in used)
-    hints = {"b": setup.micro_batch * setup.ep, "s": setup.seq}
+    hints = {"b": setup.micro_batch * setup.expert_ways, "s": setup.seq}
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
                         turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention, dealt=True,
-                        tokens_in_parts=software.tokens_in_parts)
+                        tokens_in_parts=software.tokens_in_parts, rows_once=software.rows_once)
     planner = Planner.of(gm, hints, Request(cluster, settings))
     mesh = _mesh(cluster, sizes)
     prices = Prices(mesh, cluster.device, settings)

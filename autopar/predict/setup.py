@@ -34,6 +34,7 @@ class Software:
     shard_bytes          bytes that gathers and scatters of a weight move on the device beside the collectives, per element and microbatch
     stops_early          a block that runs again ends behind the last operator that saves anything
     tokens_in_parts      tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
+    rows_once            a token goes once to each node with experts for it, and from there to each of them
     captured             kernels are launched from a captured graph or compiled code: the host is not in the way
     """
 
@@ -54,6 +55,7 @@ class Software:
     shard_bytes: float = 0.0
     stops_early: bool = False
     tokens_in_parts: bool = False
+    rows_once: bool = False
     habits: Habits = EMITTED
 
 
@@ -62,7 +64,7 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-    `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
+    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
     `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly); `again`: how many of them run again.
     """
@@ -73,6 +75,7 @@ class Setup:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    whole_experts: bool = False
     dp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -100,8 +103,10 @@ class Setup:
         for name, dealt in (("blocks", self.blocks), ("again", self.again)):
             if dealt and len(dealt) != self.pp * self.vpp:
                 raise PlanError(f"setup: {name} is {dealt}; wanted a number for each of {self.pp * self.vpp} stages")
-        if self.dp % self.ep or self.dp % self.replicas:
-            raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep} and of replicas {self.replicas}")
+        if self.whole_experts and self.ep % self.tp:
+            raise PlanError(f"setup: ep is {self.ep}; wanted a multiple of tp {self.tp}, whose ranks have experts of their own")
+        if self.dp % self.expert_ways or self.dp % self.replicas:
+            raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep}{f' / tp {self.tp}' * self.whole_experts} and of replicas {self.replicas}")
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
         """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them."""
@@ -109,6 +114,11 @@ class Setup:
             raise PlanError(f"setup: blocks is {self.blocks}; wanted {layers} in all")
         count = self.pp * self.vpp
         return self.blocks or tuple(layers // count + (1 if stage < layers % count else 0) for stage in range(count))
+
+    @property
+    def expert_ways(self) -> int:
+        """Of how many data-parallel ranks each has experts of its own."""
+        return self.ep // self.tp if self.whole_experts else self.ep
 
     @property
     def devices(self) -> int:

@@ -77,21 +77,37 @@ def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
     return MeshAxis("line", math.prod(span.size for span in spans), tuple(reversed(spans)), cluster.device)
 
 
-def predict(place: Place, layers: int, setup: Setup, cluster: Cluster) -> Prediction:
-    """The step of a model of `layers` blocks under `setup`."""
-    return _Step(place, layers, setup, cluster).prediction()
+@dataclass(frozen=True)
+class Layers:
+    """So many layers of a model of which a place has some: the first `leading` are like the first run of blocks there, all others evenly like the other runs, a block of
+    which holds `period` layers."""
+
+    count: int
+    leading: int = 0
+    period: int = 1
+
+    def shares(self, runs: Sequence[str], begin: int, count: int) -> dict[str, float]:
+        """How many blocks of each of the `runs` are in `count` layers from number `begin` on."""
+        ahead = min(max(self.leading - begin, 0), count)
+        rest = runs[1:] if self.leading else runs
+        return {**({runs[0]: float(ahead)} if self.leading else {}), **{name: (count - ahead) / self.period / len(rest) for name in rest}}
+
+
+def predict(place: Place, layers: int | Layers, setup: Setup, cluster: Cluster) -> Prediction:
+    """The step of a model of so many layers under `setup`; a number of them is of layers that are all alike, or evenly like the runs of blocks of `place`."""
+    return _Step(place, layers if isinstance(layers, Layers) else Layers(layers), setup, cluster).prediction()
 
 
 class _Step:
     """Puts one step together."""
 
-    def __init__(self, place: Place, layers: int, setup: Setup, cluster: Cluster) -> None:
+    def __init__(self, place: Place, layers: Layers, setup: Setup, cluster: Cluster) -> None:
         self.place, self.layers, self.setup, self.cluster = place, layers, setup, cluster
         self.device, self.software = cluster.device, setup.software
         inner = setup.tp * setup.cp
         self.data = line(cluster, inner, setup.dp // setup.replicas)
         self.sums = line(cluster, inner if setup.cp == 1 else setup.tp, setup.dp * setup.cp)
-        self.experts = line(cluster, inner * setup.ep, max(1, setup.dp // setup.ep))
+        self.experts = line(cluster, inner * setup.expert_ways, max(1, setup.dp // setup.expert_ways))
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -116,18 +132,15 @@ class _Step:
         """The stages in order: blocks dealt evenly, what is before them to the first, what is behind to the last."""
         count = self.setup.pp * self.setup.vpp
         names = list(dict.fromkeys(unit.name for unit in self.place.order))
-        inside = {unit.name for unit in self.place.order if unit.instance >= 0}
+        inside = list(dict.fromkeys(unit.name for unit in self.place.order if unit.instance >= 0))
         first = min((i for i, name in enumerate(names) if name in inside), default=len(names))
-        dealt = self.setup.blocks_of(self.layers) if self.setup.blocks else ()
-        per_kind = self.layers / max(1, len(inside))
+        dealt = self.setup.blocks_of(self.layers.count)
         found = []
-        for index in range(count):
-            times = _Times()
+        for index, blocks in enumerate(dealt):
+            times, shares = _Times(), self.layers.shares(inside, sum(dealt[:index]), blocks)
             for i, name in enumerate(names):
-                if name in inside:
-                    share = (per_kind // count + (1 if index < per_kind % count else 0)) if per_kind >= count else per_kind / count
-                    share = dealt[index] / len(inside) if dealt else share
-                    self._add(times, self.place.times[name], share, again=self._again(index, share * len(inside)))
+                if name in shares:
+                    self._add(times, self.place.times[name], shares[name], again=self._again(index, blocks))
                 elif index == (0 if i < first else count - 1):
                     self._add(times, self.place.times[name], 1.0, again=0.0)
             found.append(times)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Mesh
-from autopar.cost.comm import collective_s
+from autopar.cost.comm import collective_s, sent_once
 from autopar.cost.memory import itemsize, rests_in
 from autopar.problem.graph import Op
 from autopar.problem.settings import Settings
@@ -49,5 +49,6 @@ def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Se
                 beside = each.parts(site) if settings.tokens_in_parts else {}
                 sent = [(each.kind, site.axis, each.nbytes(site) / math.prod(site.sizes[axis] for axis in beside))]
                 sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
-                found += [Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, mesh.axes[axis]), each.last) for kind, axis, nbytes in sent]
+                over = [sent_once(mesh.axes[axis], each.copies(site)) if settings.rows_once and axis == site.axis else mesh.axes[axis] for _, axis, _ in sent]
+                found += [Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last) for (kind, axis, nbytes), link in zip(sent, over, strict=True)]
     return tuple(found)

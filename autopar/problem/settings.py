@@ -22,7 +22,8 @@ class Settings:
     more where columns are made of rows; `casts_shards` says that it is done before what comes in is gathered. `matmul_share` is their rate as a share of
     the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
-    `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there. Emitted programs do neither.
+    `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there.
+    `rows_once`: a row goes once to each part of a cluster, however many ranks there are to have it, and is copied inside. Emitted programs do nothing of this.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     attention: float = 1.0
     dealt: bool = False
     tokens_in_parts: bool = False
+    rows_once: bool = False
     offload: str = ""
 
     @staticmethod

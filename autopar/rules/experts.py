@@ -76,6 +76,11 @@ def parts(site: Site) -> dict[int, float]:
             if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run}
 
 
+def copies(site: Site) -> int:
+    """To how many experts a token goes."""
+    return site.operands[CHOSEN].sizes[-1]
+
+
 def counts_bytes(site: Site) -> float:
     """Each rank tells each other how many rows there are for each expert."""
     return float(site.sizes[site.axis] ** 2 * site.operands[UP].sizes[0] * COUNT_BYTES)
@@ -141,8 +146,9 @@ def if_tokens_learn(site: Site) -> int:
     return int(site.operands[HIDDEN].grad)
 
 
-FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes, parts=parts), Inner("all_to_all", returned_bytes, last=True, parts=parts))
-BACKWARD = (Inner("all_to_all", returned_bytes, parts=parts), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True, parts=parts))
+FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes, parts=parts, copies=copies),
+           Inner("all_to_all", returned_bytes, last=True, parts=parts, copies=copies))
+BACKWARD = (Inner("all_to_all", returned_bytes, parts=parts, copies=copies), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True, parts=parts, copies=copies))
 
 RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched, partly={"o": second_layer})}
 

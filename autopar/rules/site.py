@@ -62,7 +62,7 @@ class Inner:
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
     of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
     hidden is waited for: before the operator works, or behind it where it is `last`. `parts` are axes whose ranks all have what is sent, of which each could send a
-    part by itself: by axis, the bytes that are then gathered there beside.
+    part by itself: by axis, the bytes that are then gathered there beside. Of every row so many `copies` go to ranks as they come.
     """
 
     kind: str
@@ -72,6 +72,7 @@ class Inner:
     reorders: bool = False
     last: bool = False
     parts: Callable[[Site], Mapping[int, float]] = lambda site: {}
+    copies: Callable[[Site], int] = once
 
 
 @dataclass(frozen=True, slots=True)

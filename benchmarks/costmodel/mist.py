@@ -13,9 +13,9 @@ from autopar.cluster import Cluster, Protocol
 from autopar.errors import AutoparError
 from autopar.memory import Habits
 from autopar.predict import Setup, Software
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import PYTORCH
-from benchmarks.costmodel.transformer import Config
 
 GROUPS = (1, 2, 4, 8)
 """Sizes of groups whose bandwidth a plan has."""

@@ -11,14 +11,12 @@ from autopar.capture import capture
 from autopar.memory import Habits
 from autopar.memory import Prediction as Held
 from autopar.predict import Decided, Place, Prediction, Setup, decide, peak, predict
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Row
-from benchmarks.costmodel.transformer import Config, Transformer
+from benchmarks.costmodel.transformer import Transformer
 
 HELD_IN = "bfloat16"
 """Mixed precision in 16 bits: float16 takes as many bytes."""
-
-CAPTURED = 3
-"""Blocks in the captured graph: they are alike, and a prediction takes as many as the row has."""
 
 
 class Predictor:
@@ -30,7 +28,7 @@ class Predictor:
 
     def predict(self, row: Row) -> Prediction:
         """The step of one row."""
-        return predict(self.place(row), row.model.layers, row.setup, row.cluster)
+        return predict(self.place(row), row.model.layer_kinds, row.setup, row.cluster)
 
     def held(self, row: Row) -> Held:
         """The memory of each place of one row at its peak."""
@@ -40,16 +38,16 @@ class Predictor:
         """The prices of one microbatch of a row."""
         setup, device = row.setup, row.cluster.device
         alone = _alone(setup)
-        inner = setup.tp * setup.cp * setup.ep
+        inner = setup.tp * setup.cp * setup.expert_ways
         levels = tuple((level.name, level.size, level.bandwidth_bytes_s) for level in row.cluster.levels)
-        key = (row.model.with_layers(CAPTURED), row.precision, alone, device.name, levels if inner > levels[-1][1] else levels[1:])
+        key = (row.model.short(), row.precision, alone, device.name, levels if inner > levels[-1][1] else levels[1:])
         if key not in self._places:
             self._places[key] = self.decided(row).priced(row.cluster)
         return self._places[key]
 
     def decided(self, row: Row) -> Decided:
         """The decisions for one microbatch of a row."""
-        return decide(self._graph(row.model.with_layers(CAPTURED), row.precision), _alone(row.setup), row.cluster, row.precision)
+        return decide(self._graph(row.model.short(), row.precision), _alone(row.setup), row.cluster, row.precision)
 
     def _graph(self, config: Config, precision: str) -> Any:
         if (config, precision) not in self._graphs:
@@ -59,7 +57,7 @@ class Predictor:
 
 def _alone(setup: Setup) -> Setup:
     """What the prices of a microbatch on one place depend on."""
-    return replace(setup, microbatches=1, dp=setup.ep, pp=1, vpp=1, zero=0, replicas=1, recompute="none", recompute_share=1.0, blocks=(), again=(), parts=(),
+    return replace(setup, microbatches=1, dp=setup.expert_ways, pp=1, vpp=1, zero=0, replicas=1, recompute="none", recompute_share=1.0, blocks=(), again=(), parts=(),
                    software=replace(setup.software, habits=Habits()))
 
 

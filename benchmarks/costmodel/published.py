@@ -6,13 +6,14 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
+from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits
-from benchmarks.costmodel.transformer import Config
 
 Line = dict[str, str]
 
@@ -27,6 +28,9 @@ NODES = {("v100", 4): "v100-quad"}
 
 POSITIONS = 2048
 """Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
+
+PREDICTS_AHEAD = r"(?i)deepseek-?v3"
+"""Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of DeepSeek-V3)."""
 
 RACK = 64
 """Devices of a rack-scale NVLink domain that jobs take, in whole trays, of its 72."""
@@ -75,13 +79,15 @@ def _row(line: Line, name: str) -> Row:
     zero, replicas = _zero(line["zero_fsdp"], dp)
     notes, sequence = f"{line['notes']} {line['checks']}", line["sp"] == "y" or (line["sp"] == "" and tp > 1)
     known = facts(line["source_id"], f"{notes} {line['model']}", zero, sequence and tp > 1)
+    zero = zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
     micro, batch = _int(line, "micro_batch"), _int(line, "global_batch")
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     recompute, share, parts = _recompute(line)
-    setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=_int(line, "ep", 1), dp=dp, pp=pp,
+    ep = _int(line, "ep", 1)
+    setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=ep, whole_experts=_whole_experts(line, known, tp, ep, dp), dp=dp, pp=pp,
                   vpp=_int(line, "vpp", 1) if pp > 1 else 1, sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
                   recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1))
     step_s, peaks = _step_s(line, gpus), _peaks(line)
@@ -108,8 +114,6 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     kind, about = line["model_type"], line["arch_source"]
     if kind not in ("dense-gpt", "dense-llama", "dense", "moe"):
         raise Refused(f"models of type {kind} are not built")
-    if "MLA" in about or "sliding" in about:
-        raise Refused(f"its attention is not built: {about}")
     if "offload" in f"{line['model']} {line['zero_fsdp']}":
         raise Refused("training from the memory of the host is not priced")
     if "QLoRA" in line["model"]:
@@ -130,8 +134,30 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
                   hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
-                  fused_attention=known.flash, experts=_int(line, "n_experts", 0) if moe else 0, top_k=_int(line, "moe_topk", 0) if moe else 0,
-                  expert_ffn=_int(line, "moe_ffn", 0) if moe else 0, adapters=adapters.rank, adapted=adapters.layers)
+                  fused_attention=known.flash, window=_number(r"sliding-window (\d+)", about), latent=_latent(about, heads, hidden),
+                  adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+
+
+def _number(pattern: str, text: str) -> int:
+    """The number that `text` states in that way; 0 where it states none."""
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+def _latent(about: str, heads: int, hidden: int) -> Latent | None:
+    """Attention from latent vectors. Queries have none where that would not make them narrower than the model is: DeepSeek-V2-Lite (https://arxiv.org/abs/2405.04434, appendix B), Moonlight."""
+    if "MLA" not in about:
+        return None
+    usual = Latent()
+    return usual if heads * usual.plain > hidden else replace(usual, queries=0)
+
+
+def _experts(line: Line, known: Facts) -> dict[str, Any]:
+    """What a model with experts has beside a dense one."""
+    about, width = line["arch_source"].replace("first layer dense", "1 dense layer"), _int(line, "moe_ffn")
+    dense = _number(r"first (\d+) layers dense", about) or _number(r"(\d+) dense layer", about)
+    ahead = known.ahead and re.search(PREDICTS_AHEAD, line["model"]) is not None
+    return {"experts": _int(line, "n_experts"), "top_k": _int(line, "moe_topk"), "expert_ffn": width, "shared": width * _number(r"(\d+) shared expert", about), "dense": dense, "ahead": ahead}
 
 
 def _precision(line: Line) -> tuple[str, str]:
@@ -162,6 +188,12 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
         return "full", 0.5, ()
     parts = tuple(part for part, word in (("attention", "att"), ("mlp", "mlp")) if word in detail) if detail else ("attention",)
     return ("selective" if parts else "none"), 1.0, parts
+
+
+def _whole_experts(line: Line, known: Facts, tp: int, ep: int, dp: int) -> bool:
+    """Whether tensor-parallel ranks have experts of their own: as the line or its software says, or where there are more ways to cut experts than data-parallel ranks."""
+    said = known.whole_experts or re.search(r"ETP=1\b|_etp1_", f"{line['notes']} {line['model']}") is not None
+    return tp > 1 and ep > 1 and ep % tp == 0 and (said or dp % ep > 0)
 
 
 def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool) -> Software:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
 from autopar.predict import Setup
-from benchmarks.costmodel.transformer import Config
+from benchmarks.costmodel.config import Config
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,14 @@ of the default width of nemo/collections/llm/peft/lora.py."""
 
 @dataclass(frozen=True)
 class Facts:
-    """`flash`: attention is one kernel. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `adapters`: what rows that train
+    """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `zero`: ZeRO's stage where a line says none. `ahead`: models that can predict the token behind the next do. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `adapters`: what rows that train
     such have. `why`: where it is known from."""
 
     software: Software
     flash: bool = True
+    whole_experts: bool = False
+    zero: int = 0
+    ahead: bool = False
     norm_in_parts: bool = False
     dropout: float = 0.0
     adapters: Adapters = EVERYWHERE
@@ -58,8 +61,11 @@ SHARD_BYTES = 16.0
 scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py. Checkpoints without reentrance end a second forward early
 (torch/utils/checkpoint.py, set_checkpoint_early_stop)."""
 
-BRIDGE = replace(MEGATRON, adapters=FUSED_QKV, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
-                 "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16)")
+NEMO = replace(MEGATRON, adapters=FUSED_QKV, ahead=True, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
+                 "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16) and train DeepSeek-V3 with its "
+                 "prediction ahead (mtp_num_layers = 1)")
+BRIDGE = replace(NEMO, zero=1, whole_experts=True, software=replace(NEMO.software, rows_once=True), why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1), optimizer state is cut (use_distributed_optimizer = True), tokens go to a node once "
+                 "(moe_token_dispatcher_type = flex with DeepEP or HybridEP; megatron/bridge/recipes, perf_recipes)")
 MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
 MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1,
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels, no fused attention, gradients summed behind the backward")
@@ -74,7 +80,7 @@ XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, h
 SOURCES = (
     ("alpa", XLA),
     ("bigscience", MEGATRON_2021),
-    ("dgxc", BRIDGE),
+    ("dgxc", NEMO),
     ("korthikanti", MEGATRON_2021),
     ("llm-foundry", FSDP_2023),
     ("megatron-bridge", BRIDGE),
@@ -83,7 +89,7 @@ SOURCES = (
     ("megatron-readme-h100", MEGATRON),
     ("megatron-sc21", MEGATRON_2021),
     ("nemo-automodel", FSDP),
-    ("nemo", BRIDGE),
+    ("nemo", NEMO),
     ("torchtitan", TITAN),
     ("torchtune", FSDP),
 )
@@ -121,6 +127,11 @@ ROWWISE = {"cast_bytes": 8.0, "matmul_share": 0.75}
 both recipes in torchao's README leaves when casts are taken off (torchao/float8/README.md, Llama-3-8B on 8 H100: 25 and 10 % over 16 bits)."""
 
 
+SHORT_MOMENTS = r"\(bf16\) Adam moments|Moonlight"
+"""Runs whose optimizer keeps its moments in 16 bits: those that say so, and the recipe of Moonlight ("precision-aware optimizer with bf16 gradients/moments": NVIDIA-NeMo/Megatron-Bridge,
+recipes/moonlight)."""
+
+
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
     """The facts about one row: those of its source, corrected by what its notes say."""
     found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 else MEGATRON)
@@ -131,7 +142,13 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)
+    if re.search("HybridEP|DeepEP", notes, re.I):
+        software = replace(software, rows_once=True)
+    elif "alltoall" in notes:
+        software = replace(software, rows_once=False)
     software = replace(software, tokens_in_parts=software.tokens_in_parts and sequence_parallel)
+    if re.search(SHORT_MOMENTS, notes, re.I):
+        software = replace(software, habits=replace(software.habits, moment_bytes=2))
     if "mode PURE" in notes:
         software = replace(software, gradient_bytes=2, optimizer_bytes=16.0)
     local = "_mcore_" in notes and "_te_" not in notes  # cases of Megatron-LM's tests whose names have no te run its own layers

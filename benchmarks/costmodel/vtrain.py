@@ -9,8 +9,8 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Row
-from benchmarks.costmodel.transformer import Config
 
 COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length", "tensor parallelism",
            "data parallelism", "pipeline parallelism", "iteration time (ms)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from autopar.cluster.mesh import Span
 from autopar.cost.comm import collective_s
 from autopar.predict import Software
 from benchmarks.costmodel import mist, published, vtrain
+from benchmarks.costmodel.config import Latent
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.published import network_bytes_s
@@ -76,7 +78,7 @@ def test_adapters_alone_train(tmp_path: Path, source: str, rank: int, adapted: s
     lora, whole = published.load(write(tmp_path / "published_runs.csv", [line, line | {"model": "Llama"}])).rows
     assert (lora.model.adapters, set(lora.model.adapted)) == (rank, adapted) and not whole.model.adapters
     with torch.device("meta"):
-        model = Transformer(lora.model.with_layers(1))
+        model = Transformer(replace(lora.model, layers=1))
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name.split(".")[-4] for name in trained} == adapted and all(".adapter." in name for name in trained)
 
@@ -159,6 +161,50 @@ def test_what_a_cast_to_fewer_bits_moves(tmp_path: Path, dtype: str, matmul: str
 def test_whose_tokens_go_to_experts_in_parts(tmp_path: Path, source: str, tp: str, sequence: str, parts: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "tp": tp, "sp": sequence}])).rows
     assert row.setup.software.tokens_in_parts == parts
+
+
+MOE = RUN | {"model_type": "moe", "n_kv_heads": "", "n_experts": "64", "moe_topk": "6", "moe_ffn": "1408", "tp": "1", "pp": "1", "vpp": "1", "sp": "", "ep": "8"}
+
+
+@pytest.mark.parametrize("about, heads, latent, dense, shared", [
+    ("public model config (MLA; first 3 layers dense; 1 shared expert)", "64", Latent(), 3, 1408), ("public model config (MLA; first layer dense; 1 shared expert)", "64", Latent(), 1, 1408),
+    ("public model config (MLA; 1 dense layer; 2 shared experts)", "32", Latent(queries=0), 1, 2816), ("public model config (head_dim 128; all layers MoE)", "32", None, 0, 0),
+])
+def test_latent_attention_and_experts_that_all_tokens_meet(tmp_path: Path, about: str, heads: str, latent: Latent | None, dense: int, shared: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"arch_source": about, "n_heads": heads}])).rows
+    assert (row.model.latent, row.model.dense, row.model.shared, row.model.experts, row.model.window) == (latent, dense, shared, 64, 0)
+
+
+def test_windows_of_every_second_layer(tmp_path: Path) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"arch_source": "public model config (head_dim 64; alternating sliding-window 128)"}])).rows
+    assert (row.model.window, row.model.head_dim) == (128, 64)
+
+
+@pytest.mark.parametrize("source, model, ahead", [("megatron-bridge", "DeepSeekV3", True), ("dgxc-v25.05.05", "DeepSeek-V3-671B", True), ("nemo-automodel", "DeepSeek V3", False), ("megatron-bridge", "Moonlight", False)])
+def test_who_trains_a_prediction_ahead(tmp_path: Path, source: str, model: str, ahead: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "model": model, "arch_source": "MLA; first 3 layers dense"}])).rows
+    assert row.model.ahead == ahead
+
+
+@pytest.mark.parametrize("change, whole", [
+    ({"source_id": "megatron-bridge"}, True), ({"source_id": "dgxc-v25.02"}, False), ({"source_id": "dgxc-v25.02", "notes": "ETP=1; something"}, True), ({"model": "gpt_tp2_ep8_etp1_x"}, True),
+    ({"source_id": "dgxc-v25.02", "n_gpus": "8"}, True), ({"source_id": "megatron-bridge", "ep": "1"}, False), ({"source_id": "megatron-bridge", "tp": "1"}, False),
+])
+def test_whose_experts_are_whole(tmp_path: Path, change: dict[str, str], whole: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"tp": "2"} | change])).rows
+    assert row.setup.whole_experts == whole
+
+
+@pytest.mark.parametrize("source, notes, once", [("megatron-bridge", "", True), ("megatron-bridge-studies", "NCCL alltoall dispatcher", False), ("dgxc-v25.02", "", False), ("nemo-automodel", "TE + DeepEP", True)])
+def test_whose_tokens_go_once_to_a_node(tmp_path: Path, source: str, notes: str, once: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
+    assert row.setup.software.rows_once == once
+
+
+def test_what_recipes_say_where_a_line_does_not(tmp_path: Path) -> None:
+    rows = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "zero_fsdp": "", "notes": notes} for source in ("megatron-bridge", "somebody")
+                                                                  for notes in ("", "reduced-precision (bf16) Adam moments")])).rows
+    assert [(row.setup.zero, row.setup.software.habits.moment_bytes) for row in rows] == [(1, 0), (1, 2), (0, 0), (0, 2)]
 
 
 def test_a_plan_of_mist(tmp_path: Path) -> None:

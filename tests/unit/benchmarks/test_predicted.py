@@ -7,8 +7,8 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.predict import Setup
 from benchmarks.cost_model import predicted
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Peak, Row
-from benchmarks.costmodel.transformer import Config
 
 SIZES = Config(vocab=1024, positions=64, layers=4, heads=4, kv_heads=4, head_dim=16, hidden=64, ffn=256)
 ROW = Row("one", "somebody", SIZES, Setup(1, 2, 64, pp=2), Cluster.parse("h100:1x2"), "bfloat16", 1.0, (Peak(1e6, "allocated"),))

@@ -12,6 +12,7 @@ from autopar.memory import Entry
 from autopar.memory import Place as Held
 from autopar.memory import Prediction as Prediction_
 from autopar.predict import Prediction, Setup
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.results import (
     Result,
     as_json,
@@ -23,7 +24,6 @@ from benchmarks.costmodel.results import (
     worst_text,
 )
 from benchmarks.costmodel.rows import Peak, Row
-from benchmarks.costmodel.transformer import Config
 
 ROW = Row("one", "somebody", Config(), Setup(1, 4, 128), Cluster.parse("l4:1x1"), "float16", 1.0, group=(1,), remarks=("odd",))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, MeshAxis, Span, presets
 from autopar.cluster.types import COLLECTIVES
-from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, link_shares, step_s, steps_s
+from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, link_shares, sent_once, step_s, steps_s
 from autopar.errors import ClusterError
 from autopar.layout import Step, parse, steps
 
@@ -157,3 +158,14 @@ def test_steps_add_up() -> None:
     assert len(way) >= 2
     assert steps_s(way, 1e8, MESH) == pytest.approx(math.fsum(step_s(step, 1e8, MESH) for step in way))
     assert steps_s((), 1e8, MESH) == 0.0
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_what_is_sent_once_to_each_part_is_counted_over_all_choices_of_ranks(copies: int) -> None:
+    axis = Cluster.parse("h100:4x2").mesh((8,)).axes[0]
+    slower, faster = axis.spans[0].bandwidth_bytes_s, sent_once(axis, copies).spans[0].bandwidth_bytes_s
+    choices = list(itertools.product(range(axis.size), repeat=copies))
+    parts = sum(len({rank // 2 for rank in choice}) for choice in choices) / len(choices)
+    assert faster / slower == pytest.approx(copies / parts)
+    assert sent_once(axis, copies).spans[-1] == axis.spans[-1]
+    assert collective_s("all_to_all", 1e9, sent_once(axis, copies)) <= collective_s("all_to_all", 1e9, axis)

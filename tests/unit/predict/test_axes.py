@@ -1,13 +1,21 @@
-"""What of a block runs again."""
+"""What of a block runs again, and how experts are cut."""
 
 from __future__ import annotations
 
-from autopar.predict.axes import in_attention, kept_operators, rerun_levels
+import math
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.layout import most_elements
+from autopar.predict import decide
+from autopar.predict.axes import in_attention, kept_operators, rerun_levels, stacked
 from autopar.predict.setup import Setup
 from autopar.problem.kernels import multiplies
 from autopar.problem.reading import read
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
-from benchmarks.costmodel.transformer import Config
+from passes import ops
 
 
 def test_by_operators_attention_and_every_other_matmul_are_kept() -> None:
@@ -19,3 +27,18 @@ def test_by_operators_attention_and_every_other_matmul_are_kept() -> None:
     assert all(op.name in kept for op in program.ops.values() if op.role == "op" and in_attention(op))
     (levels,) = rerun_levels(program, Setup(2, 1, 256, recompute="selective", parts=("operators",))).values()
     assert set(matmuls[::2]) & set(levels) == set(levels) & set(matmuls)
+
+
+@pytest.mark.parametrize("whole, runs", [(True, ["expert_dispatch", "expert_dispatch"]), (False, ["expert_dispatch", ""])])
+def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bool, runs: list[str]) -> None:
+    sizes = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512, rms=True, gated=True, rotary=True, bias=False, tied=False,
+                   experts=8, top_k=2, expert_ffn=128, shared=128)
+    setup = Setup(1, 1, 256, tp=2, ep=8 if whole else 4, whole_experts=whole, dp=4, sequence_parallel=True)
+    cluster = Cluster.parse("h100:1x8")
+    decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
+    program, mesh = decided.planner.program, decided.mesh
+    assert mesh.sizes == (4, 2)
+    stacks = [op for op in program.ops.values() if op.role == "param" and stacked(op)]
+    assert stacks and all(most_elements(op.call.outs[0].sizes, tuple(o.outs[0].value for o in decided.decisions[op.name]), mesh.sizes) == math.prod(op.call.outs[0].sizes) / 8 for op in stacks)
+    (experts,) = [op for op in program.ops.values() if op.target is ops.experts]
+    assert [option.run for option in decided.decisions[experts.name]] == runs

@@ -13,8 +13,8 @@ from autopar.errors import PlanError
 from autopar.memory import Habits, Prediction, predict
 from autopar.predict import Setup, Software, peak
 from autopar.predict.given import Given, given_plan
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
-from benchmarks.costmodel.transformer import Config
 
 SIZES = Config(vocab=2048, positions=256, layers=8, heads=8, kv_heads=8, head_dim=32, hidden=256, ffn=1024, dropout=0.1)
 UNFUSED = replace(SIZES, fused_attention=False, gated=True)
@@ -136,3 +136,12 @@ def test_all_axes_can_be_planned(change: dict[str, int]) -> None:
     setup = replace(SETUP, **change)  # type: ignore[arg-type]
     found = peak(graph(SIZES), setup, CLUSTER)
     assert len(found.places) == 2 and all(place.peak_bytes == pytest.approx(sum(place.by_kind().values())) for place in found.places)
+
+
+def test_moments_in_16_bits_take_half_of_the_optimizer_state() -> None:
+    def bytes_of(kind: str, habits: Habits) -> float:
+        return sum(entry.nbytes for entry in held(habits).places[0].entries if entry.kind == kind)
+
+    short = replace(OTHERS, moment_bytes=2)
+    assert bytes_of("optimizer", short) == bytes_of("optimizer", OTHERS) / 2 > 0
+    assert bytes_of("master", short) == bytes_of("master", OTHERS) > 0

@@ -9,7 +9,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.pipeline.units import Unit
-from autopar.predict import Place, Prediction, Setup, Software, UnitTime, predict
+from autopar.predict import Layers, Place, Prediction, Setup, Software, UnitTime, predict
 from autopar.predict.step import largest_of, line
 
 CLUSTER = Cluster.parse("a100-80:4x8")
@@ -51,6 +51,21 @@ def test_blocks_are_dealt_and_run_again_as_stated() -> None:
     assert again == pytest.approx([0.0, again[2] / 2, step(recompute="full").recompute_s])
     with pytest.raises(PlanError, match="wanted 8 in all"):
         step(blocks=(1, 1, 1, 1))
+
+
+def test_layers_of_each_kind_are_where_they_are_in_the_model() -> None:
+    layers, stages = Layers(9, leading=2), Setup(1, 8, 1024, pp=4).blocks_of(9)
+    found = [layers.shares(["dense", "experts"], sum(stages[:at]), count) for at, count in enumerate(stages)]
+    assert found == [{"dense": 2, "experts": 1}, {"dense": 0, "experts": 2}, {"dense": 0, "experts": 2}, {"dense": 0, "experts": 2}]
+    assert Layers(6, period=2).shares(["pairs"], 1, 3) == {"pairs": 1.5} and Layers(6).shares(["a", "b"], 0, 3) == {"a": 1.5, "b": 1.5}
+
+
+def test_leading_layers_slow_the_first_stage_alone() -> None:
+    slow = replace(PLACE, order=(Unit("embedding"), *(Unit("slow", number) for number in range(3)), Unit("blocks", 0), Unit("head")),
+                   times={**PLACE.times, "slow": PLACE.times["blocks"].scaled(2.0)})
+    setup = replace(SETUP, software=Software(captured=True))  # the host is not in the way
+    plain, one, two = (predict(*model, setup, CLUSTER).compute_s for model in ((PLACE, 8), (slow, Layers(8, leading=1)), (slow, Layers(8, leading=2))))
+    assert (one / plain, two / plain) == pytest.approx((9.3 / 6.9, 12.3 / 6.9), rel=0.05)  # milliseconds of a microbatch: the fullest stage was the last one, with the head
 
 
 def test_what_runs_again_may_end_early_or_be_of_parts() -> None:
@@ -106,6 +121,7 @@ def test_the_slowest_of_more_is_slower() -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"tp": 0}, "tp is 0"), ({"recompute": "some"}, "recompute is 'some'"), ({"zero": 4}, "zero is 4"), ({"ep": 3}, "a multiple of ep 3"),
+    ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
 ])
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError, match=why):

@@ -14,8 +14,8 @@ from autopar.problem.kernels import ATTENTION, Kernels
 from autopar.problem.options import sections_of, table_of
 from autopar.problem.reading import read
 from autopar.problem.settings import Settings
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
-from benchmarks.costmodel.transformer import Config
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tokens that go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there: not how emitted programs run."""
+"""Tokens that go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there, or once to each node: not how emitted programs run."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ def test_rows_are_sent_in_parts_and_gathered(width: str) -> None:
     assert [(each.kind, each.axis) for each in parted] == [("all_to_all", 0), ("all_to_all", 0), ("all_gather", 1), ("all_to_all", 0), ("reduce_scatter", 1)]
     assert [each.nbytes for each in parted if each.axis == 0] == [whole[0].nbytes, whole[1].nbytes / 2, whole[2].nbytes / 2]
     assert [each.nbytes for each in parted if each.axis == 1] == [rows(site) * WIDTH * 2 * (CHOSEN - 1) / CHOSEN] * 2
+
+
+def test_rows_go_once_to_each_node() -> None:
+    site, mesh = _site("f"), Cluster.parse("h100:4x2").mesh(SIZES)
+    each, once = (waits([(site, FORWARD)], mesh, Settings(rows_once=on)) for on in (False, True))
+    assert once[0] == each[0] and [wait.nbytes for wait in once] == [wait.nbytes for wait in each]  # numbers of rows are for one rank each
+    assert all(fewer.seconds <= more.seconds for fewer, more in zip(once, each, strict=True))

@@ -4,10 +4,8 @@ For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a fe
 
     sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m limit
 
-which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the mean). Its least is bounded from below by moving cost between nets and nodes (SRMP: Kolmogorov, "A
-new look at reweighted message passing", 2015): going over the nodes forwards and backwards, each takes the min-marginals of its
-nets and gives a share back to those still ahead. The bound is then the sum of every node's least, and a choice whose
-entry raises it over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded solutions.
+which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the mean). Its least is bounded from below by moving cost between nets and nodes
+(search/messages.py), and a choice whose entry raises that over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded solutions.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem.types import Net, Node, Problem
+from autopar.problem.types import Node, Problem
 from autopar.search.descent import better, descend
-from autopar.search.factors import column_marginal, row_marginal
+from autopar.search.messages import MAX_SHARED, Messages, split
 from autopar.search.state import State
 
-_MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 _FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
 ROUNDS = 60
 _ENTRIES = 40_000.0  # of tables, that take as long as what is done for every part of a net whatever its size
@@ -40,79 +37,10 @@ class Bound:
     rounds: int
 
 
-@dataclass
-class _Factor:
-    """Part of a net: at most `_MAX_SHARED` of its readers, who pay `share` of its cost."""
-
-    net: Net
-    share: float
-    uses: list[int]
-    table: np.ndarray
-    messages: list[np.ndarray]  # to the producer [rows], then to each of `uses` [columns]
-
-    def members(self) -> list[int]:
-        """Node of each message."""
-        return [self.net.producer, *(self.net.uses[u].node for u in self.uses)]
-
-    def layouts(self, slot: int) -> np.ndarray:
-        """Row or column of each choice of the member at `slot`."""
-        return self.net.row if slot == 0 else self.net.uses[self.uses[slot - 1]].column
-
-    def marginal(self, slot: int) -> np.ndarray:
-        """The whole min-marginal of the member at `slot`, by its rows or columns."""
-        if len(self.uses) == 1:  # most factors: one table, no readers that share
-            return np.asarray((self.table - self.messages[1]).min(1) if slot == 0 else (self.table - self.messages[0][:, None]).min(0))
-        away = [-m for m in self.messages[1:]]
-        if slot == 0:
-            return row_marginal(self.table, away)
-        away[slot - 1] = np.zeros_like(away[slot - 1])
-        return column_marginal(self.table, away, slot - 1, -self.messages[0])
-
-
-@dataclass
-class _Seat:
-    """A node in a factor: `slot` of its message, and whether a later or an earlier node is in the factor too."""
-
-    factor: _Factor
-    slot: int
-    later: bool
-    earlier: bool
-    layouts: np.ndarray
-    dead: np.ndarray | None = None  # rows or columns that none of the node's choices has any more; None: to be looked at anew
-
-    def __post_init__(self) -> None:
-        self.order = np.argsort(self.layouts, kind="stable")  # choices by their layouts, and where each layout begins
-        ordered = self.layouts[self.order]
-        self.starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-        self.used = ordered[self.starts]
-
-    def collect(self, keep: np.ndarray, big_s: float) -> np.ndarray:
-        """Moves the whole min-marginal into the message; what it adds to each choice of the node.
-
-        A row or column that none of the node's choices in `keep` has costs `big_s` from here on: without that the others
-        would see a layout nobody can take as free.
-        """
-        message = self.factor.marginal(self.slot)
-        if self.dead is None:
-            alive = np.zeros(len(message), bool)
-            alive[self.layouts[keep]] = True
-            self.dead = np.flatnonzero(~alive)
-        if len(self.dead):
-            message[self.dead] = -big_s
-        self.factor.messages[self.slot] = message
-        return np.asarray(message[self.layouts])
-
-    def give(self, spare: np.ndarray) -> None:
-        """Gives the factor back what each layout has to spare: the least of its choices, nothing where it has none."""
-        message = self.factor.messages[self.slot].copy()
-        message[self.used] -= np.minimum.reduceat(spare[self.order], self.starts)
-        self.factor.messages[self.slot] = message
-
-
 def effort(problem: Problem) -> float:
     """What a round of `bound` costs, in units of about 0.2 ms: one for every part of a net, and one for so many entries of the tables
     that it goes through."""
-    parts = [(net.cost_s.size, min(_MAX_SHARED, len(net.uses) - first)) for net in problem.nets for first in range(0, len(net.uses), _MAX_SHARED)]
+    parts = [(net.cost_s.size, min(MAX_SHARED, len(net.uses) - first)) for net in problem.nets for first in range(0, len(net.uses), MAX_SHARED)]
     return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
 
 
@@ -126,12 +54,12 @@ def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: 
     while (done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline)
            and dual.best_s < cutoff_s and not dual.closed()):
         before = dual.progress()
-        dual.sweep(forwards=True)
-        dual.sweep(forwards=False)
+        dual.messages.sweep(forwards=True)
+        dual.messages.sweep(forwards=False, look=dual.rule_out)  # by then every net has given all it has
         dual.step(deadline)
         done += 1
         idle = 0 if dual.progress() > before else idle + 1
-    keep = [np.flatnonzero(k) for k in dual.keep]
+    keep = [np.flatnonzero(k) for k in dual.messages.keep]
     alone = all(len(k) == 1 and k[0] == c for k, c in zip(keep, dual.known, strict=True))
     bound_s = dual.known_s if alone else min(dual.best_s, dual.known_s)
     return Bound(bound_s, dual.known, keep, done)
@@ -143,16 +71,15 @@ class _Dual:
         self.known_s = problem.price(known).time_s
         self.first_s = self.known_s or 1.0
         self.best_s = 0.0
-        self.big_s = _FORBIDDEN * state.scale_s
-        self.keep = [np.isfinite(node.cost_s) for node in problem.nodes]
+        big_s = _FORBIDDEN * state.scale_s
         limit = problem.memory_limit_bytes
         self.limit = limit if np.isfinite(limit) else 0.0
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
         self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
-        self.factors = [f for net in problem.nets if net.cost_s.any() for f in _split(net)]
-        self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in _split(net)] if self.limit else []  # cost nothing while bytes do not
-        self._seat()
+        self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in split(net)] if self.limit else []  # cost nothing while bytes do not
+        self.messages = Messages([f for net in problem.nets if net.cost_s.any() for f in split(net)], [node.cost_s for node in problem.nodes],
+                                 [np.isfinite(node.cost_s) for node in problem.nodes], big_s)
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -167,30 +94,20 @@ class _Dual:
                 late[node.group] -= node.hide_s[c]
         return (late > 0).astype(float)
 
-    def _seat(self) -> None:
-        """The factors that each node is in, and the share that each of them gets of what it has to give."""
-        out: list[list[_Seat]] = [[] for _ in self.problem.nodes]
-        for factor in self.factors:
-            members = factor.members()
-            for slot, v in enumerate(members):
-                out[v].append(_Seat(factor, slot, max(members) > v, min(members) < v, factor.layouts(slot)))
-        self.seats = out
-        self.shares = [1.0 / max(sum(s.later for s in seats), sum(s.earlier for s in seats), 1) for seats in out]
-
     def _price(self) -> None:
         """Nodes and tables at the present prices."""
         byte_s = self.memory_s / self.limit if self.limit else 0.0
-        self.own = []
-        for node, keep in zip(self.problem.nodes, self.keep, strict=True):
+        messages, big_s = self.messages, self.messages.big_s
+        for v, (node, keep) in enumerate(zip(self.problem.nodes, messages.keep, strict=True)):
             hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
-            self.own.append(np.where(keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, self.big_s))
-        for factor in self.factors:
+            messages.own[v] = np.where(keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s)
+        for factor in messages.factors:
             net = factor.net
             weight = self.late[net.group] if net.group >= 0 else 0.0
             finite = np.isfinite(net.cost_s)
             cost_s = np.where(finite, net.shown_s, 0.0) + weight * net.hideable_s + byte_s * net.memory_bytes
-            factor.table = factor.share * np.where(finite, cost_s, self.big_s)
-        self.least = np.zeros(len(self.own))
+            factor.table = factor.share * np.where(finite, cost_s, big_s)
+        messages.least = np.zeros(len(messages.own))
 
     def _alone_s(self, node: Node) -> np.ndarray:
         """Seconds of each choice, at least, whatever else its lane does."""
@@ -200,48 +117,26 @@ class _Dual:
         abreast = np.array([1.0 if lane < 0 else lanes.count(lanes[lane]) for lane in node.lane])
         return node.cost_s / abreast
 
-    def sweep(self, *, forwards: bool) -> None:
-        """One pass over the nodes; the backward one rules out choices, because by then every net has given all it has."""
-        order = range(len(self.own))
-        for v in order if forwards else reversed(order):
-            total = self.own[v].copy()
-            for seat in self.seats[v]:
-                total += seat.collect(self.keep[v], self.big_s)
-            total[~self.keep[v]] = self.big_s
-            self.least[v] = total.min()
-            if not forwards:
-                self._rule_out(v, total)
-            self._give(v, total - self.least[v], forwards)
-
-    def _give(self, v: int, spare: np.ndarray, forwards: bool) -> None:
-        """Gives every net still ahead its share of what node `v` has over its least."""
-        part = self.shares[v] * spare
-        for seat in self.seats[v]:
-            if seat.later if forwards else seat.earlier:
-                seat.give(part)
-
-    def _rule_out(self, v: int, total: np.ndarray) -> None:
-        rest_s = float(self.least.sum()) - self.least[v] - self.memory_s
-        worse = self.keep[v] & (rest_s + total > self.known_s * (1 + _SLACK))
+    def rule_out(self, v: int, total: np.ndarray) -> None:
+        """Drops choices of node `v` that no better solution has; `total` is what its choices cost."""
+        rest_s = self.value() - self.messages.least[v]
+        worse = self.messages.keep[v] & (rest_s + total > self.known_s * (1 + _SLACK))
         worse[self.known[v]] = False
         if worse.any():
-            self.keep[v] &= ~worse
-            self.own[v][worse] = self.big_s
-            for seat in self.seats[v]:
-                seat.dead = None
+            self.messages.drop(v, worse)
 
     def value(self) -> float:
         """The bound at the present prices, seconds."""
-        return float(self.least.sum()) - self.memory_s
+        return self.messages.value - self.memory_s
 
     def progress(self) -> tuple[int, int, float]:
         """Grows while rounds are worth their time: with the bound (by thousandths of the first solution's time), choices ruled out
         and better solutions."""
-        return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.keep), -self.known_s
+        return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.messages.keep), -self.known_s
 
     def closed(self) -> bool:
         """Whether the bound meets the known solution, or nothing else is left."""
-        return self.best_s >= self.known_s * (1 - _SLACK) or all(int(k.sum()) == 1 for k in self.keep)
+        return self.best_s >= self.known_s * (1 - _SLACK) or all(int(k.sum()) == 1 for k in self.messages.keep)
 
     def step(self, deadline: float) -> None:
         """Notes the bound, tries the decoded solution, and moves the prices along the subgradient (Polyak's step)."""
@@ -250,7 +145,7 @@ class _Dual:
         self.best_s = max(self.best_s, value)
         if self.stuck >= 3:
             self.pace, self.stuck = self.pace / 2, 0
-        decoded = self._decode()
+        decoded = self.messages.decode()
         if decoded not in self.tried:
             self.tried.add(decoded)
             found = better(self.problem, descend(self.problem, decoded, deadline, self.state), self.known)
@@ -266,8 +161,8 @@ class _Dual:
             length = self.pace * (self.known_s - value) / norm
             self.memory_s = max(0.0, self.memory_s + length * over)
             if self.memory_s > 0.0 and self.waiting:
-                self.factors, self.waiting = [*self.factors, *self.waiting], []
-                self._seat()
+                self.messages.factors, self.waiting = [*self.messages.factors, *self.waiting], []
+                self.messages.seat()
             self.late = np.clip(self.late + length * late / unit_s**2, 0.0, 1.0)
             self._price()
 
@@ -285,33 +180,3 @@ class _Dual:
                 if net.group >= 0:
                     late[net.group] += net.hideable_s[row, d]
         return (memory - self.limit) / self.limit if self.limit else 0.0, late
-
-    def _decode(self) -> tuple[int, ...]:
-        """Node by node, the best given the producers already placed and the messages of nets further on."""
-        choice: list[int] = [-1] * len(self.own)
-        asked: list[set[int]] = [set() for _ in self.factors]
-        index = {id(f): i for i, f in enumerate(self.factors)}
-        for v, own in enumerate(self.own):
-            total = own.copy()
-            for seat in self.seats[v]:
-                factor, slot, layouts = seat.factor, seat.slot, seat.layouts
-                producer = choice[factor.net.producer]
-                if slot == 0 or producer < 0:
-                    total += factor.messages[slot][layouts]
-                else:
-                    row = factor.table[factor.net.row[producer]].copy()
-                    row[sorted(asked[index[id(factor)]])] = 0.0
-                    total += row[layouts]
-            choice[v] = int(total.argmin())
-            for seat in self.seats[v]:
-                if seat.slot > 0:
-                    asked[index[id(seat.factor)]].add(int(seat.layouts[choice[v]]))
-        return tuple(choice)
-
-
-def _split(net: Net) -> list[_Factor]:
-    count = len(net.uses)
-    parts = [list(range(first, min(first + _MAX_SHARED, count))) for first in range(0, count, _MAX_SHARED)]
-    height, width = net.cost_s.shape
-    return [_Factor(net, len(part) / count, part, net.cost_s,
-                    [np.zeros(height), *(np.zeros(width) for _ in part)]) for part in parts]

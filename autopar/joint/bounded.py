@@ -17,12 +17,13 @@ from autopar.errors import InfeasibleError
 from autopar.joint.again import agains
 from autopar.joint.cases import bound_s
 from autopar.joint.counted import alone, between_pieces, in_one_place, timed
-from autopar.joint.cutting import CLOSE, ROUNDS, Cutting, Level
+from autopar.joint.cutting import ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
 from autopar.joint.models import Models
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Key, Relaxed
 from autopar.joint.shapes import Shape
+from autopar.joint.solving import CLOSE, Solver
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.pipeline.least import Example, Least, least, mean
 from autopar.problem.build import Model
@@ -30,37 +31,20 @@ from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
 from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.shares import ForwardPrices
-from autopar.problem.types import Problem, Solution
 from autopar.recipes.free import space
-from autopar.search import ilp
 
-GLANCE_S = 10.0  # seconds for one Problem at most; none of those that were tried took one
-SOLVE_S = 3.0  # the same for one that is solved; those that take longer have many choices of nearly the same price, and a bound near that
 Choices = list[tuple[int, ...]]
 
 
 def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices, cases: Sequence[Key] = ()) -> float:
     """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, and with all `ROUNDS`, by `cases` of
     these passes (joint.cases)."""
-    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], _solved if rounds == ROUNDS else _glance, met)
+    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], Solver(levels, exact=rounds == ROUNDS), met)
     keys = [key for key in cases if key in levels[0].keys] if rounds == ROUNDS and levels[0].hides else []
     try:
         return bound_s(cutting, keys, cutoff_s) if keys else cutting.bound_s(cutoff_s, rounds)
     except InfeasibleError:
         return math.inf
-
-
-def _glance(problem: Problem, cutoff_s: float) -> Solution:
-    return ilp.glance(problem, time_limit_s=GLANCE_S, cutoff_s=cutoff_s)
-
-
-def _solved(problem: Problem, cutoff_s: float) -> Solution:
-    """As near to the optimum as the last cutting planes need it."""
-    first = _glance(problem, cutoff_s)
-    if first.bound_s >= min(cutoff_s, problem.price(first.choice).time_s * (1 - CLOSE)):
-        return first
-    found = ilp.search(problem, time_limit_s=SOLVE_S, start=first.choice, cutoff_s=cutoff_s, gap=CLOSE / 2)
-    return replace(found, bound_s=max(found.bound_s, first.bound_s))
 
 
 @dataclass(eq=False)

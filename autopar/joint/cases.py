@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.cutting import ROUNDS, Cutting, Level
+from autopar.joint.cutting import ROUNDS, Cutting, Level, Prices
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
+from autopar.joint.solving import Seen
 from autopar.problem.passing import COMPUTE, WAITED
-from autopar.problem.types import Problem, Solution
 
 CASES = 1024
 """So many at most of one shape."""
@@ -125,5 +125,5 @@ def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
     return Cutting([Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing).most_s()
 
 
-def _nothing(problem: Problem, cutoff_s: float) -> Solution:
+def _nothing(number: int, prices: Prices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
     raise AssertionError("what is met is given")

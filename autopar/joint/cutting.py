@@ -1,7 +1,7 @@
 """The largest bound that prices can prove, by cutting planes.
 
     master    the prices (of the polytopes of joint.polytope, and of bytes) at which the least of all solutions so far is largest: no bound is above that
-    glance    the Problem at these prices: a proven bound, and one more solution
+    solve     the Problem at these prices (joint.solving): a proven bound, and one more solution where that is below
 
 Where blocks may be run again to several levels, a plan is a mixture of them, and its time and bytes those of the mixture: what is proven of each level at the
 same price of bytes holds for it.
@@ -18,17 +18,17 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.joint.polytope import Polytope, first_prices
 from autopar.joint.relaxed import Key, Relaxed, Sums
+from autopar.joint.solving import CLOSE, Seen
 from autopar.problem.passing import SHOWN
-from autopar.problem.types import Problem, Solution
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
-CLOSE = 1e-3  # relative: a bound this near to the most that is possible is the end
 ROUNDS = 24
 TINY = 1e-9  # of a step: such coefficients only trouble the solver, and any prices prove something
 
 Prices = dict[Key, np.ndarray]
-Solve = Callable[[Problem, float], Solution]
+Solve = Callable[[int, Prices, np.ndarray, float, float], Seen]
+"""As joint.solving.Solver is called."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(eq=False)
 class Cutting:
-    """`levels` with as many Rooms each; `solve` gives a bound and a solution of a Problem, no better than to see that it takes so many seconds. The solutions
+    """`levels` with as many Rooms each; The solutions of `solve`
     are added to `choices`."""
 
     levels: Sequence[Level]
@@ -56,20 +56,24 @@ class Cutting:
             return best_s
         for _ in range(rounds):
             each, bytes_s, most_s = self._master()
-            proven_s = math.inf
-            for level, prices in zip(self.levels, each, strict=True):
-                problem, more_s = level.relaxed.priced(prices, bytes_s)
-                try:
-                    found = self.solve(problem, cutoff_s - more_s)
-                except InfeasibleError:
-                    continue  # nothing is possible at this level
-                proven_s = min(proven_s, found.bound_s + more_s)
-                level.met.append(level.relaxed.sums(found.choice, prices, bytes_s))
-                self.choices.append(found.choice)
-            best_s = max(best_s, proven_s)
-            if best_s >= cutoff_s or best_s >= most_s * (1 - CLOSE):
+            met, best_s = len(self.choices), max(best_s, self._proven_s(each, bytes_s, most_s, cutoff_s))
+            if len(self.choices) == met or best_s >= cutoff_s or best_s >= most_s * (1 - CLOSE):
                 break
         return best_s
+
+    def _proven_s(self, each: Sequence[Prices], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> float:
+        """What is proven at prices of each level and of bytes, where no solution that was met takes less than `known_s`."""
+        proven_s = math.inf
+        for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
+            try:
+                seen = self.solve(number, prices, bytes_s, known_s, cutoff_s)
+            except InfeasibleError:
+                continue  # nothing is possible at this level
+            proven_s = min(proven_s, seen.bound_s)
+            if seen.choice is not None:
+                level.met.append(level.relaxed.sums(seen.choice, prices, bytes_s))
+                self.choices.append(seen.choice)
+        return proven_s
 
     def most_s(self) -> float:
         """What prices can prove at most of the solutions that were met."""
@@ -78,16 +82,16 @@ class Cutting:
     def _first_s(self, cutoff_s: float) -> float:
         """What plain prices prove where nothing was met, so that there are solutions by which prices are bounded; nothing where all levels have some."""
         proven_s = math.inf
-        for level in self.levels:
+        for number, level in enumerate(self.levels):
             if level.met:
                 proven_s = 0.0
                 continue
             prices, none = first_prices(level.relaxed), np.zeros(len(level.relaxed.rooms))
-            problem, more_s = level.relaxed.priced(prices, none)
-            found = self.solve(problem, cutoff_s - more_s)
-            proven_s = min(proven_s, found.bound_s + more_s)
-            level.met.append(level.relaxed.sums(found.choice, prices, none))
-            self.choices.append(found.choice)
+            seen = self.solve(number, prices, none, math.inf, cutoff_s)
+            assert seen.choice is not None, "nothing was known"
+            proven_s = min(proven_s, seen.bound_s)
+            level.met.append(level.relaxed.sums(seen.choice, prices, none))
+            self.choices.append(seen.choice)
         return proven_s
 
     def _master(self) -> tuple[list[Prices], np.ndarray, float]:

@@ -41,6 +41,15 @@ class Sums:
     over: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Seconds of each node's choices and of the pairs of each net that counts, and those to be added to what a solution takes by these."""
+
+    node_s: list[np.ndarray]
+    net_s: list[np.ndarray]
+    more_s: float
+
+
 @dataclass(eq=False)
 class Relaxed:
     """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions whose
@@ -94,28 +103,39 @@ class Relaxed:
         second = float(prices[scope, BACKWARD][SHOWN] + prices[scope, BACKWARD][COMPUTE])
         return second * pair[0] + (float(bytes_s.sum()) if bytes_s is not None else 0.0) * pair[1]
 
-    def priced(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> tuple[Problem, float]:
-        """The Problem at `prices` of the quantities, and of a pass as such, and of bytes in each Room, and what is to be added to its time."""
-        whole = self.problem
-        nodes, nets = [], []
-        for v, (node, table) in enumerate(zip(whole.nodes, self.passing.nodes, strict=True)):
-            cost_s = self.node_s[v] + _priced(table, prices) + sum(m * room.nodes[v] for m, room in zip(bytes_s, self.rooms, strict=True))
-            none = np.zeros(len(cost_s))
-            nodes.append(Node(node.name, node.labels, np.where(np.isinf(node.cost_s), np.inf, cost_s), none, none))
-        for t, (net, table) in enumerate(zip(whole.nets, self.passing.nets, strict=True)):
-            if t in (self.passing.between or ()):
-                continue
-            cost_s = self.net_s[t] + _priced(table, prices) + sum(m * room.nets[t] for m, room in zip(bytes_s, self.rooms, strict=True))
-            cost_s = np.where(np.isinf(net.cost_s), np.inf, np.maximum(cost_s, 0.0))
-            if cost_s.any():
-                nets.append(Net(net.name, net.producer, net.row, net.uses, cost_s, np.zeros_like(cost_s)))
-        # negative node costs are moved up, which every solution has once
-        up_s = [max(0.0, -float(node.cost_s.min())) for node in nodes]
-        nodes = [Node(node.name, node.labels, node.cost_s + up, node.memory_bytes, node.hide_s) for node, up in zip(nodes, up_s, strict=True)]
+    def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
+        """Of all choices and pairs at `prices` of the quantities, and of a pass as such, and of bytes in each Room."""
+        node_s, net_s, up_s = [], [], 0.0
+        for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
+            cost_s = own_s + _priced(table, prices) + sum(m * room.nodes[v] for m, room in zip(bytes_s, self.rooms, strict=True))
+            least_s = min(0.0, float(cost_s[~barred].min(initial=0.0)))  # negative ones are moved up, which every solution has once
+            up_s -= least_s
+            node_s.append(np.where(barred, np.inf, cost_s - least_s))
+        for t in self._counting:
+            cost_s = self.net_s[t] + _priced(self.passing.nets[t], prices) + sum(m * room.nets[t] for m, room in zip(bytes_s, self.rooms, strict=True))
+            net_s.append(np.where(np.isinf(self.problem.nets[t].cost_s), np.inf, np.maximum(cost_s, 0.0)))
         over_s = sum(float(m) * room.limit for m, room in zip(bytes_s, self.rooms, strict=True))
         fixed_s = sum(float(values[-1]) for values in prices.values())
         fixed_s += sum(min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items())
-        return Problem(tuple(nodes), tuple(nets), 0, math.inf, whole.name), fixed_s - sum(up_s) - over_s
+        return Costs(node_s, net_s, fixed_s - up_s - over_s)
+
+    def priced(self, costs: Costs) -> Problem:
+        """The Problem that has these costs."""
+        whole = self.problem
+        nodes = [Node(node.name, node.labels, cost_s, np.zeros(len(cost_s)), np.zeros(len(cost_s))) for node, cost_s in zip(whole.nodes, costs.node_s, strict=True)]
+        nets = [Net(net.name, net.producer, net.row, net.uses, cost_s, np.zeros_like(cost_s)) for net, cost_s in zip((whole.nets[t] for t in self._counting), costs.net_s, strict=True)]
+        return Problem(tuple(nodes), tuple(nets), 0, math.inf, whole.name)
+
+    @cached_property
+    def _barred(self) -> list[np.ndarray]:
+        """The choices of each node that cannot be."""
+        return [np.isinf(node.cost_s) | np.isinf(own_s) for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)]
+
+    @cached_property
+    def _counting(self) -> list[int]:
+        """The nets that take anything at any prices, but none between places."""
+        return [t for t, (net, table) in enumerate(zip(self.problem.nets, self.passing.nets, strict=True)) if t not in (self.passing.between or ()) and
+                (np.isinf(net.cost_s).any() or table.each.any() or self.net_s[t].any() or any(room.nets[t].any() for room in self.rooms))]
 
 
 def _priced(table: Table, prices: Mapping[Key, np.ndarray]) -> np.ndarray:

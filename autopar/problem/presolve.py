@@ -6,8 +6,8 @@ choice of the same node dominates: not cheaper in seconds, bytes or hiding in an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,11 +36,38 @@ def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
 
 def allowed(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
     """As `presolve`, and faster: only what is forbidden is dropped."""
-    keep = _allowed(problem)
-    if all(k.all() for k in keep):
-        return problem, lambda choice: choice
-    kept = [np.flatnonzero(k) for k in keep]
-    return select(problem, kept), lambda choice: tuple(int(k[c]) for k, c in zip(kept, choice, strict=True))
+    found = Selected.of(problem)
+    return found.problem, found.restore
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """`problem` is a Problem without what is forbidden: of each node the choices `kept`, of each net's table the `cells` (None: all)."""
+
+    problem: Problem
+    kept: Sequence[np.ndarray]
+    cells: Sequence[tuple[np.ndarray, ...] | None]
+
+    @staticmethod
+    def of(problem: Problem) -> Selected:
+        """That of `problem`. Raises InfeasibleError where a node has no choice left."""
+        keep = _allowed(problem)
+        kept = [np.flatnonzero(k) for k in keep]
+        if all(k.all() for k in keep):
+            return Selected(problem, kept, [None] * len(problem.nets))
+        return Selected(select(problem, kept), kept, [_cells(net, kept) for net in problem.nets])
+
+    def costs(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Costs of all choices and pairs, as those of `problem` has them."""
+        return [each[kept] for each, kept in zip(node_s, self.kept, strict=True)], [each if cells is None else each[cells] for each, cells in zip(net_s, self.cells, strict=True)]
+
+    def small(self, choice: Choice) -> Choice:
+        """A choice of all, none of which is forbidden, as one of `problem`."""
+        return tuple(int(np.searchsorted(kept, c)) for kept, c in zip(self.kept, choice, strict=True))
+
+    def restore(self, choice: Choice) -> Choice:
+        """A choice of `problem`, as one of all."""
+        return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
 
 
 def _changed(before: Problem, after: Problem) -> list[bool]:
@@ -67,11 +94,17 @@ def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
     height, width = net.cost_s.shape
     rows, columns = _used(height, [made]), _used(width, asked)
     uses = tuple(Use(use.node, _place(columns)[a]) for use, a in zip(net.uses, asked, strict=True))
-    if rows.all() and columns.all():
+    table = _cells(net, keep)
+    if table is None:
         return replace(net, row=made, uses=uses)
-    table = np.ix_(rows, columns)
     return replace(net, row=_place(rows)[made], uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table],
                    shown=net.shown[table] if isinstance(net.shown, np.ndarray) else net.shown)
+
+
+def _cells(net: Net, keep: Sequence[np.ndarray]) -> tuple[np.ndarray, ...] | None:
+    """The rows and columns of a net that some choice in `keep` uses, as an index; None where these are all."""
+    rows, columns = _used(net.cost_s.shape[0], [net.row[keep[net.producer]]]), _used(net.cost_s.shape[1], [use.column[keep[use.node]] for use in net.uses])
+    return None if rows.all() and columns.all() else np.ix_(rows, columns)
 
 
 def _used(count: int, indices: list[np.ndarray]) -> np.ndarray:

@@ -61,6 +61,14 @@ class State:
         self.choice = [-1] * len(problem.nodes)
         self.reset(choice)
 
+    def reprice(self, problem: Problem) -> None:
+        """The same at the costs of `problem`, which differs in these alone; `reset` counts its totals."""
+        self.problem = problem
+        self.tables = [self._net_features(t) for t in range(len(problem.nets))]
+        self.own = [self._node_features(v) for v in range(len(problem.nodes))]
+        self._stale = set(range(len(problem.nodes)))
+        self.__dict__.pop("scale_s", None)
+
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
         """Takes `choice` and counts the totals anew."""
         for v, (before, c) in enumerate(zip(self.choice, choice, strict=True)):

@@ -19,6 +19,7 @@ from autopar.joint.cutting import ROUNDS, Cutting, Level
 from autopar.joint.inner import Inner
 from autopar.joint.relaxed import Key, Relaxed, Span, Sums
 from autopar.joint.shapes import Shape
+from autopar.joint.solving import Solver
 from autopar.pipeline import passes
 from autopar.pipeline.alone import step_cost
 from autopar.pipeline.passes import Passes
@@ -77,7 +78,7 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
     relaxed = alone(here.passing, here.plain, math.inf)
 
     def cutting() -> Cutting:
-        return Cutting([Level(relaxed)], bounded._solved)
+        return Cutting([Level(relaxed)], Solver([relaxed], exact=True))
 
     plain_s, cases_s = cutting().bound_s(math.inf), bound_s(cutting(), relaxed.keys, math.inf)
     assert 0 < plain_s * (1 - 1e-9) <= cases_s <= best_s

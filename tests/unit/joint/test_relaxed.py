@@ -18,6 +18,7 @@ from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Relaxed
 from autopar.joint.shapes import Shape
+from autopar.joint.solving import Solver
 from autopar.joint.spaces import SEARCH
 from autopar.pipeline.alone import step_cost
 from autopar.pipeline.costs import costs
@@ -63,7 +64,7 @@ def solutions(problem: Problem, count: int = 4) -> list[tuple[int, ...]]:
 
 def least_s(relaxed: Relaxed, choice: tuple[int, ...]) -> float:
     """Seconds that are proven of one solution alone."""
-    return Cutting([Level(relaxed, [relaxed.sums(choice)])], lambda problem, cutoff_s: ilp.glance(problem, time_limit_s=5.0)).most_s()
+    return Cutting([Level(relaxed, [relaxed.sums(choice)])], Solver([relaxed], exact=False)).most_s()
 
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)

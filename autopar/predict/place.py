@@ -28,6 +28,7 @@ from autopar.problem.shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.request import Request
 from autopar.search import ilp
+from passes import ops
 
 SOLVE_S = 5.0
 NO_LIMIT_BYTES = float(1 << 60)
@@ -38,7 +39,7 @@ NO_LIMIT_BYTES = float(1 << 60)
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
     activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s` the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
-    `operators` counts what the host calls in the forward, views too; of the `parameters` elements those that get gradients are `trained`, and `expert_trained` of these are
+    `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`, and `expert_trained` of these are
     stacks of experts'."""
 
     forward_s: float = 0.0
@@ -49,6 +50,7 @@ class UnitTime:
     kept_s: float = 0.0
     last_s: float = 0.0
     operators: float = 0.0
+    experts: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
     trained: float = 0.0
@@ -147,6 +149,7 @@ class _Reader:
         here.forward_s += forward
         here.backward_s += both - forward
         here.operators += op.count
+        here.experts += op.count * (op.target is ops.experts)
         if in_attention(op):
             here.attention_s += forward
         if op.name in self.kept:

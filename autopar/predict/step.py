@@ -159,7 +159,7 @@ class _Step:
         forward, back = self.slowest * unit.forward_s, self.slowest * unit.backward_s + self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
         again_s = again_comm = again_host = 0.0
-        host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives)
+        host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives + software.expert_calls * unit.experts)
         if setup.recompute == "full":
             whole = forward - self.slowest * unit.last_s * software.stops_early
             again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))

@@ -52,7 +52,10 @@ IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in
 (tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits (tensor_parallel/cross_entropy.py),
 outputs of stages are given back when they are sent (deallocate_pipeline_outputs); kernels of Transformer Engine, whose masks are bytes."""
 
-MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, tokens_in_parts=True, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
+EXPERT_CALLS = 150
+"""Calls of the host for a layer of experts of Megatron-Core that no graph captures, on the hosts of `dispatch_s`: fitted on the fit half of all rows with experts (docs/cost-model.md)."""
+
+MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, tokens_in_parts=True, expert_calls=EXPERT_CALLS, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
                  "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; attention of cuDNN, as "
                  "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5); tokens that are cut along the sequence go to their experts so, and are "
                  "gathered for tensor-parallel experts there (MoEAlltoAllTokenDispatcher, megatron/core/transformer/moe/token_dispatcher.py)")
@@ -132,6 +135,13 @@ SHORT_MOMENTS = r"\(bf16\) Adam moments|Moonlight"
 recipes/moonlight)."""
 
 
+def in_one_graph(source: str, table: str, dtype: str) -> bool:
+    """Whether a run of experts is one graph: recipes of Megatron-Bridge in mxfp8 from release 26.06 on (cuda_graph_impl = "full_iteration", scripts/performance/configs at v0.5.1), and in the
+    verification cards, which are later."""
+    release = re.match(r"(\d\d\.\d\d)", table)
+    return source.startswith("megatron-bridge") and dtype == "mxfp8" and (release is None or release[1] >= "26.06")
+
+
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
     """The facts about one row: those of its source, corrected by what its notes say."""
     found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 else MEGATRON)
@@ -142,6 +152,8 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)
+    if "CUDA graphs" in notes:  # of routers at least, and of what sorts tokens
+        software = replace(software, expert_calls=0)
     if re.search("HybridEP|DeepEP", notes, re.I):
         software = replace(software, rows_once=True)
     elif "alltoall" in notes:

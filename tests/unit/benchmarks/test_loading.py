@@ -21,7 +21,7 @@ from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.published import network_bytes_s
 from benchmarks.costmodel.rows import Peak
-from benchmarks.costmodel.software import IN_4_BITS_BYTES
+from benchmarks.costmodel.software import EXPERT_CALLS, IN_4_BITS_BYTES
 from benchmarks.costmodel.transformer import Transformer
 
 GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
@@ -33,7 +33,7 @@ RUN = {
     "sp": "y", "cp": "1", "pp": "2", "vpp": "4", "ep": "1", "dp": "8", "zero_fsdp": "distributed optimizer (ZeRO-1)", "micro_batch": "1",
     "global_batch": "64", "recompute": "none", "recompute_detail": "", "schedule": "interleaved 1F1B", "metric_name": "", "metric_value": "",
     "metric_unit": "", "status": "ok", "tokens_s_gpu": "2000", "tflops_gpu": "", "tflops_kind": "", "step_time_s": "", "peak_mem_value": "50",
-    "peak_mem_unit": "GiB", "peak_mem_kind": "torch max_memory_allocated", "checks": "", "notes": "",
+    "peak_mem_unit": "GiB", "peak_mem_kind": "torch max_memory_allocated", "checks": "", "notes": "", "source_table": "",
 }  # fmt: skip
 
 
@@ -199,6 +199,22 @@ def test_whose_experts_are_whole(tmp_path: Path, change: dict[str, str], whole: 
 def test_whose_tokens_go_once_to_a_node(tmp_path: Path, source: str, notes: str, once: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
     assert row.setup.software.rows_once == once
+
+
+@pytest.mark.parametrize("change, captured", [
+    ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.06.01 NeMo Container / line 5"}, True), ({"source_id": "megatron-bridge-cards", "dtype": "mxfp8", "source_table": "items"}, True),
+    ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.04 NeMo Container"}, False), ({"source_id": "megatron-bridge", "source_table": "26.08 NeMo Container"}, False),
+    ({"source_id": "dgxc-v25.02", "dtype": "mxfp8"}, False), ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.08", "model_type": "dense-llama"}, False),
+])
+def test_which_steps_with_experts_are_one_graph(tmp_path: Path, change: dict[str, str], captured: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | change])).rows
+    assert row.setup.software.captured == captured
+
+
+@pytest.mark.parametrize("source, notes, calls", [("dgxc-v25.02", "", EXPERT_CALLS), ("megatron-bridge", "CUDA graphs", 0), ("torchtitan", "", 0)])
+def test_whose_layers_of_experts_keep_the_host_busy(tmp_path: Path, source: str, notes: str, calls: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
+    assert row.setup.software.expert_calls == calls
 
 
 def test_what_recipes_say_where_a_line_does_not(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_what_hides_or_is_spread_takes_less() -> None:
     assert step(software=Software(hidden_tensor=0.5)).tensor_s < step().tensor_s
 
 
+def test_layers_of_experts_keep_the_host_busy() -> None:
+    place = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], experts=1)})
+    more = [predict(place, 8, replace(SETUP, software=Software(expert_calls=calls)), CLUSTER).host_s for calls in (0, 100, 200)]
+    assert more[0] == step().host_s < more[1] < more[2]
+    assert step(software=Software(expert_calls=200)).host_s == step().host_s  # there are none
+
+
 def test_blocks_are_dealt_and_run_again_as_stated() -> None:
     even, uneven = step(blocks=(2, 2, 2, 2)), step(blocks=(1, 2, 4, 1))
     assert even == step() and uneven.step_s > even.step_s

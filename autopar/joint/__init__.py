@@ -28,7 +28,7 @@ from autopar.joint import offloading
 from autopar.joint.alone import compared
 from autopar.joint.best import best
 from autopar.joint.inner import Inner
-from autopar.joint.prove import CLOSE, proven_s
+from autopar.joint.prove import proven_s
 from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
@@ -47,10 +47,10 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     if request.recipe is not None:
         return made
     if request.prove:
-        return _proven(inner, made, CLOSE, math.inf)
+        return _proven(inner, made, math.inf, closely=True)
     if time.monotonic() - began > request.time_limit_s / 2:
         return replace(made, notes=(*made.notes, UNPROVEN))
-    return _proven(inner, made, None, began + request.time_limit_s)
+    return _proven(inner, made, began + request.time_limit_s, closely=False)
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:
@@ -67,7 +67,7 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
     return offloading.or_faster(inner, made, about) if free else made
 
 
-def _proven(inner: Inner, made: Plan, looks: int | None, deadline: float) -> Plan:
+def _proven(inner: Inner, made: Plan, deadline: float, *, closely: bool) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    bound_s = proven_s(inner, made.predicted.step_s, looks, deadline)
+    bound_s = proven_s(inner, made.predicted.step_s, closely=closely, deadline=deadline)
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

@@ -17,7 +17,8 @@ from autopar.errors import InfeasibleError
 from autopar.joint.again import agains
 from autopar.joint.cases import bound_s
 from autopar.joint.counted import alone, between_pieces, in_one_place, timed
-from autopar.joint.cutting import ROUNDS, Cutting, Level
+from autopar.joint.cutting import Cutting, Level
+from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.inner import Inner
 from autopar.joint.models import Models
 from autopar.joint.pricing import Pricing
@@ -36,13 +37,13 @@ from autopar.recipes.free import space
 Choices = list[tuple[int, ...]]
 
 
-def cut_s(levels: Sequence[Relaxed], cutoff_s: float, rounds: int, met: Choices, cases: Sequence[Key] = ()) -> float:
-    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, and with all `ROUNDS`, by `cases` of
-    these passes (joint.cases)."""
-    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], Solver(levels, exact=rounds == ROUNDS), met)
-    keys = [key for key in cases if key in levels[0].keys] if rounds == ROUNDS and levels[0].hides else []
+def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choices, cases: Sequence[Key] = ()) -> float:
+    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, where `effort` has cases, by those of the passes
+    `cases` (joint.cases)."""
+    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], Solver(levels, exact=effort.cases > 0), met)
+    keys = [key for key in cases if key in levels[0].keys] if effort.cases and levels[0].hides else []
     try:
-        return bound_s(cutting, keys, cutoff_s) if keys else cutting.bound_s(cutoff_s, rounds)
+        return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
     except InfeasibleError:
         return math.inf
 
@@ -54,13 +55,13 @@ class _Met:
     relaxed: Relaxed
     met: Choices = field(default_factory=list)
 
-    def bound_s(self, cutoff_s: float, rounds: int) -> float:
+    def bound_s(self, cutoff_s: float, effort: Effort) -> float:
         """Seconds that nothing of it beats."""
-        return cut_s([self.relaxed], cutoff_s, rounds, self.met)
+        return cut_s([self.relaxed], cutoff_s, effort, self.met)
 
-    def cases_s(self, cutoff_s: float, rounds: int) -> float:
+    def cases_s(self, cutoff_s: float, effort: Effort) -> float:
         """The same, by cases of all its passes; not of a first look."""
-        return cut_s([self.relaxed], cutoff_s, rounds, self.met, self.relaxed.keys) if rounds == ROUNDS else 0.0
+        return cut_s([self.relaxed], cutoff_s, effort, self.met, self.relaxed.keys) if effort.cases else 0.0
 
 
 class Alone:
@@ -73,28 +74,28 @@ class Alone:
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
         self.passing = Passing(self.plain, self.forward, late=False, linked=True)
 
-    def roomy_s(self, cutoff_s: float, rounds: int, *, hosted: bool = False) -> float:
+    def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """Seconds that no plan beats with all the memory there is; `hosted` as bound_s has it."""
-        return self._roomy(cutoff_s, rounds, hosted=hosted)[0]
+        return self._roomy(cutoff_s, effort, hosted=hosted)[0]
 
-    def _roomy(self, cutoff_s: float, rounds: int, *, hosted: bool) -> tuple[float, Relaxed, Choices]:
+    def _roomy(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, Relaxed, Choices]:
         """The same, what it is of, and the solutions that were met."""
         met: Choices = []
         roomy = alone(self.passing, self.plain, math.inf, hosted=hosted)
-        return cut_s([roomy], cutoff_s, rounds, met), roomy, met
+        return cut_s([roomy], cutoff_s, effort, met), roomy, met
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+    def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
         """Seconds that no plan beats; `hosted`: none with something on the host, without its update."""
-        roomy_s, roomy, met = self._roomy(cutoff_s, rounds, hosted=hosted)
+        roomy_s, roomy, met = self._roomy(cutoff_s, effort, hosted=hosted)
         if roomy_s >= cutoff_s:
             return roomy_s
         here = alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)
         short = any((here.sums(choice).over > 0).any() for choice in met)
         levels = [_Met(each) for each in self._limited(hosted=hosted)] if short else []
-        limited_s = min((level.bound_s(cutoff_s, rounds) for level in levels), default=0.0)
+        limited_s = min((level.bound_s(cutoff_s, effort) for level in levels), default=0.0)
         if limited_s <= roomy_s * (1 + CLOSE):  # memory has no price
             levels = [_Met(roomy, met)]
-        return max(roomy_s, limited_s, min(level.cases_s(cutoff_s, rounds) for level in levels))
+        return max(roomy_s, limited_s, min(level.cases_s(cutoff_s, effort) for level in levels))
 
     def _limited(self, *, hosted: bool) -> Iterator[Relaxed]:
         """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes and passes of none and of all of them, and what is between
@@ -133,23 +134,23 @@ class Timed:
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing("none")
 
-    def roomy_s(self, cutoff_s: float, rounds: int, *, hosted: bool = False) -> float:
+    def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """Seconds that no plan beats with all the memory there is, under any timetable; `hosted` as Alone has it."""
-        whole_s = self.whole_s(cutoff_s, rounds, hosted=hosted)
-        return whole_s if whole_s >= cutoff_s else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, rounds, [], self._cases))
+        whole_s = self.whole_s(cutoff_s, effort, hosted=hosted)
+        return whole_s if whole_s >= cutoff_s else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, effort, [], self._cases))
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+    def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
         """Seconds that no plan beats; `hosted` as Alone has it."""
-        mean_s, ways, met = self._open(cutoff_s, rounds, hosted=hosted)
-        mean_s = max(mean_s, self.whole_s(cutoff_s, rounds, hosted=hosted) if mean_s < cutoff_s else 0.0)
+        mean_s, ways, met = self._open(cutoff_s, effort, hosted=hosted)
+        mean_s = max(mean_s, self.whole_s(cutoff_s, effort, hosted=hosted) if mean_s < cutoff_s else 0.0)
         if mean_s >= cutoff_s:
             return mean_s
         found = math.inf
         for table, weights in ways:
-            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), rounds, list(met), hosted=hosted))
+            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), effort, list(met), hosted=hosted))
         return max(mean_s, found) if ways else mean_s
 
-    def whole_s(self, cutoff_s: float, rounds: int = ROUNDS, *, hosted: bool = False) -> float:
+    def whole_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
         """What follows from that places have whole blocks, of n on p places where there is one run of them: either one of them has k + 1, k = n / p rounded up, or
         none has more than k. Then one has k, and the one with the largest operator outside of blocks no less than are left by all others."""
         runs, places, microbatches = self.passing.model.links[0].program.runs, self.shape.places, self.shape.microbatches
@@ -158,12 +159,12 @@ class Timed:
         count = next(iter(runs.values())).count
         most = math.ceil(count / places)
         wanted_s = cutoff_s * count / most
-        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0, hosted=hosted)], wanted_s, rounds, [], self._cases)
+        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0, hosted=hosted)], wanted_s, effort, [], self._cases)
         even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
         if even_s >= min(cutoff_s, uneven_s) or self._largest is None:
             return even_s
         least = max(0, count - most * (places - 1))
-        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)], min(cutoff_s, uneven_s), rounds, [], self._cases)
+        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)], min(cutoff_s, uneven_s), effort, [], self._cases)
         return min(uneven_s, max(even_s, there_s))
 
     @cached_property
@@ -174,22 +175,22 @@ class Timed:
                    for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
         return max(least_s, key=least_s.__getitem__, default=None)
 
-    def _open(self, cutoff_s: float, rounds: int, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
+    def _open(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
         """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""
         met: Choices = []
-        mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, rounds, met, self._cases)
+        mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, effort, met, self._cases)
         return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
 
-    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, rounds: int, met: Choices, *, hosted: bool) -> float:
+    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool) -> float:
         def timed_by(passing: Passing, limit_bytes: float) -> Relaxed:
             return timed(passing, self.models, table, weights, limit_bytes, hosted=hosted)
 
-        roomy_s = cut_s([timed_by(self.passing, math.inf)], cutoff_s, rounds, met, self._cases)
+        roomy_s = cut_s([timed_by(self.passing, math.inf)], cutoff_s, effort, met, self._cases)
         limited = timed_by(self.passing, self.inner.limit_bytes)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
         levels = [limited, *(timed_by(each, self.inner.limit_bytes) for each in self._again)]
-        return max(roomy_s, cut_s(levels, cutoff_s, rounds, []))
+        return max(roomy_s, cut_s(levels, cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
         """With the mean of all places, whatever the timetable, and all the memory there is; `hosted` as joint.counted has it."""

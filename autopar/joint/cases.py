@@ -15,13 +15,11 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.cutting import ROUNDS, Cutting, Level, Prices
+from autopar.joint.cutting import Cutting, Level, Prices
+from autopar.joint.effort import ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.joint.solving import Seen
 from autopar.problem.passing import COMPUTE, WAITED
-
-CASES = 1024
-"""So many at most of one shape."""
 
 LIMIT_S = 60.0
 """So many seconds at most for the cases of one shape: where memory is short, one may take minutes and prove no more."""
@@ -51,12 +49,12 @@ class _Case:
     mean: dict[Key, np.ndarray] = field(compare=False)
 
 
-def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float) -> float:
-    """Seconds that no solution of the one level of `cutting` beats, by cases of the passes `keys`; no more than `cutoff_s` is asked for."""
+def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
+    """Seconds that no solution of the one level of `cutting` beats, by as many cases of the passes `keys` as `effort` has; no more than `cutoff_s` is asked for."""
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
     deadline = time.perf_counter() + LIMIT_S
-    while open_[0].bound_s < cutoff_s and made < CASES and time.perf_counter() < deadline:
+    while open_[0].bound_s < cutoff_s and made < effort.cases and effort.meter.left > 0 and time.perf_counter() < deadline:
         worst = heapq.heappop(open_)
         split = _split(worst, keys)
         if split is None:
@@ -66,6 +64,7 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float) -> float:
             found = _case(replace(cutting, levels=[Level(narrower, level.met)]), keys, cutoff_s, made)
             heapq.heappush(open_, replace(found, bound_s=max(found.bound_s, worst.bound_s)))
             made += 1
+            effort.meter.spend()
     return open_[0].bound_s
 
 

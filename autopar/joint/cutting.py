@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.joint.effort import ROUNDS
 from autopar.joint.polytope import Polytope, first_prices
 from autopar.joint.relaxed import Key, Relaxed, Sums
 from autopar.joint.solving import CLOSE, Seen
@@ -23,7 +24,6 @@ from autopar.problem.passing import SHOWN
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
-ROUNDS = 24
 TINY = 1e-9  # of a step: such coefficients only trouble the solver, and any prices prove something
 
 Prices = dict[Key, np.ndarray]
@@ -96,7 +96,7 @@ class Cutting:
 
     def _master(self) -> tuple[list[Prices], np.ndarray, float]:
         """Prices of each level, of bytes in each Room, and the least at these prices of all solutions that were met."""
-        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels)
+        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0  # passes that take nothing: backwards of inference
         model = Linear(1.0, 1.0)
         model.starts = np.zeros(1, int)
         least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)

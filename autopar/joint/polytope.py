@@ -47,8 +47,9 @@ class Polytope:
         """Of the pass `key`; `top` is that of what is outside of blocks, in which gathers of one block may begin."""
         self.model, self.passing = model, relaxed.passing
         self.axes = range(self.passing.axes)
-        self.columns = np.zeros(0, int)
-        self.taken = np.zeros((self.passing.width + 1, 0))
+        self._made: list[Mapping[int, float]] = []  # of each column
+        self._upper: list[float] = []  # of each row, and its entries
+        self._entries: list[tuple[int, int, float]] = []
         first = first_of(relaxed.passing, key) if relaxed.hides else 0.0
         self.p = [self._column({self.passing.ahead(a): 1.0 - first, self.passing.behind(a): 1.0, self.passing.leaf(a): 1.0}) for a in self.axes]
         if first and top is not None:
@@ -61,6 +62,14 @@ class Polytope:
         else:
             for p in self.p:
                 self._row({p: 1.0}, 1.0)
+        self.columns = model.add_columns(np.zeros(len(self._made)), np.zeros(len(self._made)))
+        self.taken = np.zeros((self.passing.width + 1, len(self._made)))
+        for column, taken in enumerate(self._made):
+            for quantity, value in taken.items():
+                self.taken[quantity, column] = value
+        model.add_rows(len(self._upper), -math.inf, np.array(self._upper))
+        rows, columns, values = np.array(self._entries).reshape(-1, 3).T
+        model.add_entries(rows.astype(int), columns.astype(int), values)
 
     def _ahead_s(self, key: Key) -> np.ndarray | None:
         """By axis the seconds of leaves that can be ahead; None where there are none of them."""
@@ -124,19 +133,15 @@ class Polytope:
         self._row(computes, 1.0)
 
     def _column(self, taken: Mapping[int, float]) -> int:
-        """A column of what it makes of quantities; its number."""
-        column = self.model.add_columns(np.zeros(1), np.zeros(1))
-        self.columns = np.append(self.columns, column)
-        values = np.zeros((len(self.taken), 1))
-        values[list(taken), 0] = list(taken.values())
-        self.taken = np.append(self.taken, values, 1)
-        return int(column[0])
+        """A column of what it makes of quantities; its number in the program."""
+        self._made.append(taken)
+        return self.model.columns + len(self._made) - 1
 
     def _row(self, terms: Mapping[int, float], upper: float) -> None:
-        if not terms:
-            return
-        row = self.model.add_rows(1, -math.inf, upper)
-        self.model.add_entries(np.full(len(terms), row), np.array(list(terms)), np.array(list(terms.values())))
+        row = self.model.rows + len(self._upper)
+        if terms:
+            self._upper.append(upper)
+            self._entries += [(row, column, value) for column, value in terms.items()]
 
 
 def first_prices(relaxed: Relaxed) -> dict[Key, np.ndarray]:

@@ -24,14 +24,14 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.bounded import Alone, Timed
-from autopar.joint.cutting import ROUNDS
+from autopar.joint.effort import CASES, CLOSEST, ROUNDS, Effort, Meter
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
@@ -42,14 +42,20 @@ from autopar.recipes.free import spaces
 FEW = 4
 """Rounds of cutting planes, where more of them rarely prove more."""
 
-LOOKS = ((True, 0), (True, FEW), (False, FEW), (False, ROUNDS))
-"""Behind the floor: whether shapes are looked at together, and with how many rounds."""
+LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(FEW)), (False, Effort(ROUNDS, 32)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
+"""Behind the floor: whether shapes are looked at together, and how closely."""
 
 CLOSE = len(LOOKS)
 """Looked at as closely as can be."""
 
-GLANCE, CLOSER, SMALL = 2, 3, 16
-"""So many looks take no longer than the search of the answer did; of so few claims, so many."""
+GLANCE = 2
+"""So many looks at all claims take no longer than the search of the answer did."""
+
+SMALL, EACH, SHAPE = 24, 4, 15
+"""Of so few claims some are looked at closer, for so many cases (joint.cases) for each of them all: those of the lowest, where a shape that was not looked at before takes as long as so many."""
+
+GOAL = 0.02
+"""A gap that nobody wants smaller where planning is not to take long."""
 
 
 Bound = Callable[[Alone | Timed, float, bool], float]
@@ -65,17 +71,15 @@ class Claim:
     looks: int = field(compare=False, default=0)
 
 
-def proven_s(inner: Inner, known_s: float, looks: int | None = CLOSE, deadline: float = math.inf) -> float:
-    """Seconds that no plan beats, `known_s`, the step of one that there is, at most; with so many `looks` at each shape (None: at a glance), and none that begins behind
+def proven_s(inner: Inner, known_s: float, *, closely: bool = True, deadline: float = math.inf) -> float:
+    """Seconds that no plan beats, `known_s`, the step of one that there is, at most: as `closely` as can be, or in about the time of a search, and with no look that begins behind
     `deadline` (time.monotonic). On clusters of several parts that is only the least work."""
-    prover, least_s = Prover(inner), known_s
+    prover, least_s = Prover(inner), known_s if closely else known_s / (1 + GOAL)
     claims = prover.claims()
     heapq.heapify(claims)
-    if inner.request.cluster.parts:
-        looks = 0
-    elif looks is None:
-        looks = CLOSER if len(claims) <= SMALL else GLANCE
-    while claims and claims[0].bound_s < least_s and claims[0].looks < looks and time.monotonic() < deadline:
+    if not closely:
+        prover.meter.left = EACH * len(claims) if len(claims) <= SMALL else 0.0
+    while claims and claims[0].bound_s < least_s and claims[0].looks < prover.most_looks and time.monotonic() < deadline:
         for claim in prover.closer(heapq.heappop(claims), least_s):
             heapq.heappush(claims, claim)
             if claim.looks == CLOSE:
@@ -93,12 +97,20 @@ class Prover:
     """Bounds of all shapes of one graph."""
 
     inner: Inner
+    meter: Meter = field(default_factory=Meter)
     _bounded: dict[Shape, Alone | Timed | None] = field(default_factory=dict)
 
     @cached_property
     def pricing(self) -> Pricing:
         """What knows the Problems and timetables of shapes."""
         return Pricing(self.inner, SEARCH)
+
+    @property
+    def most_looks(self) -> int:
+        """So many looks at the same claim, at most."""
+        if self.inner.request.cluster.parts:
+            return 0
+        return CLOSE if self.meter.left > 0 else GLANCE
 
     def shapes(self) -> list[Shape]:
         """One place and one microbatch on every mesh, and all that the search may choose beside that."""
@@ -115,24 +127,30 @@ class Prover:
         return [Claim(min(map(self.floor_s, shapes)), tuple(shapes)) for shapes in kin.values()]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
-        """The same looked at once more; shape by shape where they are not looked at together any more. Nothing above `cutoff_s` is exact."""
-        together, rounds = LOOKS[claim.looks]
-        for shapes in [claim.shapes] if together else [(shape,) for shape in claim.shapes]:
-            self.inner.request.say(f"proving: {shapes[0]}")
-            found_s = self.together_s(shapes, cutoff_s, rounds) if together else self.bound_s(shapes[0], cutoff_s, rounds)
-            yield Claim(max(claim.bound_s, found_s), shapes, claim.looks + 1)
+        """The same looked at once more; where shapes are not looked at together any more the first one, and the others together from the beginning. Nothing above `cutoff_s` is exact."""
+        together, effort = LOOKS[claim.looks]
+        effort, first, others = replace(effort, meter=self.meter), claim.shapes[:1], claim.shapes[1:]
+        self.inner.request.say(f"proving: {first[0]}")
+        if together:
+            yield Claim(max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1)
+            return
+        if first[0] not in self._bounded:
+            self.meter.spend(SHAPE)
+        yield Claim(max(claim.bound_s, self.bound_s(first[0], cutoff_s, effort)), first, claim.looks + 1)
+        if others:
+            yield Claim(claim.bound_s, others)
 
     def floor_s(self, shape: Shape) -> float:
         """Its share of the least work there is."""
         return self.inner.work(shape.places).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
 
-    def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, rounds: int = FEW) -> float:
+    def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
         """Seconds that no plan on `shapes`, those with fewest microbatches first, beats with all the memory there is."""
-        return self._least_s(shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, rounds, hosted=hosted), cutoff_s)
+        return self._least_s(shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, effort, hosted=hosted), cutoff_s)
 
-    def bound_s(self, shape: Shape, cutoff_s: float = math.inf, rounds: int = ROUNDS) -> float:
+    def bound_s(self, shape: Shape, cutoff_s: float = math.inf, effort: Effort = CLOSEST) -> float:
         """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where nothing is possible there."""
-        return self._least_s((shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, rounds, hosted=hosted), cutoff_s)
+        return self._least_s((shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, effort, hosted=hosted), cutoff_s)
 
     def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
         """`least` of the first of `shapes` on which anything is possible: of what is on the devices, and of what has something on the host."""

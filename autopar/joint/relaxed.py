@@ -106,14 +106,22 @@ class Relaxed:
     def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
         """Of all choices and pairs at `prices` of the quantities, and of a pass as such, and of bytes in each Room."""
         node_s, net_s, up_s = [], [], 0.0
+        rooms = [(float(m), room) for m, room in zip(bytes_s, self.rooms, strict=True) if m > 0.0]
         for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
-            cost_s = own_s + _priced(table, prices) + sum(m * room.nodes[v] for m, room in zip(bytes_s, self.rooms, strict=True))
-            least_s = min(0.0, float(cost_s[~barred].min(initial=0.0)))  # negative ones are moved up, which every solution has once
+            cost_s = own_s + _priced(table, prices)
+            for m, room in rooms:
+                cost_s = cost_s + m * room.nodes[v]
+            if barred is not None:
+                cost_s = np.where(barred, np.inf, cost_s)
+            least_s = min(0.0, float(cost_s.min()))  # negative ones are moved up, which every solution has once
             up_s -= least_s
-            node_s.append(np.where(barred, np.inf, cost_s - least_s))
-        for t in self._counting:
-            cost_s = self.net_s[t] + _priced(self.passing.nets[t], prices) + sum(m * room.nets[t] for m, room in zip(bytes_s, self.rooms, strict=True))
-            net_s.append(np.where(np.isinf(self.problem.nets[t].cost_s), np.inf, np.maximum(cost_s, 0.0)))
+            node_s.append(cost_s - least_s)
+        for t, barred in self._counting.items():
+            cost_s = self.net_s[t] + _priced(self.passing.nets[t], prices)
+            for m, room in rooms:
+                cost_s = cost_s + m * room.nets[t]
+            cost_s = np.maximum(cost_s, 0.0)
+            net_s.append(cost_s if barred is None else np.where(barred, np.inf, cost_s))
         over_s = sum(float(m) * room.limit for m, room in zip(bytes_s, self.rooms, strict=True))
         fixed_s = sum(float(values[-1]) for values in prices.values())
         fixed_s += sum(min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items())
@@ -127,20 +135,25 @@ class Relaxed:
         return Problem(tuple(nodes), tuple(nets), 0, math.inf, whole.name)
 
     @cached_property
-    def _barred(self) -> list[np.ndarray]:
-        """The choices of each node that cannot be."""
-        return [np.isinf(node.cost_s) | np.isinf(own_s) for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)]
+    def _barred(self) -> list[np.ndarray | None]:
+        """The choices of each node that cannot be; None where there are none."""
+        return [_some(np.isinf(node.cost_s) | np.isinf(own_s)) for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)]
 
     @cached_property
-    def _counting(self) -> list[int]:
-        """The nets that take anything at any prices, but none between places."""
-        return [t for t, (net, table) in enumerate(zip(self.problem.nets, self.passing.nets, strict=True)) if t not in (self.passing.between or ()) and
-                (np.isinf(net.cost_s).any() or table.each.any() or self.net_s[t].any() or any(room.nets[t].any() for room in self.rooms))]
+    def _counting(self) -> dict[int, np.ndarray | None]:
+        """The nets, by number, that take anything at any prices, but none between places; and of each the pairs that cannot be."""
+        barred = {t: _some(np.isinf(net.cost_s)) for t, net in enumerate(self.problem.nets) if t not in (self.passing.between or ())}
+        return {t: mask for t, mask in barred.items() if mask is not None or self.passing.nets[t].each.any() or self.net_s[t].any() or any(room.nets[t].any() for room in self.rooms)}
+
+
+def _some(mask: np.ndarray) -> np.ndarray | None:
+    """A mask, None where nothing is in it."""
+    return mask if mask.any() else None
 
 
 def _priced(table: Table, prices: Mapping[Key, np.ndarray]) -> np.ndarray:
     priced = [table.each[way] @ prices[table.scope, way][:-1] for way in PASSES if (table.scope, way) in prices]
-    return np.asarray(sum(priced, np.zeros(table.each.shape[1:-1])))
+    return np.asarray(priced[0] + priced[1] if len(priced) == 2 else sum(priced, np.zeros(table.each.shape[1:-1])))
 
 
 def _add(passes: Mapping[Key, np.ndarray], table: Table, at: object) -> None:

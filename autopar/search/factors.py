@@ -22,13 +22,13 @@ def column_marginal(table: np.ndarray, messages: Sequence[np.ndarray], use: int,
     """[columns]: the same with `rows[r]` added, least over rows and the columns of all readers but `use`."""
     others = tuple(u for u in range(len(messages)) if u != use)
     if not others:
-        return np.asarray((table + rows[:, None]).min(0) + messages[use])
+        return np.asarray(np.minimum.reduce(table + rows[:, None], 0) + messages[use])
     least = np.full(table.shape[1], np.inf)
     for mask in range(1 << len(others)):
         alone = tuple(u for i, u in enumerate(others) if not mask >> i & 1)
         together = sum((messages[u] for i, u in enumerate(others) if mask >> i & 1), messages[use])
         by_row = rows + _best(table, messages, alone) if alone else rows
-        np.minimum(least, (table + by_row[:, None]).min(0) + together, out=least)
+        np.minimum(least, np.minimum.reduce(table + by_row[:, None], 0) + together, out=least)
     return least
 
 
@@ -36,11 +36,11 @@ def _best(table: np.ndarray, messages: Sequence[np.ndarray], uses: tuple[int, ..
     """[rows]: least over the set partitions of `uses`, by the part that holds the first of them."""
     first, rest = uses[0], uses[1:]
     if not rest:
-        return np.asarray((table + messages[first]).min(1))
+        return np.asarray(np.minimum.reduce(table + messages[first], 1))
     least = np.full(table.shape[0], np.inf)
     for mask in range(1 << len(rest)):
         alone = tuple(u for i, u in enumerate(rest) if not mask >> i & 1)
         together = sum((messages[u] for i, u in enumerate(rest) if mask >> i & 1), messages[first])
-        value = (table + together).min(1)
+        value = np.minimum.reduce(table + together, 1)
         np.minimum(least, value + _best(table, messages, alone) if alone else value, out=least)
     return least

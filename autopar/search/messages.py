@@ -38,7 +38,7 @@ class Factor:
     def marginal(self, slot: int) -> np.ndarray:
         """The whole min-marginal of the member at `slot`, by its rows or columns."""
         if len(self.uses) == 1:  # most factors: one table, no readers that share
-            return np.asarray((self.table - self.messages[1]).min(1) if slot == 0 else (self.table - self.messages[0][:, None]).min(0))
+            return np.asarray(np.minimum.reduce(self.table - self.messages[1], 1) if slot == 0 else np.minimum.reduce(self.table - self.messages[0][:, None], 0))
         away = [-m for m in self.messages[1:]]
         if slot == 0:
             return row_marginal(self.table, away)

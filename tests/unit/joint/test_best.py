@@ -11,6 +11,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
+from autopar.joint.effort import Effort
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
@@ -29,7 +30,7 @@ class All(Explorer):
         """The best of all shapes."""
         prover = Prover(self.inner)
         for shape in self.space.shapes(self.inner):
-            bound_s = prover.bound_s(shape, rounds=3)
+            bound_s = prover.bound_s(shape, effort=Effort(3))
             for table in self.pricing.all_tables(shape):
                 for level in LEVELS:
                     try:

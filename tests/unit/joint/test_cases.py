@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint import bounded, cases
+from autopar.joint import bounded
 from autopar.joint.bounded import Alone
 from autopar.joint.cases import _Case, _split, bound_s
 from autopar.joint.counted import alone
-from autopar.joint.cutting import ROUNDS, Cutting, Level
+from autopar.joint.cutting import Cutting, Level
+from autopar.joint.effort import ROUNDS, Effort, Meter
 from autopar.joint.inner import Inner
 from autopar.joint.relaxed import Key, Relaxed, Span, Sums
 from autopar.joint.shapes import Shape
@@ -68,8 +69,8 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
 
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), [pytest.param(*on, marks=pytest.mark.slow) for on in ON[:2]])
-def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "CASES", 6)
+def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
+    effort = Effort(ROUNDS, 6)
     who = subject(name)
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
     here = Alone(inner, Shape(1, mesh, 1))
@@ -80,10 +81,12 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
     def cutting() -> Cutting:
         return Cutting([Level(relaxed)], Solver([relaxed], exact=True))
 
-    plain_s, cases_s = cutting().bound_s(math.inf), bound_s(cutting(), relaxed.keys, math.inf)
+    plain_s, cases_s = cutting().bound_s(math.inf), bound_s(cutting(), relaxed.keys, math.inf, effort)
     assert 0 < plain_s * (1 - 1e-9) <= cases_s <= best_s
     assert all(step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s >= cases_s * (1 - 1e-9) for choice in solutions(here.plain.problem))
-    assert bounded.cut_s([relaxed], math.inf, ROUNDS, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
+    assert bounded.cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
+    spent = Effort(ROUNDS, 6, Meter(0.0))
+    assert bound_s(cutting(), relaxed.keys, math.inf, spent) == pytest.approx(plain_s)
 
 
 def test_spans_that_are_split_are_whole() -> None:

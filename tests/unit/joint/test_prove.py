@@ -12,10 +12,10 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import plan
 from autopar.joint.bounded import Timed, cut_s
-from autopar.joint.cutting import ROUNDS
+from autopar.joint.effort import CLOSEST, Meter
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import Prover, proven_s
+from autopar.joint.prove import CLOSE, GLANCE, Prover, proven_s
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.plan import Plan
@@ -59,6 +59,22 @@ def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: in
     assert priced > 10
 
 
+def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beginning() -> None:
+    who = subject("hf-gpt2")
+    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), Meter(100.0))
+    claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
+    for _ in range(GLANCE):
+        (claim,) = prover.closer(claim, math.inf)
+    first, others = prover.closer(claim, math.inf)
+    assert first.shapes + others.shapes == claim.shapes and len(first.shapes) == 1 and (first.looks, others.looks) == (GLANCE + 1, 0)
+    assert first.bound_s >= claim.bound_s == others.bound_s
+    (closer,) = prover.closer(first, math.inf)
+    (others,) = prover.closer(others, math.inf)
+    assert closer.bound_s >= first.bound_s and prover.meter.left <= 100.0 and prover.most_looks == CLOSE
+    prover.meter.spend(100.0)
+    assert prover.most_looks == GLANCE
+
+
 def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> None:
     who, cluster = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     device = replace(cluster.device, cache_bytes=1 << 20, cache_bandwidth_bytes_s=1e12)
@@ -81,7 +97,7 @@ def test_no_recipe_is_faster_than_a_glance_proves(mode: str) -> None:
     who = subject("hf-llama")
     request = Request(Cluster.parse("h100:1x4"), Settings(mode))
     made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
-    bound_s = proven_s(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, None)
+    bound_s = proven_s(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, closely=False)
     assert 0.5 * made.predicted.step_s < bound_s <= min(made.predicted.step_s, *(other.step_s for other in made.alternatives if other.step_s))
 
 
@@ -118,7 +134,7 @@ def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
     pricing = Pricing(inner, SEARCH)
     here = Timed(inner, pricing, shape)
-    whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, ROUNDS, [])
+    whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, CLOSEST, [])
     assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.all_tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
 
 

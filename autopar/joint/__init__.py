@@ -10,6 +10,7 @@
     prove        what no plan of all these is faster than  bounded      the same of one shape
     relaxed      a step at prices of what hides            cutting      the prices that prove most
     polytope     which prices there are                    cases        bounds by how long passes wait
+    solving      what is proven at some prices             effort       how closely a bound is looked for
     counted      what both are given: passes and memory    again        what running blocks again takes at least
 """
 

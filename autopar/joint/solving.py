@@ -40,9 +40,10 @@ class Solver:
         costs = relaxed.costs(prices, bytes_s)
         if number not in self._recosted:
             self._recosted[number] = Recosted(relaxed.priced(costs))
-        recosted, target_s = self._recosted[number], min(cutoff_s, known_s - CLOSE * abs(known_s)) - costs.more_s if math.isfinite(known_s) else cutoff_s - costs.more_s
+        recosted, known = self._recosted[number], math.isfinite(known_s)
+        target_s = min(cutoff_s, known_s - CLOSE * abs(known_s) if known else math.inf) - costs.more_s
         bound_s = recosted.bound_s(costs.node_s, costs.net_s, target_s)
-        if bound_s >= target_s and math.isfinite(known_s):
+        if bound_s >= target_s and known:
             return Seen(bound_s + costs.more_s, None)
         choice = recosted.solution()
         if choice is not None and (not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - CLOSE))):

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.again import agains
+from autopar.joint.again import Again, agains
 from autopar.joint.cases import bound_s
 from autopar.joint.counted import alone, between_pieces, in_one_place, timed
 from autopar.joint.cutting import Cutting, Level
@@ -108,10 +108,15 @@ class Alone:
             yield alone(Passing(here, self.forward, late=False, linked=True), here, self.inner.limit_bytes, hosted=hosted)
         if free:
             most, fewest = self._kept
-            for each in agains(self.plain, self.forward):
+            for each in self._agains:
                 base = alone(most, fewest, self.inner.limit_bytes, hosted=hosted)
                 barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
                 yield replace(base, node_s=barred_s, again=each.corners)
+
+    @cached_property
+    def _agains(self) -> list[Again]:
+        """What running blocks again takes at least."""
+        return list(agains(self.plain, self.forward))
 
     @cached_property
     def _kept(self) -> tuple[Passing, Model]:

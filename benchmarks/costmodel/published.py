@@ -198,7 +198,7 @@ def _whole_experts(line: Line, known: Facts, tp: int, ep: int, dp: int) -> bool:
 
 def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool) -> Software:
     """What the software does, matmuls in `matmul`, on the device of a line."""
-    in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line["source_table"], line["dtype"])
+    in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"])
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
     return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits,
                    captured=known.software.captured or in_graph)

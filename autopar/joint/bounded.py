@@ -108,8 +108,8 @@ class Alone:
             yield alone(Passing(here, self.forward, late=False, linked=True), here, self.inner.limit_bytes, hosted=hosted)
         if free:
             most, fewest = self._kept
+            base = alone(most, fewest, self.inner.limit_bytes, hosted=hosted)
             for each in self._agains:
-                base = alone(most, fewest, self.inner.limit_bytes, hosted=hosted)
                 barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
                 yield replace(base, node_s=barred_s, again=each.corners)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.joint.relaxed import Key, Relaxed
+from autopar.problem.presolve import Choice
 from autopar.search import ilp
-from autopar.search.recosted import Choice, Recosted
+from autopar.search.recosted import Recosted
 
 CLOSE = 1e-3
 """Relative: what is proven to be this near to the least is as good as that."""

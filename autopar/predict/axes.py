@@ -80,7 +80,7 @@ def beside_experts(role: Role) -> Role:
 
 def of_experts(op: Op) -> bool:
     """Whether an operator is a stack of experts, or what works with one."""
-    return (op.target in roles.STACKS and any(weight and len(t.shape) == 3 for weight, t in zip(op.weight, op.tensors, strict=False))) or (op.role == "param" and stacked(op))
+    return bool(roles.stacks_of(op)) or (op.role == "param" and stacked(op))
 
 
 def tensor(ways: int) -> Allow:

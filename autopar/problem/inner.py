@@ -49,6 +49,7 @@ def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Se
                 beside = each.parts(site) if settings.tokens_in_parts else {}
                 sent = [(each.kind, site.axis, each.nbytes(site) / math.prod(site.sizes[axis] for axis in beside))]
                 sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
-                over = [sent_once(mesh.axes[axis], each.copies(site)) if settings.rows_once and axis == site.axis else mesh.axes[axis] for _, axis, _ in sent]
-                found += [Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last) for (kind, axis, nbytes), link in zip(sent, over, strict=True)]
+                for kind, axis, nbytes in sent:
+                    link = sent_once(mesh.axes[axis], each.copies(site)) if settings.rows_once and axis == site.axis else mesh.axes[axis]
+                    found.append(Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last))
     return tuple(found)

@@ -102,13 +102,18 @@ def experts(ways: int) -> Allow:
             return _cuts_first(op, option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
         if op.of_weights:
             return True
-        stacks = [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
+        stacks = stacks_of(op)
         if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
             return option.run in ("", "expert_dispatch", "own_groups") and all(_cuts_first(op, option, i) for i in stacks)
         if not option.split and rows_of_groups(op):
             return True
         return _samples(op, option, ways) or (_beside_stack(op.node) and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option))
     return allow
+
+
+def stacks_of(op: Op) -> list[int]:
+    """The tensors of a contraction, by number, that are stacks of matrices, one per expert."""
+    return [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
 
 
 def samples(ways: int) -> Allow:

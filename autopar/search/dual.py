@@ -17,10 +17,9 @@ import numpy as np
 
 from autopar.problem.types import Node, Problem
 from autopar.search.descent import better, descend
-from autopar.search.messages import MAX_SHARED, Messages, split
+from autopar.search.messages import FORBIDDEN, MAX_SHARED, Messages, split
 from autopar.search.state import State
 
-_FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
 ROUNDS = 60
 _ENTRIES = 40_000.0  # of tables, that take as long as what is done for every part of a net whatever its size
 _IDLE = 4  # rounds without progress: the LP that follows does better
@@ -71,7 +70,7 @@ class _Dual:
         self.known_s = problem.price(known).time_s
         self.first_s = self.known_s or 1.0
         self.best_s = 0.0
-        big_s = _FORBIDDEN * state.scale_s
+        big_s = FORBIDDEN * state.scale_s
         limit = problem.memory_limit_bytes
         self.limit = limit if np.isfinite(limit) else 0.0
         self.memory_s, self.late = 0.0, self._first_late()

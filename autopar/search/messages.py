@@ -14,6 +14,7 @@ import numpy as np
 from autopar.problem.types import Net
 from autopar.search.factors import column_marginal, row_marginal
 
+FORBIDDEN = 1e3  # of a time that no good solution exceeds, instead of infinity
 MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
 
 

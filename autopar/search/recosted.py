@@ -12,20 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.problem.presolve import Selected
+from autopar.problem.presolve import Choice, Selected
 from autopar.problem.types import Problem
 from autopar.search.descent import descend
-from autopar.search.messages import Messages, split
-from autopar.search.state import State
+from autopar.search.messages import FORBIDDEN, Messages, split
+from autopar.search.state import State, scale_s
 
 SWEEPS = 12
 """There and back so many times at most."""
 
 STALL = 1e-4
 """Relative: a bound that rises by less is as good as it gets."""
-
-_FORBIDDEN = 1e3  # of the sum of all finite costs, instead of infinity
-Choice = tuple[int, ...]
 
 
 class Recosted:
@@ -57,15 +54,14 @@ class Recosted:
 
     def _price(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]) -> None:
         own, tables = self._selected.costs(node_s, net_s)
-        scale_s = sum(float(np.abs(each).max()) for each in own) + sum(float(each[np.isfinite(each)].max(initial=0.0)) for each in tables)
-        self._messages.big_s, self._messages.own = _FORBIDDEN * (scale_s or 1.0), own
         nodes = tuple(replace(node, cost_s=each) for node, each in zip(self.problem.nodes, own, strict=True))
         nets = tuple(replace(net, cost_s=each) for net, each in zip(self.problem.nets, tables, strict=True))
         self.problem = replace(self.problem, nodes=nodes, nets=nets, _check=False)
-        for net, table, parts in zip(nets, tables, self._factors, strict=True):
+        self._messages.big_s, self._messages.own = FORBIDDEN * scale_s(self.problem), own
+        for table, parts in zip(tables, self._factors, strict=True):
             finite_s = np.where(np.isfinite(table), table, self._messages.big_s)
             for factor in parts:
-                factor.net, factor.table = net, factor.share * finite_s
+                factor.table = factor.share * finite_s
 
     def solution(self) -> Choice | None:
         """A choice of the whole problem that no single move makes better at the last costs; None where what the messages say ends at one that is forbidden."""

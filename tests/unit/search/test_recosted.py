@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.problem.types import Problem
 from autopar.search import exhaustive
+from autopar.search.messages import Messages
 from autopar.search.recosted import Recosted
 from tests.helpers.problems import random_problem
 
@@ -65,7 +67,6 @@ def test_nobody_sweeps_on_when_the_bound_is_high_enough() -> None:
     problem = plain(1)
     recosted = Recosted(problem)
     most_s = bound_s(recosted, problem)
-    swept: list[bool] = []
-    sweep = recosted._messages.sweep
-    recosted._messages.sweep = lambda *, forwards: (swept.append(forwards), sweep(forwards=forwards))  # type: ignore[method-assign, assignment, func-returns-value]
-    assert bound_s(recosted, problem, most_s / 2) >= most_s / 2 and swept == [True, False]
+    with patch.object(Messages, "sweep", autospec=True, side_effect=Messages.sweep) as sweep:
+        assert bound_s(recosted, problem, most_s / 2) >= most_s / 2
+    assert [call.kwargs["forwards"] for call in sweep.call_args_list] == [True, False]

@@ -24,6 +24,7 @@ from autopar.joint.models import Apart, Chosen, Models
 from autopar.joint.parting import only_place
 from autopar.onestage import CLOSE
 from autopar.pipeline.balance import memory_bytes
+from autopar.pipeline.rooms import rooms
 from autopar.pipeline.views import View, views
 from autopar.problem.graph import Program
 from autopar.problem.nets import Link
@@ -100,13 +101,13 @@ def _wanted(inner: Inner, alike: Chosen, here: _Place) -> Iterator[tuple[str, fl
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """One place of what was found: its number and kind, and of each stage its pieces `[first, stop)`, the microbatches that it keeps and its memory
-    by the sum of pieces, which is less than that of the device by as much as the walk over the emitted program has counted more."""
+    """One place of what was found: its number and kind, and of each stage its pieces `[first, stop)`, the microbatches that it keeps and its part (pipeline.rooms)
+    of the memory: of that of the device less as much as the walk over the emitted program has counted more than the sum of pieces."""
 
     number: int
     kind: int
     stages: tuple[tuple[int, int, int], ...]
-    limit_bytes: float
+    rooms: tuple[tuple[float, float], ...]
 
     @staticmethod
     def of(found: Found, place: int) -> _Place:
@@ -116,22 +117,21 @@ class _Place:
         edges = [0, *found.cuts.bounds, len(pieces.costs)]
         here = [index for index, at in enumerate(table.at) if at == place]
         parts = found.cuts.parts([pieces] * table.stages)
-        counted = sum(memory_bytes(parts[index], table.flying[index]) for index in here)
-        more = max(0.0, found.places_bytes[place] - counted)
+        more = max(0.0, found.places_bytes[place] - memory_bytes(*((parts[index], table.flying[index]) for index in here)))
         stages = tuple((edges[index], edges[index + 1], table.flying[index]) for index in here)
-        return _Place(place, kind, stages, (found.ground.limits[place] - more) / len(stages))
+        return _Place(place, kind, stages, tuple(rooms([pieces.table.need(flying, first, stop) for first, stop, flying in stages], found.ground.limits[place] - more)))
 
     def again(self, chosen: Chosen) -> float:
         """How many of its pieces are run again, as memory wants it; infinite where it does not fit."""
         table = chosen.on(self.number, self.kind).table
-        counts = [table.again(*stage, self.limit_bytes) for stage in self.stages]
+        counts = [table.again(*stage, *room) for stage, room in zip(self.stages, self.rooms, strict=True)]
         return math.inf if None in counts else sum(n for n in counts if n)
 
     def time_s(self, chosen: Chosen) -> float:
         """Seconds of a microbatch, and of what it does once; infinite where it does not fit."""
         pieces, total_s = chosen.on(self.number, self.kind), 0.0
-        for first, stop, flying in self.stages:
-            again = pieces.table.again(first, stop, flying, self.limit_bytes)
+        for (first, stop, flying), room in zip(self.stages, self.rooms, strict=True):
+            again = pieces.table.again(first, stop, flying, *room)
             if again is None:
                 return math.inf
             total_s += pieces.table.time_s(first, stop, again)

@@ -30,6 +30,8 @@ from autopar.planner import bare_plan
 from autopar.problem.graph import Program, Ref
 from autopar.recipes import offload as offloads
 
+UNEVEN = 0.01  # relative: places that are busier than their mean by so much
+
 
 @dataclass(frozen=True, eq=False)
 class Found:
@@ -87,12 +89,14 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground,
     flat = bare_plan(inner.whole, inner.mesh(shape), chosen.model.decode(chosen.solution.choice), name, cluster=ground.places.cluster)
     here = _Laying(inner, shape, table, ground, chosen, flat, whole)
     even, times = _cut(here, ())
-    if table.stages == 1 or not _waits_for_links(times):
-        return even
-    with suppress(InfeasibleError):
-        other, _ = _cut(here, _sends_s(here))
-        return min(even, other, key=lambda found: found.step_s)
-    return even
+    found = [even]
+    if table.kind.virtual > 1 and _unevenly_busy(table, times):
+        with suppress(InfeasibleError):
+            found.append(_cut(here, (), by_place=True)[0])
+    if table.stages > 1 and _waits_for_links(times):
+        with suppress(InfeasibleError):
+            found.append(_cut(here, _sends_s(here))[0])
+    return min(found, key=lambda f: f.step_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +120,13 @@ def _waits_for_links(times: Sequence[StageTime]) -> bool:
     return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
 
 
-def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[StageTime]]:
+def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
+    """Whether one place has more to do than others, so that a cut may be faster that makes a stage longer and this place less busy."""
+    busy = _by_place(table, [time.of("F") + time.of("B") for time in times])
+    return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
+
+
+def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
     """It cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
     inner, shape, table, ground = here.inner, here.shape, here.table, here.ground
     pieces = _by_stage(here)
@@ -124,14 +134,10 @@ def _cut(here: _Laying, sends_s: Sequence[float]) -> tuple[Found, Sequence[Stage
 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
-        cuts = balance(pieces, table.flying, [limits[place] / table.kind.virtual for place in table.at], sends_s, inner.barred)
+        cuts = balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at, by_place=by_place)
         on = here.parted(cuts)
         parts = cuts.parts(pieces if on is here else _by_stage(on))
         held = _held(parts, table)
-        for place, (nbytes, limit) in enumerate(zip(held, limits, strict=True)):
-            if nbytes > limit:
-                raise InfeasibleError(f"place {place} needs {nbytes / 2**30:.2f} GiB, {limit / 2**30:.2f} GiB are there",
-                                      missing_bytes=nbytes - limit)
         plan, program = _assembled(on, cuts), on.inner.whole.program
         _check_trained(program, plan)
         return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
@@ -208,7 +214,8 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
     rest = _by_place(table, [sum(c.rest_bytes for c in part) for part in parts])
     if not all(rest):
         raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter")
-    return _by_place(table, [memory_bytes(part, n) for part, n in zip(parts, table.flying, strict=True)])
+    stages = [*zip(parts, table.flying, strict=True)]
+    return [memory_bytes(*(stage for stage, at in zip(stages, table.at, strict=True) if at == place)) for place in range(table.places)]
 
 
 def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:

@@ -13,6 +13,7 @@ from autopar.joint.laid import Found, lay
 from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
+from autopar.joint.timetables import Kind, Timetable
 from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.search.descent import fits
@@ -27,8 +28,7 @@ def _inner(cluster: str = "h100:2x2") -> Inner:
 
 
 def _found(inner: Inner) -> Found:
-    pricing = Pricing(inner, SEARCH)
-    return pricing.price(SHAPE, pricing.tables(SHAPE), "none", exact=True)
+    return Pricing(inner, SEARCH).price(SHAPE, [Timetable(Kind("1f1b"), SHAPE.places, SHAPE.microbatches)], "none", exact=True)
 
 
 def _worse(inner: Inner, found: Found) -> Found:

@@ -42,7 +42,7 @@ def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float
     for bounds in itertools.combinations([place for place in range(1, count) if place not in barred], len(kinds) - 1):
         slowest: list[float] = []
         for here, (a, b), n, limit in zip(kinds, itertools.pairwise((0, *bounds, count)), flying, limits, strict=True):
-            fits = [k for k in range(b - a + 1) if memory_bytes([*here.again[a:a + k], *here.costs[a + k:b]], n) <= limit]
+            fits = [k for k in range(b - a + 1) if memory_bytes(([*here.again[a:a + k], *here.costs[a + k:b]], n)) <= limit]
             slowest += [sum(c.micro_s for c in (*here.again[a:a + fits[0]], *here.costs[a + fits[0]:b]))] if fits else []
         every += [max(*slowest, *_links_s(bounds, sends, barred))] if len(slowest) == len(kinds) else []
     return min(every, default=None)
@@ -58,7 +58,7 @@ def _check(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[floa
     found = balance(kinds, flying, limits, sends, barred)
     assert not set(found.bounds) & set(barred)
     parts = found.parts(kinds)
-    assert all(memory_bytes(part, n) <= limit for part, n, limit in zip(parts, flying, limits, strict=True))
+    assert all(memory_bytes((part, n)) <= limit for part, n, limit in zip(parts, flying, limits, strict=True))
     assert max(*(sum(c.micro_s for c in part) for part in parts), *_links_s(found.bounds, sends, barred)) == pytest.approx(best)
 
 

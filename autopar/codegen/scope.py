@@ -272,7 +272,7 @@ class ScopeWriter:
             (f"{blocks}[:{again}]", again, True, counted), (f"{blocks}[{again}:]", count - again, False, False)]
         for which, times, reruns, first in loops:
             self.say(f"for i, block in enumerate({which}):" if first else f"for block in {which}:",
-                     f"{times} x {self.context.class_of(run.scope)}{', run again in the backward' if reruns else ''}")
+                     f"{self.said(times)}{self.context.class_of(run.scope)}{', run again in the backward' if reruns else ''}")
             self._carry(list(zip(carried, changes, strict=True)), first=first)
             call = f"remat(block, {arguments})" if reruns else f"block({arguments})"
             self.say(f"    {', '.join([*carried, *(['*changed'] if run.mutated else [])])} = {call}")
@@ -292,6 +292,10 @@ class ScopeWriter:
     def instances(self, run: Run) -> int:
         """How many blocks of `run` the loop goes over."""
         return run.count
+
+    def said(self, times: int) -> str:
+        """How many blocks a loop goes over, in front of their class."""
+        return f"{times} x "
 
     def again(self, run: Run) -> int:
         """How many of the first of these blocks are run again in the backward."""

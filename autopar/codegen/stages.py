@@ -1,7 +1,8 @@
 """The emitted classes of a pipeline: one per stage, and the model that holds them.
 
 A stage's forward takes what it receives, the inputs and totals that it reads and the sizes, and returns two tuples: what
-it sends to the next stage, and the model's results that are made in it. One call is one microbatch.
+it sends to the next stage, and the model's results that are made in it. One call is one microbatch. A stage that differs from
+an earlier one only by the instances of its blocks is a subclass of that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     """The stage classes and the model class."""
     found = views(context.program, context.plan)
     _check_buffers(context.program, found)
-    return "\n".join([*(_stage(context, gm, view, names, len(found)) for view in found), _model(context, gm, names, len(found))])
+    bases: dict[tuple[str, ...], int] = {}  # what stages do -> the first one that does it
+    stages = []
+    for view in found:
+        does = tuple(_does(context, gm, view, names))
+        base = bases.setdefault(does, view.index)
+        stages.append(_stage(context, view, len(found), *(("Stage", does) if base == view.index else (f"Stage{base}", ()))))
+    return "\n".join([*stages, _model(context, gm, names, len(found))])
 
 
 def _check_buffers(program: Program, found: Sequence[View]) -> None:
@@ -78,6 +85,10 @@ class StageWriter(ScopeWriter):
         first, stop = self.view.blocks[run.scope]
         return stop - first
 
+    def said(self, times: int) -> str:
+        """Nothing: what the stage is about says it, and stages with other numbers do the same."""
+        return ""
+
     def again(self, run: Run) -> int:
         """How many of the first of them are run again in the backward."""
         plan = self.context.plan
@@ -88,28 +99,32 @@ class StageWriter(ScopeWriter):
         self.say(f"return {_tuple([self.names[ref] for ref in self.view.sends])}, {_tuple(values)}")
 
 
-def _stage(context: Context, gm: fx.GraphModule, view: View, names: Names, count: int) -> str:
+def _stage(context: Context, view: View, count: int, base: str, does: Sequence[str]) -> str:
+    """The class of a stage: which blocks it has, and what it `does` that its base class does not."""
+    return "\n".join([
+        "", f"class Stage{view.index}({base}):",
+        f'{INDENT}"""Stage {view.index} of {count}, on place {context.plan.stages[view.index].place} of {context.plan.places}: {_content(context, view)}."""', "",
+        run_table(context, view.blocks), *(("", *does) if does else ()), ""])
+
+
+def _does(context: Context, gm: fx.GraphModule, view: View, names: Names) -> list[str]:
+    """What a stage reads and returns, and how it makes it."""
     writer = StageWriter(context, gm, view)
     received, given = [[writer.names[ref] for ref in refs] for refs in (view.receives, view.given)]
     lines = writer.write()
-    program, plan = context.program, context.plan
     user_names = _user_names(context, names)
     arguments = [*received, *(writer.names[name, 0] for name in view.inputs), *given]
-    text = [
-        "", f"class Stage{view.index}(Stage):",
-        f'{INDENT}"""Stage {view.index} of {count}, on place {plan.stages[view.index].place} of {plan.places}: {_content(context, view)}."""', "",
+    return [
         f"{INDENT}INPUTS = {tuple(user_names[name] for name in view.inputs)!r}",
         f"{INDENT}TOTALS = {tuple(_key(ref) for ref in view.given)!r}",
         f"{INDENT}RESULTS = {tuple(number for number, _ in view.results)!r}",
         *([] if view.separable else [f"{INDENT}SEPARABLE = False"]),
-        *parameter_tables(context, [program.ops[name] for name in view.held]),
-        run_table(context, view.blocks), "",
+        *parameter_tables(context, [context.program.ops[name] for name in view.held]), "",
         f"{INDENT}@staticmethod",
         f"{INDENT}def receives({', '.join(context.symbols)}):",
         *(f"{INDENT * 2}{line}" for line in _received(context, view.receives)), "",
         signature("forward", arguments, context.symbols),
-        *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
-    return "\n".join(text)
+        *(f"{INDENT * 2}{line}".rstrip() for line in lines)]
 
 
 def _content(context: Context, view: View) -> str:

@@ -91,3 +91,18 @@ def test_a_class_per_distinct_block(name, count):
 def test_the_same_plan_gives_the_same_text():
     fresh = autopar.compile(*[Stack(blocks("t" + "r" * 5 + "t" * 4)), "cpu:1x2", batch(8)], recipe="ddp")
     assert fresh.source == compiled("stack", "ddp").source
+
+
+def test_stages_that_do_the_same_are_written_once() -> None:
+    """A stage with other blocks than an earlier one, and nothing else that is different, is a subclass of that with its blocks only."""
+    source = autopar.compile(Stack(blocks("t" * 16)), "cpu:1x2", batch(8), recipe="interleaved").source
+    stages = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name.startswith("Stage")}
+    bases = {name: ast.unparse(node.bases[0]) for name, node in stages.items()}
+    alike = {name: base for name, base in bases.items() if base != "Stage"}
+    assert len(stages) == 4 and alike, "some stages have the same number of blocks"
+    for name, base in alike.items():
+        assert bases[base] == "Stage"
+        about, (blocks_of, blocks_of_base) = stages[name].body[0], [[ast.unparse(line) for line in stages[each].body if "RUNS =" in ast.unparse(line)] for each in (name, base)]
+        assert len(stages[name].body) == 2 and isinstance(about, ast.Expr) and blocks_of != blocks_of_base
+    bodies = ["".join(ast.unparse(line) for line in node.body[1:] if "RUNS =" not in ast.unparse(line)) for name, node in stages.items() if name not in alike]
+    assert len(set(bodies)) == len(bodies)

@@ -23,8 +23,8 @@ from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
 from autopar.joint.parting import only_place
 from autopar.onestage import CLOSE
-from autopar.pipeline.balance import memory_bytes
 from autopar.pipeline.rooms import rooms
+from autopar.pipeline.stretches import memory_bytes
 from autopar.pipeline.views import View, views
 from autopar.problem.graph import Program
 from autopar.problem.nets import Link

@@ -132,7 +132,7 @@ class Timed:
 
     def __init__(self, inner: Inner, pricing: Pricing, shape: Shape) -> None:
         self.inner, self.shape = inner, shape
-        self.tables = list(pricing.all_tables(shape))
+        self.tables = pricing.tables(shape)
         if not self.tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         self.models: Models = pricing.models(shape)

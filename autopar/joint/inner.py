@@ -135,6 +135,11 @@ class Inner:
         """How many pieces there are."""
         return len(self.units)
 
+    @cached_property
+    def alike(self) -> int:
+        """How many of them are blocks, of which stages have about the same number; all where there are none."""
+        return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
+
     def work(self, places: int, level: str = "none") -> Work:
         """The least work of a step on one place or on several, with all blocks run again at one of problem.remat.LEVELS."""
         parts = self.request.cluster.parts

@@ -20,9 +20,11 @@ from autopar.joint.timetables import Timetable
 from autopar.memory import hosts, predict
 from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
-from autopar.pipeline.balance import Cost, Cuts, Pieces, balance, memory_bytes
+from autopar.pipeline.balance import balance
+from autopar.pipeline.filling import Cuts
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.shared import shared_weights
+from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
@@ -31,6 +33,7 @@ from autopar.problem.graph import Program, Ref
 from autopar.recipes import offload as offloads
 
 UNEVEN = 0.01  # relative: places that are busier than their mean by so much
+ALIKE = 1e-3  # relative: of cuts whose steps differ by no more the most even one is taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +93,14 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground,
     here = _Laying(inner, shape, table, ground, chosen, flat, whole)
     even, times = _cut(here, ())
     found = [even]
-    if table.kind.virtual > 1 and _unevenly_busy(table, times):
+    if table.virtual > 1 and _unevenly_busy(table, times):
         with suppress(InfeasibleError):
             found.append(_cut(here, (), by_place=True)[0])
     if table.stages > 1 and _waits_for_links(times):
         with suppress(InfeasibleError):
             found.append(_cut(here, _sends_s(here))[0])
-    return min(found, key=lambda f: f.step_s)
+    fastest_s = min(f.step_s for f in found)
+    return next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
 
 
 @dataclass(frozen=True, eq=False)

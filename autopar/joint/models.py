@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.joint.kinds import Weights
-from autopar.pipeline.balance import Cost, Pieces
 from autopar.pipeline.costs import costs
 from autopar.pipeline.once import Update, shared_updates
+from autopar.pipeline.stretches import Cost, Pieces
 from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.remat import Levels, levels, rematerialised

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.inner import Inner
+from autopar.joint.kinds import Ground
 from autopar.joint.laid import Found, lay
-from autopar.joint.models import Models
+from autopar.joint.models import Chosen, Models
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
-from autopar.joint.timetables import Timetable, timetable
+from autopar.joint.timetables import Kind, Timetable, timetable
 from autopar.joint.worth import least_s
 from autopar.onestage import CLOSE, FULL
 from autopar.pipeline.schedules import SCHEDULES
@@ -116,7 +117,7 @@ class Pricing:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
             raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.mean_bytes(shape.places))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.inner.grounds(shape))
-        return fastest(ways, lambda way: lay(self.inner, self.space.name, shape, *way, chosen, whole=exact))
+        return fastest(ways, lambda way: lay(self.inner, self.space.name, shape, *way, chosen, whole=exact), lambda way: work_s(*way, chosen))
 
     def _may_hold(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""
@@ -161,34 +162,43 @@ class Pricing:
         return used
 
     def tables(self, shape: Shape) -> list[Timetable]:
-        """The timetables of the space that can run `shape`, none of which another beats; of several that are the same on it one."""
-        found: dict[tuple[float, float], Timetable] = {}
-        for table in self.all_tables(shape):
-            found.setdefault((round(table.length, 9), table.kept), table)
-        return [t for t in found.values() if not any(o.length <= t.length and o.kept < t.kept for o in found.values())]
+        """The timetables of the space that can run `shape`."""
+        decided = (each for kind in self.space.kinds for each in kind.decided(shape.places, shape.microbatches, self.inner.alike))
+        return [table for kind in decided if (table := self._table(kind, shape)) is not None]
 
-    def all_tables(self, shape: Shape) -> Iterator[Timetable]:
-        """All timetables of the space that can run `shape`."""
-        for kind in self.space.kinds:
-            if shape.places == 1 and (kind.virtual > 1 or SCHEDULES[kind.schedule].splits_backward):
-                continue
-            if shape.places * kind.virtual > self.inner.pieces:
-                continue
-            table = timetable(kind, shape.places, shape.microbatches)
-            with suppress(PlanError):
-                if table.flying:  # raises where the schedule cannot
-                    yield table
+    def _table(self, kind: Kind, shape: Shape) -> Timetable | None:
+        """The timetable of one kind; None where it cannot run `shape`."""
+        table = timetable(kind, shape.places, shape.microbatches)
+        if (shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)) or table.stages > self.inner.pieces:
+            return None
+        try:
+            return table if table.flying else None
+        except PlanError:
+            return None
 
 
-def fastest(ways: Iterable[Way], price: Callable[[Way], Found]) -> Found:
-    """The fastest of what `price` makes of each. Raises the last InfeasibleError where that is nothing."""
-    found: list[Found] = []
+def work_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
+    """Seconds of a step in which nothing is run again that need not be, and all places are as busy as the even stages of `table` let them be: no cut makes less of
+    `chosen`. Nothing is known of places that are faster where others wait."""
+    if ground.places.device(0).alone > 1:
+        return 0.0
+    each_s = [sum(c.micro_s for c in chosen.on(place, kind).costs) for place, kind in enumerate(ground.kinds)]
+    return table.least_length * table.places / sum(1 / seconds for seconds in each_s)
+
+
+def fastest(ways: Iterable[Way], price: Callable[[Way], Found], least_s: Callable[[Way], float]) -> Found:
+    """The fastest of what `price` makes of each, but for those whose `least_s` is no less than what others take. Raises the last InfeasibleError where that is nothing."""
+    best: Found | None = None
     failed = InfeasibleError("")
     for way in ways:
+        if best is not None and least_s(way) >= best.step_s:
+            continue
         try:
-            found.append(price(way))
+            found = price(way)
         except InfeasibleError as error:
             failed = error
-    if not found:
+            continue
+        best = found if best is None or found.step_s < best.step_s else best
+    if best is None:
         raise failed
-    return min(found, key=lambda f: f.step_s)
+    return best

@@ -6,7 +6,7 @@ schedules that run all microbatches forward first neither, for the same reason. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -18,15 +18,29 @@ from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule by name and how many stages each place has under it."""
+    """A schedule by name and how many stages each place has under it; None where that is to be chosen."""
 
     schedule: str
-    virtual: int = 1
+    virtual: int | None = 1
+
+    def decided(self, places: int, microbatches: int, pieces: int) -> Iterator[Kind]:
+        """It, or of a kind that leaves open how many stages each place has, one for each number of them that is worth it: `pieces` cannot be spread as evenly over
+        fewer stages, and places wait so much less than with fewer stages that the step is shorter by WORTH."""
+        if self.virtual is not None:
+            yield self
+            return
+        waits = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)  # of one stage per place, in microbatches; v stages make it 1/v
+        before = microbatches + waits
+        even = {-(-pieces // (places * each)) for each in range(1, pieces // places + 1)}
+        for virtual in sorted({2, *(n for n in even if n > 2)}):
+            if (length := microbatches + waits / virtual) <= before * (1 - WORTH) or virtual == 2:
+                before = length
+                yield Kind(self.schedule, virtual)
 
 
-SEARCHED = (Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("interleaved_1f1b", 4), Kind("interleaved_zero_bubble", 2),
-            Kind("zbv_zero_bubble", 2), Kind("dualpipev", 2))
+SEARCHED = (Kind("1f1b"), Kind("interleaved_1f1b", None), Kind("interleaved_zero_bubble", None), Kind("zbv_zero_bubble", 2), Kind("dualpipev", 2))
 
+WORTH = 0.02  # relative: more stages per place are tried where the step is shorter by so much
 ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
 
 
@@ -45,9 +59,15 @@ class Timetable:
         return SCHEDULES[self.kind.schedule]
 
     @property
+    def virtual(self) -> int:
+        """How many stages each place has."""
+        assert self.kind.virtual is not None, "a timetable is of a kind that leaves nothing open"
+        return self.kind.virtual
+
+    @property
     def stages(self) -> int:
         """How many stages the model is cut into."""
-        return self.places * self.kind.virtual
+        return self.places * self.virtual
 
     @property
     def at(self) -> list[int]:
@@ -89,6 +109,11 @@ class Timetable:
         split = self.schedule.splits_backward
         even = StageTime(third, third if split else 2 * third, third if split else 0.0)
         return max(self.ends_s([even] * self.stages))
+
+    @property
+    def least_length(self) -> float:
+        """The same, as short as it may be however long forward, backward and weights take: what is taken apart may fill all waits."""
+        return self.microbatches / self.places if self.schedule.splits_backward else self.length
 
     @cached_property
     def kept(self) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.pipeline.balance import Cost
 from autopar.pipeline.lines import BLOCKS
 from autopar.pipeline.passes import Passes
+from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program

@@ -87,3 +87,7 @@ class Budgets:
         spare = max(live, *(other.live for other in before)) if before else live
         held = (limit - spare) * float(self.memory[stage]) - sum(other.held for other in before)
         return May(limit_s * float(self.time[stage]) - sum(other.seconds for other in before), held + spare, spare)
+
+    def mean_s(self, seconds: Sequence[float]) -> float:
+        """The most that a stage and all before it on its place take, in the mean of these."""
+        return max((own + sum(seconds[other] for other in self.before[stage])) / float(self.time[stage]) for stage, own in enumerate(seconds))

@@ -82,7 +82,7 @@ def found(cluster: Cluster, schedule: str = "1f1b") -> tuple[Inner, Found]:
     """The stack on two places of two devices, laid out alike."""
     inner = Inner(stack().captured.gm, {"b": ROWS}, Request(cluster, Settings("train"), time_limit_s=20.0))
     pricing = Pricing(inner, SEARCH)
-    tables = [table for table in pricing.all_tables(SHAPE) if table.kind.schedule == schedule]
+    tables = [table for table in pricing.tables(SHAPE) if table.kind.schedule == schedule]
     return inner, pricing.price(SHAPE, tables[:1], "none", exact=True)
 
 

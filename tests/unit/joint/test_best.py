@@ -31,7 +31,7 @@ class All(Explorer):
         prover = Prover(self.inner)
         for shape in self.space.shapes(self.inner):
             bound_s = prover.bound_s(shape, effort=Effort(3))
-            for table in self.pricing.all_tables(shape):
+            for table in self.pricing.tables(shape):
                 for level in LEVELS:
                     try:
                         here = self.pricing.price(shape, [table], level, exact=True)

@@ -25,7 +25,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.memory import predict
 from autopar.onestage import CLOSE
-from autopar.pipeline.balance import Cuts
+from autopar.pipeline.filling import Cuts
 from autopar.plan import Plan
 from autopar.problem.floor import least_wait
 from autopar.problem.reading import read
@@ -122,7 +122,7 @@ def test_no_cut_and_no_order_is_faster(name: str, monkeypatch: pytest.MonkeyPatc
     """Of all places where the stack can be cut for two places, and both orders."""
     inner = Inner(graph(), {"b": BATCH}, Request(two_kinds("cpu:1x2", 2.0), recipe=name))
     shape, walk = Shape(2, (2,), 16), Explorer(inner, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60)
-    (table,) = walk.pricing.all_tables(shape)
+    (table,) = walk.pricing.tables(shape)
     chosen = inner.solve(inner.models(shape, (roles.data,)), table, "none", exact=True)
     assert isinstance(chosen.models, Mixed) and len(chosen.pieces) == 2
     grounds = inner.grounds(shape)

@@ -52,7 +52,7 @@ def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: in
     for claim in claims:
         bound_s = prover.together_s(claim.shapes)
         for shape in claim.shapes:
-            for table in pricing.all_tables(shape) if shape.microbatches > 1 else ():
+            for table in pricing.tables(shape) if shape.microbatches > 1 else ():
                 with suppress(InfeasibleError):
                     assert pricing.price(shape, [table], "none", exact=True).step_s >= bound_s * (1 - 1e-6), shape
                     priced += 1
@@ -119,7 +119,7 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
     assert Prover(inner).bound_s(shape) <= roomy.step_s
     short = Pricing(inner.limited(0.85 * roomy.memory_bytes), SEARCH)
     bound_s = Prover(short.inner).bound_s(shape)
-    for table in short.all_tables(shape):
+    for table in short.tables(shape):
         for level in LEVELS:
             with suppress(InfeasibleError):
                 assert short.price(shape, [table], level, exact=True).step_s >= bound_s * (1 - 1e-9)
@@ -135,7 +135,7 @@ def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
     pricing = Pricing(inner, SEARCH)
     here = Timed(inner, pricing, shape)
     whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, CLOSEST, [])
-    assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.all_tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
+    assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
 
 
 @pytest.mark.parametrize(("places", "mesh", "microbatches"), [(2, (1,), 4), (1, (2,), 4)])
@@ -150,7 +150,7 @@ def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(p
         short = inner.limited(share * roomy.memory_bytes)
         bounds.append(Timed(short, Pricing(short, SEARCH), shape).bound_s(math.inf, hosted=True))
         pricing = Pricing(short.hosted("parameters"), SEARCH)
-        for table in pricing.all_tables(shape):
+        for table in pricing.tables(shape):
             for level in LEVELS:
                 with suppress(InfeasibleError):
                     assert pricing.price(shape, [table], level, exact=True).step_s >= bounds[-1] + pricing.inner.late_s - 1e-9 * bounds[-1]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autopar.joint.timetables import SEARCHED, Kind, Timetable
+from autopar.joint.timetables import SEARCHED, WORTH, Kind, Timetable
 from autopar.pipeline.flow import finishes_s
 from autopar.pipeline.orders import StageTime, in_flight, orders
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])
-@pytest.mark.parametrize("kind", SEARCHED, ids=lambda kind: f"{kind.schedule}-{kind.virtual}")
+@pytest.mark.parametrize("kind", [kind for searched in SEARCHED for kind in searched.decided(4, 4, 32)], ids=lambda kind: f"{kind.schedule}-{kind.virtual}")
 def test_a_long_step_is_told_from_short_ones(kind: Kind, places: int) -> None:
     table = Timetable(kind, places, 16 * places)
     assert len(table.short) == 2
@@ -31,3 +34,27 @@ def test_even_stages_wait_as_the_formula_of_1f1b_says() -> None:
     table = Timetable(Kind("1f1b"), 4, 32)
     assert table.length == pytest.approx((32 + 3) / 4)
     assert table.kept == 1.0 and table.flying == [4, 3, 2, 1]
+
+
+OPEN = [kind for kind in SEARCHED if kind.virtual is None]
+
+
+@pytest.mark.parametrize("kind", OPEN, ids=lambda kind: kind.schedule)
+@given(st.integers(2, 6), st.integers(1, 8), st.integers(2, 40))
+def test_each_number_of_stages_is_worth_it(kind: Kind, places: int, rounds: int, pieces: int) -> None:
+    """Each spreads pieces more evenly than fewer stages do, or is the least there is, and makes a step of even stages shorter by so much."""
+    found = [each.virtual or 0 for each in kind.decided(places, places * rounds, pieces)]
+    lengths = [Timetable(each, places, places * rounds).length for each in kind.decided(places, places * rounds, pieces)]
+    assert found[0] == 2 and found == sorted(set(found))
+    assert all(after <= before * (1 - WORTH) * (1 + 1e-9) for before, after in itertools.pairwise(lengths))
+    most = [-(-pieces // (places * virtual)) for virtual in found]
+    assert most == sorted(set(most), reverse=True) or most[0] == 1
+
+
+@pytest.mark.parametrize("kind", OPEN, ids=lambda kind: kind.schedule)
+def test_blocks_that_are_a_stage_each_are_tried(kind: Kind) -> None:
+    """Llama-3 405B has 126 blocks and was trained with 16 places of 8 stages, https://arxiv.org/abs/2407.21783, section 3.3.2: an even share of its embedding and head
+    is left to two more."""
+    assert Kind(kind.schedule, 8) in kind.decided(16, 16, 126)
+    assert [*Kind("1f1b").decided(16, 16, 126)] == [Kind("1f1b")]
+    assert [each.virtual for each in kind.decided(4, 1024, 126)] == [2]  # where the pipeline is always full there is nothing to wait for

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.pipeline.balance import Cost, Pieces, balance, memory_bytes
+from autopar.pipeline.balance import balance
+from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 
 PIECES = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 9).map(float),
                             st.integers(0, 3).map(float)), min_size=3, max_size=8)

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.joint.timetables import Kind, Timetable
-from autopar.pipeline.balance import Cost, Cuts, Pieces, balance, memory_bytes
+from autopar.pipeline.balance import balance
+from autopar.pipeline.filling import Cuts
 from autopar.pipeline.rooms import Budgets, Need, Spent, rooms, split
+from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 
 NEEDS = st.lists(st.builds(lambda held, share, live, more: Need(held, share * held, live, live + more), st.floats(0, 100), st.floats(0, 1), st.floats(0, 9), st.floats(0, 9)),
                  min_size=1, max_size=4)

@@ -1,0 +1,148 @@
+"""Stages filled with pieces one after the other, each with as many as it may have."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.pipeline.rooms import Budgets, May, Spent
+from autopar.pipeline.stretches import Cost, Pieces, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first pieces are run
+    again in the backward."""
+
+    bounds: list[int]
+    again: list[int]
+
+    def parts(self, pieces: Sequence[Pieces]) -> list[list[Cost]]:
+        """What each stage is made of; `pieces` are those of the place of each stage."""
+        edges = [0, *self.bounds, len(pieces[0].costs)]
+        return [[*here.again[a:a + n], *here.costs[a + n:b]]
+                for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)]
+
+
+class Links:
+    """Seconds that a cut in front of each piece but the first keeps a link busy."""
+
+    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int]) -> None:
+        self.count = count
+        self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
+        self.free = np.ones(count - 1, dtype=bool)
+        self.free[[place - 1 for place in barred]] = False
+
+    @property
+    def count_of_cuts(self) -> int:
+        """How many places there are to cut at."""
+        return int(self.free.sum())
+
+    @property
+    def fullest_s(self) -> float:
+        """Seconds of the link of the cut that sends most."""
+        return float(self.seconds[self.free].max(initial=0.0))
+
+    @cached_property
+    def _emptiest_s(self) -> float:
+        """Seconds of the link of the cut that sends least."""
+        return float(self.seconds[self.free].min(initial=np.inf))
+
+    def fullest_of_s(self, bounds: Sequence[int]) -> float:
+        """Seconds of the fullest link of some cuts; none where all of them send no more than the one that sends least."""
+        fullest = max((float(self.seconds[at - 1]) for at in bounds), default=0.0)
+        return fullest if fullest > self._emptiest_s else 0.0
+
+    def ends(self, limit_s: float) -> list[int]:
+        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that sends least."""
+        allowed = max(limit_s, self._emptiest_s)
+        return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
+
+
+class Filling:
+    """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send, and with those before it on its place `mean_s` each
+    in the mean."""
+
+    def __init__(self, tables: Sequence[Table], links: Links, in_flight: Sequence[int], budgets: Budgets, stage_s: float, mean_s: float) -> None:
+        self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s = tables, links, in_flight, budgets, stage_s, mean_s
+        self.ends = links.ends(stage_s)  # where a stage may end
+        self.edges = [0]  # where each stage begins, and the last one ends
+        self.may: list[May] = []
+        self.spent: list[Spent] = []
+        self.never: dict[tuple[int, int], None] = {}  # stages, and where they cannot end
+
+    def fill(self) -> bool:
+        """Whether no piece is left."""
+        for stage in range(len(self.tables)):
+            self.may.append(self.budgets.of(stage, self._mean_s, self.spent))
+            end = self._furthest(stage)
+            if end is not None:
+                self.edges.append(end)
+            elif not any(self._ends_at(stage, stop) for stop in reversed(self.ends[:bisect_right(self.ends, self.edges[-1])])):
+                return False
+            else:
+                self.spent = [self._spent(other) for other in range(stage)]
+            self.spent.append(self._spent(stage))
+        return self.edges[-1] == self.ends[-1]
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where the stages begin, and what they run again."""
+        return Cuts(self.edges[1:-1], [self._again(stage, *edges) or 0 for stage, edges in enumerate(itertools.pairwise(self.edges))])
+
+    def longest_s(self) -> float:
+        """Seconds of the slowest stage or of the fullest link."""
+        return max(self.links.fullest_of_s(self.edges[1:-1]), *(spent.seconds for spent in self.spent))
+
+    def mean_s(self) -> float:
+        """Seconds of a stage and all before it on its place, in the mean of these, of those that take longest."""
+        return self.budgets.mean_s([spent.seconds for spent in self.spent])
+
+    def _again(self, stage: int, first: int, stop: int) -> int | None:
+        """How many of the first pieces of `[first, stop)` a stage runs again; None where it cannot have them."""
+        table, (limit_s, *room) = self.tables[stage], self.may[stage]
+        limit_s = min(limit_s, self._stage_s) * (1 + 1e-12)
+        if table.slow(first, stop, limit_s):
+            return None
+        again = table.again(first, stop, self.in_flight[stage], *room)
+        slow = again is not None and table.time_s(first, stop, again) > limit_s
+        return None if slow else again
+
+    def _spent(self, stage: int) -> Spent:
+        """What a stage takes as it is."""
+        table, (first, stop), flying = self.tables[stage], self.edges[stage:stage + 2], self.in_flight[stage]
+        again = self._again(stage, first, stop) or 0
+        held = table.held(first, stop, flying) - flying * float(table.freed[first + again] - table.freed[first])
+        live = max(table.live(first, stop), float(table.live_again[first:first + again].max(initial=0.0)))
+        return Spent(table.time_s(first, stop, again), held, live)
+
+    def _furthest(self, stage: int) -> int | None:
+        """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the next one."""
+        first, ends = self.edges[-1], self.ends
+        low, high = bisect_right(ends, first), len(ends) - len(self.tables) + stage
+        if low > high or self._again(stage, first, ends[low]) is None:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._again(stage, first, ends[middle]) is not None else (low, middle - 1)
+        return ends[low]
+
+    def _ends_at(self, stage: int, stop: int) -> bool:
+        """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer pieces if need be, as
+        where it is on a slower or smaller place and cannot have the piece that they have left. False where that cannot be."""
+        if self.edges[stage] < stop:
+            self.edges[stage + 1:] = [stop]
+            return True
+        for first in reversed(self.ends[:bisect_left(self.ends, stop)] if stage and (stage, stop) not in self.never else ()):
+            if self._again(stage, first, stop) is None:
+                break
+            if self._ends_at(stage - 1, first):
+                self.edges[stage + 1:] = [stop]
+                return True
+        self.never[stage, stop] = None
+        return False

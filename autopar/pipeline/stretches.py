@@ -1,0 +1,110 @@
+"""What pieces of a model cost, and time and memory of any stretch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.pipeline.rooms import Need
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
+    step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
+    of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
+    one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
+    where it begins with it. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
+
+    micro_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    rest_bytes: float = 0.0
+    live_bytes: float = 0.0
+    forward_s: float = 0.0
+    inputs_s: float = 0.0
+    weights_s: float = 0.0
+    both_s: float = 0.0
+    ends_s: tuple[tuple[float, float, float], ...] = ()
+    hidden_s: tuple[float, float] = (0.0, 0.0)
+
+
+def memory_bytes(*stages: tuple[Sequence[Cost], int]) -> float:
+    """Bytes of a place with these stages, of the pieces of each and of how many microbatches it keeps: what is there only while a piece runs is that of one at a time."""
+    held = sum(c.rest_bytes + in_flight * c.kept_bytes for costs, in_flight in stages for c in costs)
+    return held + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """All pieces of a model as they cost on one kind of place, and as they cost where they are run `again` in the backward."""
+
+    costs: Sequence[Cost]
+    again: Sequence[Cost]
+
+    @cached_property
+    def table(self) -> Table:
+        """Time and memory of any stretch of them."""
+        return Table(self.costs, self.again)
+
+
+class Table:
+    """Running sums over the pieces: of any stretch of them, time and memory at once."""
+
+    def __init__(self, costs: Sequence[Cost], again: Sequence[Cost]) -> None:
+        self.count = len(costs)
+        self.seconds = _sums([c.micro_s for c in costs])
+        self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
+        self.rest = _sums([c.rest_bytes for c in costs])
+        self.kept = _sums([c.kept_bytes for c in costs])
+        self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
+        live = np.array([c.live_bytes for c in costs])
+        self.live_again = np.array([c.live_bytes for c in again])
+        self._most = [live.tolist()]  # of 2^n pieces from each on
+        while 2 ** len(self._most) <= self.count:
+            last, half = self._most[-1], 2 ** (len(self._most) - 1)
+            self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
+        self._most_live = float(live.max())
+        self._slower = bool((np.diff(self.more) >= 0).all())  # no piece takes less where it is run again
+        self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, self.rest, self.kept))  # read one by one
+
+    def again(self, first: int, stop: int, flying: int, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
+        """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough. What they hold leaves `spare_bytes` at least for what is
+        there only while one of them runs."""
+        held = self.held(first, stop, flying)
+        if held + max(self._most_live, spare_bytes) <= limit_bytes or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes:
+            return 0
+        most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
+        left = held + most - flying * (self.freed[first + 1:stop + 1] - self.freed[first])
+        fits = np.flatnonzero(left <= limit_bytes)
+        return int(fits[0]) + 1 if len(fits) else None
+
+    def held(self, first: int, stop: int, flying: int) -> float:
+        """Bytes of what rests in `[first, stop)`, and of what `flying` microbatches keep of it."""
+        return self._rest[stop] - self._rest[first] + flying * (self._kept[stop] - self._kept[first])
+
+    def need(self, flying: int, first: int = 0, stop: int | None = None) -> Need:
+        """What a stage of `[first, stop)`, or of all pieces, takes; of what is there only while one of them runs that of most of them."""
+        stop = self.count if stop is None else stop
+        live, live_again = (float(np.median(each[first:stop])) for each in (self._most[0], self.live_again))
+        return Need(self.held(first, stop, flying), flying * float(self.freed[stop] - self.freed[first]), live, live_again)
+
+    def live(self, first: int, stop: int) -> float:
+        """The most bytes of `[first, stop)` that are there only while a piece runs: the most of two stretches that cover it."""
+        power = (stop - first).bit_length() - 1
+        return max(self._most[power][first], self._most[power][stop - 2**power])
+
+    def slow(self, first: int, stop: int, limit_s: float) -> bool:
+        """Whether a stage surely takes longer than `limit_s`, whatever memory wants."""
+        return self._slower and self._seconds[stop] - self._seconds[first] > limit_s
+
+    def time_s(self, first: int, stop: int, again: int) -> float:
+        """Seconds of a stage."""
+        return self._seconds[stop] - self._seconds[first] + self._more[first + again] - self._more[first]
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(values)])

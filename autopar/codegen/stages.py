@@ -40,8 +40,9 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     stages = []
     for view in found:
         does = tuple(_does(context, gm, view, names))
-        base = bases.setdefault(does, view.index)
-        stages.append(_stage(context, view, len(found), *(("Stage", does) if base == view.index else (f"Stage{base}", ()))))
+        first = bases.setdefault(does, view.index)
+        new = first == view.index
+        stages.append(_stage(context, view, len(found), "Stage" if new else f"Stage{first}", does if new else ()))
     return "\n".join([*stages, _model(context, gm, names, len(found))])
 
 

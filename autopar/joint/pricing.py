@@ -117,7 +117,7 @@ class Pricing:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
             raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.mean_bytes(shape.places))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.inner.grounds(shape))
-        return fastest(ways, lambda way: lay(self.inner, self.space.name, shape, *way, chosen, whole=exact), lambda way: work_s(*way, chosen))
+        return fastest(ways, lambda way: lay(self.inner, self.space.name, shape, *way, chosen, whole=exact), lambda way: even_s(*way, chosen))
 
     def _may_hold(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""
@@ -177,21 +177,21 @@ class Pricing:
             return None
 
 
-def work_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
-    """Seconds of a step in which nothing is run again that need not be, and all places are as busy as the even stages of `table` let them be: no cut makes less of
-    `chosen`. Nothing is known of places that are faster where others wait."""
+def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
+    """Seconds of a step of `chosen` in which nothing is run again that need not be, cut evenly under `table`. It is no bound: a pipeline with a short first or last stage
+    fills sooner, and may take some per cent less (tests/unit/joint/test_timetables.py says how much). Nothing is known of places that are faster where others wait."""
     if ground.places.device(0).alone > 1:
         return 0.0
-    each_s = [sum(c.micro_s for c in chosen.on(place, kind).costs) for place, kind in enumerate(ground.kinds)]
-    return table.least_length * table.places / sum(1 / seconds for seconds in each_s)
+    paces = [1 / float(chosen.on(place, kind).table.seconds[-1]) for place, kind in enumerate(ground.kinds)]
+    return table.least_length * table.places / sum(paces)
 
 
-def fastest(ways: Iterable[Way], price: Callable[[Way], Found], least_s: Callable[[Way], float]) -> Found:
-    """The fastest of what `price` makes of each, but for those whose `least_s` is no less than what others take. Raises the last InfeasibleError where that is nothing."""
+def fastest(ways: Iterable[Way], price: Callable[[Way], Found], hoped_s: Callable[[Way], float]) -> Found:
+    """The fastest of what `price` makes of each, but for those whose `hoped_s` is no less than what others take. Raises the last InfeasibleError where that is nothing."""
     best: Found | None = None
     failed = InfeasibleError("")
     for way in ways:
-        if best is not None and least_s(way) >= best.step_s:
+        if best is not None and hoped_s(way) >= best.step_s:
             continue
         try:
             found = price(way)

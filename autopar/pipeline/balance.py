@@ -34,7 +34,9 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence
         raise InfeasibleError(f"no cut into {len(tables)} stages: {links.count_of_cuts} of {links.count - 1} places to cut at are not between what reads a buffer and what changes it")
     at = at or range(len(tables))
     places, several = len(set(at)), len(at) > len(set(at))
-    budgets = Budgets(at, limits, [table.need(flying) for table, flying in zip(tables, in_flight, strict=True)])
+    stages = [*zip(tables, in_flight, strict=True)]
+    needs = {(table, flying): table.need(flying) for table, flying in dict.fromkeys(stages)}  # few differ
+    budgets = Budgets(at, limits, [needs[stage] for stage in stages])
 
     def fill(stage_s: float, mean_s: float) -> Filling | None:
         made = Filling(tables, links, in_flight, budgets, stage_s, mean_s)

@@ -84,7 +84,7 @@ class Budgets:
         before, limit, live = [spent[other] for other in self.before[stage]], self.limits[stage], float(self.live[stage])
         if not before and self.memory[stage] == 1.0:
             return May(limit_s, limit)
-        spare = max(live, *(other.live for other in before)) if before else live
+        spare = max([live, *(other.live for other in before)])
         held = (limit - spare) * float(self.memory[stage]) - sum(other.held for other in before)
         return May(limit_s * float(self.time[stage]) - sum(other.seconds for other in before), held + spare, spare)
 

@@ -58,8 +58,7 @@ class Table:
         self.count = len(costs)
         self.seconds = _sums([c.micro_s for c in costs])
         self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
-        self.rest = _sums([c.rest_bytes for c in costs])
-        self.kept = _sums([c.kept_bytes for c in costs])
+        rest, kept = _sums([c.rest_bytes for c in costs]), _sums([c.kept_bytes for c in costs])
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
@@ -69,7 +68,7 @@ class Table:
             self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
         self._most_live = float(live.max())
         self._slower = bool((np.diff(self.more) >= 0).all())  # no piece takes less where it is run again
-        self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, self.rest, self.kept))  # read one by one
+        self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, rest, kept))  # read one by one
 
     def again(self, first: int, stop: int, flying: int, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
         """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough. What they hold leaves `spare_bytes` at least for what is

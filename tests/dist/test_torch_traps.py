@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import GraphExecGroup, checkpoint

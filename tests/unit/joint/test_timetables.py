@@ -29,6 +29,14 @@ def test_a_long_step_is_told_from_short_ones(kind: Kind, places: int) -> None:
     assert table.flying == in_flight(lines, table.stages)
 
 
+@given(st.sampled_from([Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("interleaved_1f1b", 3)]), st.integers(2, 4), st.integers(1, 4), st.data())
+def test_uneven_stages_are_hardly_faster(kind: Kind, places: int, rounds: int, data: st.DataObject) -> None:
+    """What the search takes for the step of a timetable that it has not laid out is nearly right: no stages of as much work are faster by more than a tenth."""
+    table = Timetable(kind, places, places * rounds)
+    sizes = data.draw(st.lists(st.floats(0.1, 1.0), min_size=table.stages, max_size=table.stages))
+    assert max(table.ends_s([StageTime(x / 3, 2 * x / 3) for x in sizes], whole=True)) >= 0.9 * table.length * sum(sizes)
+
+
 def test_even_stages_wait_as_the_formula_of_1f1b_says() -> None:
     """(m + p - 1) / p of the work of one microbatch: Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2."""
     table = Timetable(Kind("1f1b"), 4, 32)

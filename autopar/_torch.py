@@ -11,11 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
 from torch._ops import OpOverload
 from torch.amp.grad_scaler import OptState
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 
@@ -155,6 +157,22 @@ def order_only(schedule: type[Any]) -> type[Any]:
     public way to have the order without them.
     """
     return type(f"{schedule.__name__}Order", (schedule,), {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None})
+
+
+def with_transfers(order: Mapping[int, Sequence[Any]], place_of: Callable[[int], int], stages: int) -> Mapping[int, Sequence[Any]]:
+    """The order of compute of each place with the transfers between its actions, as torch's schedules of several stages per place run them."""
+    return schedules._add_send_recv({place: list(line) for place, line in order.items()}, place_of, stages)
+
+
+def waits_late(schedule: type[Any]) -> bool:
+    """Whether a schedule class posts sends on their own and waits for them when the step has ended; the others wait in the step, and may have
+    to post a send together with a receive. The common base of the former has no public name."""
+    return issubclass(schedule, schedules._PipelineScheduleRuntime)
+
+
+def post(ops: list[dist.P2POp]) -> Sequence[dist.Work]:
+    """Begin transfers the way that torch's schedules do: the other side's must be begun in the same way to meet them."""
+    return schedules._batch_p2p(ops)
 
 
 def export_errors() -> tuple[type[Exception], ...]:

@@ -49,9 +49,11 @@ class Backward:
         """From the ends of the forward to its start."""
         self.book.step("the backward begins")
         start = self.book.now
-        for value in (*self.forward.ends, *self.forward.sent):
-            if value.grad_bytes and value.slot is None:
-                value.slot = self.book.new("pipeline buffers", value.ref[0], "", 0.0)
+        for value in self.forward.ends:
+            value.slot = self.book.new("gradients of activations", value.ref[0], "", 0.0) if value.grad_bytes else None
+        came = {value: self._own("pipeline buffers", value) for value in self.forward.sent if value.grad_bytes}
+        for value, slot in came.items():
+            value.slot = slot
         for step in reversed(self.forward.steps):
             if isinstance(step, Blocks):
                 self._blocks(step)
@@ -59,12 +61,21 @@ class Backward:
                 self._step(step, {})
         begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
         for value in self.forward.sent if self.habits.keeps_sent else ():
-            self.book.use(value.storage)  # torch's stages keep what they sent until the backward is done
+            self.book.use(value.storage)  # torch's stages keep what they sent, and what came back for it, until the backward is done
+            self.book.use(came.get(value))
         for storage in (*self.final, *(storage for late in self.late for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
         for value in (self.forward.values[ref] for ref in self.forward.part.receives):
             self.book.use(value.slot)
             self.book.use(value.storage)
+
+    def early(self) -> list[Storage]:
+        """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken apart needs none of it."""
+        steps = self.forward.steps if self.forward.ends else []
+        last = max((i for i, step in enumerate(steps) if isinstance(step, Blocks) or (step.op is not None and any(step.op.weight))), default=len(steps))
+        before = {storage for step in steps[:last + 1] if isinstance(step, Step) for storage in step.kept}
+        behind = dict.fromkeys(storage for step in steps[last + 1:] if isinstance(step, Step) for storage in step.kept)
+        return [storage for storage in behind if storage not in before and storage.nbytes and not storage.regathered]
 
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""

@@ -74,7 +74,8 @@ class Blocks:
 class Part:
     """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
     earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once; `again`: of how many
-    instances of a run, the first ones, the forward is run again in the backward (absent: of all, where the plan runs them again)."""
+    instances of a run, the first ones, the forward is run again in the backward (absent: of all, where the plan runs them again);
+    `brought`: whether what comes in is from another place."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]
@@ -83,6 +84,7 @@ class Part:
     sends: tuple[Ref, ...] = ()
     results: frozenset[str] = frozenset()
     again: dict[str, int] = field(default_factory=dict)
+    brought: bool = False
 
 
 class Forward:
@@ -109,8 +111,9 @@ class Forward:
     def walk(self) -> None:
         """All of the part, to the end of its forward."""
         for ref in self.part.receives:
-            buffer = 0.0 if self.habits.step_buffers else self.shares.value(ref, self.shares.lies(ref).value)
-            self.values[ref] = self._value(ref, self.book.new("pipeline buffers", ref[0], "", buffer))
+            op = self.program.ops[ref[0]]
+            nbytes = self.shares.value(ref, self.shares.lies(ref).value) if self.part.brought else 0.0  # else the place has it as what it made
+            self.values[ref] = self._value(ref, self.book.new("pipeline buffers", op.name, op.where, nbytes))
             self.values[ref].view = True
         self.values.update({ref: self._value(ref, None) for ref in self.part.given})
         for op in self.program.ops.values():

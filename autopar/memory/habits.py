@@ -10,8 +10,7 @@ class Habits:
     """The defaults are those of emitted modules under `autopar.runtime`, which is what a plan of ours takes.
 
     frames           what a function makes is there until it returns; else until its last reader has run
-    step_buffers     a receive buffer for each microbatch of a step (torch's stages); else one for each that is in flight
-    keeps_sent       what was sent to the next stage is there until its backward (torch's stages)
+    keeps_sent       what was sent to the next stage is there until its backward, and what is received may be there before it is used (torch's stages)
     standing         gradients of parameters are in buffers that are made once, add up there and are summed there
     gradient_bytes   bytes of one element of a gradient that waits for the update; 0: those of the parameter at rest
     moment_bytes     bytes of one element of each of the optimizer's moments; 0: those of the parameter at rest
@@ -27,7 +26,6 @@ class Habits:
     """
 
     frames: bool = True
-    step_buffers: bool = True
     keeps_sent: bool = True
     standing: bool = False
     gradient_bytes: int = 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost.memory import OPTIMIZERS
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, receive_buffers, resting, workspace
+from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
 from autopar.pipeline.orders import Action
+from autopar.pipeline.transit import Kind, Transit
 from autopar.pipeline.views import View
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
@@ -24,7 +26,7 @@ WEIGHTS = "backward for weights"
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile, microbatches of each
-    stage that wait for their backward, or for its part for the weights, and whether gradients of parameters are all there."""
+    stage that wait for their backward, or for its part for the weights, what is in transit, and whether gradients of parameters are all there."""
 
     nbytes: float
     phase: str
@@ -32,6 +34,7 @@ class Moment:
     time: int
     waiting: tuple[int, ...]
     halfway: tuple[int, ...]
+    transit: Transit
     gradients: bool
 
 
@@ -47,20 +50,22 @@ class Level:
 
 @dataclass(eq=False)
 class Holding:
-    """One place: the views of its stages, and their profiles by stage number."""
+    """One place: the views of its stages, and their profiles by stage number; `staged`: whether the plan has several stages. `transits` says of
+    each action what is in transit meanwhile; it is empty where nothing ever is."""
 
     shares: Shares
     number: int
     views: Sequence[View]
     profiles: dict[int, Profile]
-    places: Sequence[int]
+    staged: bool
     actions: Sequence[Action]
+    transits: Sequence[Transit] = ()
     synced: frozenset[str] = frozenset()  # parameters whose gradients are summed over ranks
 
     def place(self) -> Place:
         """The peak and what makes it up."""
         training = self.shares.plan.mode == "train"
-        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training), *workspace(self.shares)]
+        rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
         moments = [*self._moments(base, held), *(self._after(base, gradients) if training else ())]
@@ -81,11 +86,11 @@ class Holding:
     def levels(self) -> list[Level]:
         """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
-        rest = [*resting(self.shares, self.views), *receive_buffers(self.shares, self.views, self.places, training=training), *workspace(self.shares)]
+        rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._apart(rest)
         held, base = sum(e.nbytes for e in gradients), sum(e.nbytes for e in still)
         before, found, back = 0.0, list[Level](), False
-        flying = [(action, self._beside(kept, halfway)) for action, kept, halfway in self._flying()]
+        flying = [(action, self._beside(kept, halfway, transit)) for action, kept, halfway, transit in self._flying()]
         for index, (action, beside) in enumerate(flying):
             back = back or action.kind != "F"
             nbytes, time = (0.0, 0) if action.kind == "W" else self.profiles[action.stage].peak(forward=action.kind == "F")
@@ -100,9 +105,14 @@ class Holding:
             found += [Level(base + held, base + held + self.sums_bytes(), base + late), Level(base + late, base + late + self.update_bytes(), base + late)]
         return found
 
-    def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int]) -> float:
-        """What waiting microbatches hold."""
-        return sum(kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.waiting_bytes for i, p in self.profiles.items())
+    def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
+        """What waiting microbatches hold, and what is in transit."""
+        waiting = sum(kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.halfway_bytes for i, p in self.profiles.items())
+        return waiting + sum(n * self._passing(kind, stage) for (kind, stage), n in transit.items())
+
+    def _passing(self, kind: Kind, stage: int) -> float:
+        """Bytes of what one microbatch has in transit."""
+        return self.profiles[stage].transit_bytes.get(kind, 0.0)
 
     def _here(self, stage: int) -> float:
         """The share of what waiting microbatches of a stage keep that is on the device."""
@@ -114,25 +124,25 @@ class Holding:
             return 0.0
         action, beside = flying[index + 1]
         profile = self.profiles[action.stage]
-        return beside + (0.0 if action.kind == "F" else profile.kept_bytes) + (profile.waiting_bytes if action.kind == "W" else 0.0)
+        return beside + (0.0 if action.kind == "F" else profile.kept_bytes) + (profile.halfway_bytes if action.kind == "W" else 0.0)
 
     def _in_flight(self) -> dict[int, int]:
         most: dict[int, int] = {}
-        for action, waiting, _ in self._flying():
+        for action, waiting, *_ in self._flying():
             for stage, n in waiting.items():
                 most[stage] = max(most.get(stage, 0), n + (action.stage == stage and action.kind != "W"))
         return most
 
-    def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int]]]:
+    def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
         """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and those that wait for
-        the weights' part of their backward."""
+        the weights' part of their backward; and with what is in transit."""
         kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
         split = {(a.stage, a.microbatch): None for a in self.actions if a.kind == "W"}
-        for action in self.actions:
+        for action, transit in zip(self.actions, self.transits or itertools.repeat({}), strict=False):
             stage = action.stage
             kept[stage] -= action.kind != "F"
             halfway[stage] -= action.kind == "W"
-            yield action, dict(kept), dict(halfway)
+            yield action, dict(kept), dict(halfway), transit
             later = action.kind in "BI" and (stage, action.microbatch) in split
             kept[stage] += action.kind == "F" or later
             halfway[stage] += later
@@ -141,31 +151,31 @@ class Holding:
         """One per distinct situation; gradients are there in full from the first backward on where several microbatches add to them."""
         stages = sorted(self.profiles)
         several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
-        for action, waiting, halfway in self._flying():
+        for action, waiting, halfway, transit in self._flying():
             forward = action.kind == "F"
             back = back or not forward
-            key = (action.stage, action.kind, back, *waiting.values(), *halfway.values())
+            key = (action.stage, action.kind, back, *waiting.values(), *halfway.values(), *transit.items())
             if key in seen:
                 continue
             seen[key] = None
             if action.kind == "W":  # what it needs is there when it begins
                 waiting[action.stage] += 1
                 halfway[action.stage] += 1
-                total = base + self._beside(waiting, halfway) + (held if several else 0.0)
-                yield Moment(total, WEIGHTS, -1, 0, tuple(waiting[i] for i in stages), tuple(halfway[i] for i in stages), several)
+                total = base + self._beside(waiting, halfway, transit) + (held if several else 0.0)
+                yield Moment(total, WEIGHTS, -1, 0, tuple(waiting[i] for i in stages), tuple(halfway[i] for i in stages), transit, several)
                 continue
             nbytes, time = self.profiles[action.stage].peak(forward=forward)
-            total = base + self._beside(waiting, halfway) + nbytes + (held if several and back else 0.0)
+            total = base + self._beside(waiting, halfway, transit) + nbytes + (held if several and back else 0.0)
             yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
-                         tuple(halfway[i] for i in stages), several and back)
+                         tuple(halfway[i] for i in stages), transit, several and back)
 
     def _after(self, base: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in gradients)
-        yield Moment(base + summed + self.sums_bytes(), "sums of gradients", -1, 0, nothing, nothing, True)
+        yield Moment(base + summed + self.sums_bytes(), "sums of gradients", -1, 0, nothing, nothing, {}, True)
         whole = sum(e.nbytes for e in gradients if e.kind == "gradients")
-        yield Moment(base + whole + self.update_bytes(), "update", -1, 0, nothing, nothing, True)
+        yield Moment(base + whole + self.update_bytes(), "update", -1, 0, nothing, nothing, {}, True)
 
     def sums_bytes(self) -> float:
         """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients that are scattered
@@ -196,21 +206,26 @@ class Holding:
         temporary = 2 if values > 1 and not self.shares.habits.fused_update else 0  # else in the registers of one kernel
         return float(brought + temporary) * largest_state(self.shares, self.views)
 
+    def _waiting(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
+        """What `n` microbatches keep, of which so many are `halfway` through their backward; `share` of it is on the device."""
+        counts = {storage: n - halfway * (storage in profile.early) for storage in profile.kept}
+        return [replace(e, nbytes=e.nbytes * m * share, count=e.count * m) for storage, m in counts.items() if m and (e := profile.book.entry(storage))]
+
     def _when(self, peak: Moment) -> str:
         if peak.stage < 0:
             return peak.phase
         label = self.profiles[peak.stage].book.labels[peak.time]
-        return f"{label} in stage {peak.stage}" if len(self.places) > 1 else label
+        return f"{label} in stage {peak.stage}" if self.staged else label
 
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
         found = list(still)
         if peak.gradients:
             found += [e for e in gradients if e.kind == "gradients" or peak.phase != "update"]
-        for stage, n in zip(sorted(self.profiles), peak.waiting, strict=True):
-            book = self.profiles[stage].book
-            found += [replace(e, nbytes=e.nbytes * n * self._here(stage), count=e.count * n) for s in self.profiles[stage].kept if n and (e := book.entry(s))]
+        for stage, n, halfway in zip(sorted(self.profiles), peak.waiting, peak.halfway, strict=True):
+            found += self._waiting(self.profiles[stage], n, halfway, self._here(stage))
         for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
             found.append(Entry("gradients of activations", f"stage {stage}, for its weights", "", n * self.profiles[stage].waiting_bytes, n))
+        found += [Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n) for (kind, stage), n in peak.transit.items()]
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
         elif peak.phase != WEIGHTS:

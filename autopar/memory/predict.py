@@ -18,6 +18,7 @@ from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
 from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.transit import Transit, transits_of
 from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
@@ -43,17 +44,19 @@ def fullest(program: Program, plan: Plan, habits: Habits = EMITTED) -> list[Hold
     found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
-    lines = lines_of(plan)
+    lines, transits = lines_of(plan), transits_of(plan)
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):
-        ranks = [_holding(Shares(program, plan, coord, habits), found, stages, number, lines[number], known) for coord, known in zip(coords, profiles, strict=True)]
+        ranks = [_holding(Shares(program, plan, coord, habits), found, stages, number, (lines[number], transits[number]), known)
+                 for coord, known in zip(coords, profiles, strict=True)]
         places.append(max(ranks, key=lambda rank: rank.place().peak_bytes) if len(ranks) > 1 else ranks[0])
     return places
 
 
-def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, actions: Sequence[Action], known: dict[Any, Profile]) -> Holding:
-    """One rank of a place; `known` are the profiles of stages that do the same."""
+def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int,
+             line: tuple[Sequence[Action], Sequence[Transit]], known: dict[Any, Profile]) -> Holding:
+    """One rank of a place, which runs `line`; `known` are the profiles of stages that do the same."""
     plan = shares.plan
     here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
     training, extra = plan.mode == "train", extra_bytes(shares)
@@ -62,17 +65,18 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int, 
     for view in here:
         part, scattering = _part(view, plan), not (splits and view.separable)
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
-        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), scattering)
+        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), part.brought, scattering)
         if key not in known:
             known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1 and not shares.habits.standing, scattering=scattering)
         profiles[view.index] = known[key]
     synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
-    return Holding(shares, number, here, profiles, [stage.place for stage in plan.stages], actions, synced)
+    return Holding(shares, number, here, profiles, len(plan.stages) > 1, *line, synced)
 
 
 def _part(view: View, plan: Plan) -> Part:
     again = {scope: plan.again(plan.stages[view.index], scope, stop - first) for scope, (first, stop) in view.blocks.items()}
-    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again)
+    brought = view.index > 0 and plan.stages[view.index - 1].place != plan.stages[view.index].place
+    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again, brought)
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:

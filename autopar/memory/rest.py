@@ -1,4 +1,4 @@
-"""What rests on one rank of a place: parameters with gradients and optimizer state, buffers, inputs, buffers of a pipeline."""
+"""What rests on one rank of a place: parameters with gradients and optimizer state, buffers, inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.cost.memory import itemsize, parameter_bytes, rests_in
 from autopar.memory.shares import Shares, named
 from autopar.memory.types import Entry
 from autopar.pipeline.views import View
-from autopar.problem.graph import Op, Ref
+from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
 ALWAYS = "the whole step"
@@ -86,23 +86,6 @@ def largest_state(shares: Shares, views: Sequence[View]) -> float:
     return max((float(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision)))
                 for op in shares.program.ops.values()
                 if op.role == "param" and op.call.outs[0].grad and counts[op.name]), default=0.0)
-
-
-def receive_buffers(shares: Shares, views: Sequence[View], places: Sequence[int], *, training: bool) -> Iterator[Entry]:
-    """Buffers that torch's stages have for every microbatch of a step, from the first step on (stage.py: _setup_forward_recv_info,
-    _create_grad_recv_info): for what comes from another place, and for gradients of what goes to one."""
-    count = shares.plan.microbatches if shares.habits.step_buffers else 0
-    for view in views if count else ():
-        if view.index and places[view.index - 1] != places[view.index]:
-            yield from (_buffer(shares, ref, shares.lies(ref).value, count) for ref in view.receives)
-        if training and view.index + 1 < len(places) and places[view.index + 1] != places[view.index]:
-            graded = [ref for ref in view.sends if shares.program.ops[ref[0]].call.outs[ref[1]].grad]
-            yield from (_buffer(shares, ref, shares.lies(ref).grad, count) for ref in graded)
-
-
-def _buffer(shares: Shares, ref: Ref, layout: tuple[str, ...], count: int) -> Entry:
-    op = shares.program.ops[ref[0]]
-    return Entry("pipeline buffers", op.name, op.where, shares.value(ref, layout) * count, count, ALWAYS, ALWAYS)
 
 
 def workspace(shares: Shares) -> Iterator[Entry]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,18 +14,22 @@ from autopar.memory.book import Book, Storage
 from autopar.memory.forward import Forward, Part
 from autopar.memory.shares import Shares
 from autopar.memory.types import Entry
+from autopar.pipeline.transit import Kind
 from autopar.problem.graph import Op
 
 
 @dataclass(eq=False)
 class Profile:
     """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and stay. `waiting_bytes`
-    are gradients of activations that wait for the weights' part of a backward that is taken apart."""
+    are gradients of activations that wait for the weights' part of a backward that is taken apart; `early` is what is
+    kept and let go with the part before that; `transit_bytes` what one microbatch has on its way to the stage or from it, by kind."""
 
     book: Book
     turn: int
     gradients: list[Storage]
     waiting_bytes: float = 0.0
+    early: Sequence[Storage] = ()
+    transit_bytes: Mapping[Kind, float] = field(default_factory=dict)
 
     @cached_property
     def totals(self) -> np.ndarray:
@@ -41,6 +45,11 @@ class Profile:
     def kept_bytes(self) -> float:
         """What a microbatch in flight keeps."""
         return sum(s.total for s in self.kept)
+
+    @cached_property
+    def halfway_bytes(self) -> float:
+        """What a microbatch that waits for the weights' part of its backward has beside what one in flight keeps."""
+        return self.waiting_bytes - sum(s.total for s in self.early)
 
     def peak(self, *, forward: bool) -> tuple[float, int]:
         """The most bytes of one direction, and when."""
@@ -71,4 +80,9 @@ def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], pa
         return Profile(forward.book, turn, [])
     backward = Backward(forward, stay=stay, scattering=scattering)
     backward.walk()
-    return Profile(forward.book, turn, backward.final, backward.waiting_bytes)
+    received = [forward.values[ref] for ref in part.receives]
+    transit: dict[Kind, float] = {
+        "activation": sum(shares.value(value.ref, shares.lies(value.ref).value) for value in received),
+        "gradient": sum(value.grad_bytes for value in forward.sent),
+        "sent gradient": sum(value.grad_bytes for value in received)}
+    return Profile(forward.book, turn, backward.final, backward.waiting_bytes, backward.early(), transit if shares.habits.keeps_sent else {})

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -45,9 +45,15 @@ class _Stage:
 @lru_cache(maxsize=256)
 def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of each place. Raises PlanError where the schedule cannot run so many microbatches in so many stages."""
+    if schedule in PLAIN:
+        return tuple(tuple(PLAIN[schedule](place, places, microbatches)) for place in range(places))
+    lines = laid_out(schedule, places, stages, microbatches)
+    return tuple(tuple(actions_of(lines[place])) for place in range(places))
+
+
+def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
+    """The actions of each place as torch writes them, with None where it waits, of a schedule that is not in `PLAIN`. Raises PlanError as `orders` does."""
     about = SCHEDULES[schedule]
-    if schedule in _PLAIN:
-        return tuple(tuple(_PLAIN[schedule](place, places, microbatches)) for place in range(places))
     kind = order_only(getattr(pipelining.schedules, about.torch_name))
     mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
     try:
@@ -55,8 +61,8 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
     except ValueError as error:
         raise PlanError(f"schedule {schedule} cannot run {microbatches} microbatches in {stages} stages on {places} groups of ranks: "
                         f"{' '.join(str(error).split())}") from error
-    lines = made.pipeline_order
-    return tuple(tuple(_actions(lines[place])) for place in range(places))
+    order: Mapping[int, Sequence[Any]] = made.pipeline_order
+    return order
 
 
 def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
@@ -87,11 +93,12 @@ def _one_forward_one_backward(place: int, places: int, microbatches: int) -> lis
     return found
 
 
-_PLAIN = {"naive": _gpipe, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+PLAIN = {"naive": _gpipe, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+"""Schedules of one stage per place, by what makes the actions of a place."""
 
 
-def _actions(line: Sequence[Any]) -> list[Action]:
-    """Torch's actions as ours, in order; two that overlap one after the other, as eager execution has them."""
+def actions_of(line: Sequence[Any]) -> list[Action]:
+    """Torch's actions as ours, in order, without transfers; two that overlap one after the other, as eager execution has them."""
     return [Action(kind, int(stage), int(micro)) for item in line if item is not None for stage, kind, micro in _ACTION.findall(str(item))]
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from autopar._torch import is_view
+from autopar._torch import is_view, waits_late
 from autopar.errors import RunError
 from autopar.runtime import regather
 from autopar.runtime.count import record
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import Spread
-from autopar.runtime.parts import add_gradients, disjoint
 from autopar.runtime.places import PIPELINE_AXIS
+from autopar.runtime.stages import OwnStage, Sent
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedModule, Stage
@@ -79,50 +79,6 @@ class Runner(nn.Module):
         return (held.leaf for held in self._stage[0].held.values() if held.leaf.requires_grad)
 
 
-class _Stage(pipelining.PipelineStage):
-    """torch's stage, whose weight gradients are its own.
-
-    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
-    place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
-    its gradient on as it is): adding would fail, or change the others. So the first one is copied. Weights that
-    are used more than once have their own way (runtime.parts).
-    """
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weights' part of the backward of one microbatch."""
-        first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
-        cast = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in self.submod.parameters() if leaf.grad_dtype not in (None, leaf.dtype)]
-        for leaf, _, _ in cast:
-            leaf.grad, leaf.grad_dtype = None, None
-        self._weights_of_several_uses(bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        for leaf, before, dtype in cast:
-            _add(leaf, before, dtype)
-        for leaf in first:
-            if leaf.grad is not None:
-                leaf.grad = leaf.grad.clone()
-        runner: Any = self.submod
-        runner.scatter()
-
-    def _weights_of_several_uses(self, chunk: int) -> None:
-        """Their gradients of one microbatch; those of the other weights are left to torch."""
-        inputs, groups, *outputs = self.backward_state.get(chunk, (None, None))
-        if groups is None:  # of the first stage, which has nothing but weights
-            return
-        each = disjoint(groups)
-        for group in each:
-            if len(group["intermediates"]) > 1:
-                add_gradients(group, [x for x in inputs if isinstance(x, Tensor)])
-        self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
-
-
-def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:
-    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there before."""
-    new = None if leaf.grad is None else leaf.grad.to(dtype)
-    leaf.grad, leaf.grad_dtype = None, dtype
-    leaf.grad = before if new is None else new if before is None else before.add_(new)
-
-
 class Engine:
     """One schedule for one set of sizes. Raises RunError where the schedule cannot run so many microbatches."""
 
@@ -139,21 +95,23 @@ class Engine:
         self.leaving = [i for i, (here, there) in enumerate(itertools.pairwise(places)) if here != there]
         self.splitting = model.PIPELINE.splits
         self.schedule: Any = None
+        self.sent: Sent | None = None
         if model.MESH.places > 1:
-            wrapped = [self._wrap(model, stage) for stage in stages]
             kind: Any = getattr(pipelining.schedules, model.PIPELINE.torch_name)
+            self.sent = Sent() if waits_late(kind) else None
+            wrapped = [self._wrap(model, stage) for stage in stages]
             single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
             try:
                 self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=self._seen, scale_grads=False)
             except ValueError as error:
                 raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
 
-    def _wrap(self, model: PipelinedModule, stage: Stage) -> _Stage:
+    def _wrap(self, model: PipelinedModule, stage: Stage) -> OwnStage:
         following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
         self.following[stage.index] = following
-        return _Stage(
+        return OwnStage(
             Runner(self, stage), stage.index, len(model.STAGES), model.MESH.device, group=model.MESH.pipeline_group,
-            input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following),
+            input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following), sent=self.sent,
             dw_builder=None if stage.SEPARABLE else lambda: lambda: None)  # the whole backward at once, nothing left for later
 
     def step(self, micro: Micro, syncs: Sequence[GradSync], scale: Tensor | None = None) -> list[Tensor]:
@@ -167,7 +125,11 @@ class Engine:
                 self._alone(number)
         else:
             numbers = torch.arange(self.count)
+            if self.sent is not None:
+                self.sent.forget()
             self.schedule.step(microbatch=numbers, target=numbers, return_outputs=False)
+            if self.sent is not None:
+                self.sent.finish()
         self.micro = ()
         return self.losses
 

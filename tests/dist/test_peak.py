@@ -19,7 +19,7 @@ from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, subject
 BATCH, SEQ = 64, 64  # activations are a hundred times the weights
 FAST = [("hf-llama", "zero3"), ("hf-gpt2", "megatron"), ("hf-bert", "tp_sp"), ("gpt", "zero1")]
 SLOW = [(name, recipe) for name in TINY for recipe in ("ddp", "zero1", "zero3", "tp_sp", "megatron") if (name, recipe) not in FAST]
-STATE = ("weights", "master", "optimizer", "buffers", "inputs", "pipeline buffers")  # there before a step begins
+STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
 
 
 def compared(who: Subject, made: Plan) -> list[tuple[Place, Counted]]:
@@ -64,6 +64,11 @@ STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("hf-gpt2", (1,), "single", 2, 1, "naive", 1),
     ("hf-t5", (1,), "single", 2, 4, "1f1b", 1),
     ("hf-llama", (2,), "zero3", 2, 4, "1f1b", 1),
+    ("hf-gpt2", (1,), "single", 2, 8, "interleaved_1f1b", 2),
+    ("hf-llama", (1,), "single", 2, 8, "looped_bfs", 2),
+    ("hf-llama", (1,), "single", 2, 8, "interleaved_zero_bubble", 2),
+    ("hf-gpt2", (1,), "single", 2, 8, "zbv_zero_bubble", 2),
+    ("hf-llama", (1,), "single", 2, 8, "dualpipev", 2),
 ]
 
 
@@ -72,4 +77,4 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(name: str, mesh: Sizes,
                                                         schedule: str, virtual: int) -> None:
     who = subject(name)
     for place, counted in compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)):
-        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1), place.number
+        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05), place.number

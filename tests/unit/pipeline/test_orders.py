@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 
 from autopar.errors import PlanError
 from autopar.pipeline.flow import step_s
-from autopar.pipeline.orders import Action, StageTime, _actions, _Stage, in_flight, orders
+from autopar.pipeline.orders import Action, StageTime, _Stage, actions_of, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2),
@@ -48,7 +48,7 @@ def test_the_order_alone_is_that_of_the_whole_schedule(name: str, virtual: int) 
         with suppress(ValueError):
             whole.append(getattr(pipelining.schedules, SCHEDULES[name].torch_name)(mine, micro, loss_fn=len, scale_grads=False).pipeline_order)
         with suppress(PlanError):
-            assert orders(name, places, places * virtual, micro) == tuple(tuple(_actions(whole[0][place])) for place in range(places))
+            assert orders(name, places, places * virtual, micro) == tuple(tuple(actions_of(whole[0][place])) for place in range(places))
             whole.clear()
         assert not whole, f"torch can run {micro} microbatches, and the order alone could not be had"
 

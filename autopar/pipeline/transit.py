@@ -1,0 +1,72 @@
+"""What is between two stages of a pipeline while something else runs: it has come and is not used yet, or has gone and is not known to have arrived.
+
+torch's schedules of several stages per place receive when the other side sends, which may be some actions before what came is used.
+Those of one stage per place receive right before, but hold what they received and sent last until they do the next of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+from autopar._torch import with_transfers
+from autopar.pipeline.orders import PLAIN, Action, actions_of, laid_out, orders
+from autopar.pipeline.schedules import SCHEDULES
+from autopar.plan import Plan
+
+Kind: TypeAlias = Literal["activation", "gradient", "sent gradient"]
+Transit: TypeAlias = Mapping[tuple[Kind, int], int]
+"""How many there are of a kind, by the stage that receives them; sent gradients by the stage that sends them."""
+
+_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+
+
+def transits_of(plan: Plan) -> Sequence[Sequence[Transit]]:
+    """For each place, what is in transit while each action of `orders.lines_of` runs."""
+    if plan.mode != "train" or plan.places == 1:
+        return [[] for _ in range(plan.places)]
+    return transits(plan.schedule, plan.places, len(plan.stages), plan.microbatches)
+
+
+@lru_cache(maxsize=256)
+def transits(schedule: str, places: int, stages: int, microbatches: int) -> tuple[tuple[Transit, ...], ...]:
+    """For each place, what is in transit while each action of `orders` runs. Raises PlanError as `orders` does."""
+    if schedule in PLAIN:
+        return tuple(tuple(_held(line, stages, at_once=schedule == "1f1b")) for line in orders(schedule, places, stages, microbatches))
+    place_of: Callable[[int], int] = lambda stage: SCHEDULES[schedule].place(stage, places)  # noqa: E731
+    lines = with_transfers(laid_out(schedule, places, stages, microbatches), place_of, stages)
+    return tuple(tuple(_walked(lines[place], stages, [i for i in range(stages) if place_of(i) == place])) for place in range(places))
+
+
+def _held(line: Sequence[Action], stages: int, *, at_once: bool) -> Iterator[Transit]:
+    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all are under way."""
+    back = 0
+    for action in line:
+        came = action.kind == "F" and back > 0 and action.stage + 1 < stages
+        went = min(back, 1) if at_once else back
+        yield {**({("gradient", action.stage): 1} if came else {}), **({("sent gradient", action.stage): went} if went and action.stage else {})}
+        back += action.kind == "B"
+
+
+def _walked(line: Sequence[Any], stages: int, mine: Sequence[int]) -> list[Transit]:
+    """Along the actions and transfers of one place, which has the stages `mine`."""
+    now, sent, found = Counter[tuple[Kind, int]](), Counter[tuple[Kind, int]](), list[Transit]()
+    for item in line:
+        for stage, way, kind, _ in _TRANSFER.findall(str(item)):
+            if way == "RECV":
+                now["activation" if kind == "F" else "gradient", int(stage)] += 1
+            elif kind == "B":
+                sent = Counter({("sent gradient", int(stage)): 1})  # the one before has arrived (runtime.stages)
+        for action in actions_of([item]):
+            stage = action.stage
+            if action.kind == "F" and stage and stage - 1 not in mine:
+                now["activation", stage] -= 1
+            if action.kind in "BI" and stage + 1 < stages:
+                now["gradient", stage] -= 1
+            found.append(dict(+now + sent))
+            if action.kind in "BI" and stage - 1 in mine:
+                now["gradient", stage - 1] += 1
+    return found

@@ -1,0 +1,177 @@
+"""torch's stage as emitted pipelines run it: its weight gradients are its own, and it has what comes and goes only as long as it must.
+
+torch's stages make a receive buffer for every microbatch, both ways, in the first step and have it from then on; its schedules of several stages per
+place hold all that a place sends until the step ends. Here a buffer is made when its receive is posted and let go behind its use, and a send
+is waited for when it must have ended: that of activations when their gradient has come, that of a gradient before the next one goes.
+Each wait is for a receive that the schedule's own order posts before what it waits in front of, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from autopar._torch import post
+from autopar.runtime.parts import add_gradients, disjoint
+
+
+class Sent:
+    """What one place has sent and does not know to have arrived."""
+
+    def __init__(self) -> None:
+        self._activations: dict[tuple[int, int], Sequence[dist.Work]] = {}
+        self._gradients: Sequence[dist.Work] = ()
+
+    def activations(self, stage: int, chunk: int, ops: list[dist.P2POp]) -> None:
+        """Send what a stage made of a microbatch."""
+        self._activations[stage, chunk] = post(ops)
+
+    def answered(self, stage: int, chunk: int) -> None:
+        """The gradient of it is there."""
+        _wait(self._activations.pop((stage, chunk), ()))
+
+    def gradients(self, ops: list[dist.P2POp]) -> None:
+        """Send gradients of what a stage received, once the ones before have gone."""
+        _wait(self._gradients)
+        self._gradients = post(ops)
+
+    def finish(self) -> None:
+        """The step has ended: so have all sends."""
+        for works in (*self._activations.values(), self._gradients):
+            _wait(works)
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins; what one that failed has left does not count."""
+        self._activations, self._gradients = {}, ()
+
+
+class OwnStage(pipelining.PipelineStage):
+    """One stage. `sent`: where it leaves what it sends; None where the schedule waits for that itself, before it goes on.
+
+    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
+    place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
+    its gradient on as it is): adding would fail, or change the others. So the first one is copied. Weights that
+    are used more than once have their own way (runtime.parts).
+    """
+
+    def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent = sent
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        """torch makes its receive buffers on the device of the stage."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of activations, into buffers that are made now."""
+        self._make(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of gradients, into buffers that are made now."""
+        self._make(self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ())
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of activations that the schedule is to post."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if self._sent is None:
+            return ops
+        self._sent.activations(self.stage_index, fwd_chunk_id, ops)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of gradients that the schedule is to post."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if self._sent is None:
+            return ops
+        self._sent.gradients(ops)
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of one microbatch, which keeps of what came what its backward needs."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _let_go(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The backward of one microbatch, or its part for what was received. A stage of the same place may have no gradient to give: zeros."""
+        if self._sent is not None:
+            self._sent.answered(self.stage_index, bwd_chunk_id)
+        came = self.grad_recv_info.get(bwd_chunk_id, ())
+        self._make(came, zero=True)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _let_go(came)
+
+    def _make(self, infos: Sequence[Any], *, zero: bool = False) -> None:
+        """Buffers that are there in name only, in memory."""
+        for info in infos:
+            if info.buffer is not None and info.buffer.is_meta:
+                made = torch.zeros_like if zero else torch.empty_like
+                info.buffer = made(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weights' part of the backward of one microbatch."""
+        first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
+        cast = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in self.submod.parameters() if leaf.grad_dtype not in (None, leaf.dtype)]
+        for leaf, _, _ in cast:
+            leaf.grad, leaf.grad_dtype = None, None
+        self._weights_of_several_uses(bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        for leaf, before, dtype in cast:
+            _add(leaf, before, dtype)
+        for leaf in first:
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad.clone()
+        runner: Any = self.submod
+        runner.scatter()
+
+    def _weights_of_several_uses(self, chunk: int) -> None:
+        """Their gradients of one microbatch; those of the other weights are left to torch."""
+        inputs, groups, *outputs = self.backward_state.get(chunk, (None, None))
+        if groups is None:  # of the first stage, which has nothing but weights
+            return
+        each = disjoint(groups)
+        for group in each:
+            if len(group["intermediates"]) > 1:
+                add_gradients(group, [x for x in inputs if isinstance(x, Tensor)])
+        self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
+
+
+def _let_go(infos: Sequence[Any]) -> None:
+    """Tensors that have been used, and are to be received again in the next step."""
+    for info in infos:
+        if info.buffer is not None and not info.buffer.is_meta:
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=info.buffer.requires_grad)
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:
+    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there before."""
+    new = None if leaf.grad is None else leaf.grad.to(dtype)
+    leaf.grad, leaf.grad_dtype = None, dtype
+    leaf.grad = before if new is None else new if before is None else before.add_(new)

@@ -1,0 +1,86 @@
+"""Stages in torch's schedules hold what comes and goes only as long as they must, and their gradients stay right."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from autopar.runtime.stages import OwnStage, Sent
+from tests.helpers.ranks import on_ranks
+
+PLACES, MICROBATCHES, ROWS, WIDTH = 2, 6, 3, 4
+LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+CASES = [("Schedule1F1B", (0, 1)), ("ScheduleGPipe", (0, 1)), ("ScheduleInterleaved1F1B", LOOP), ("ScheduleLoopedBFS", LOOP),
+         ("ScheduleInterleavedZeroBubble", LOOP), ("ScheduleZBVZeroBubble", V), ("ScheduleDualPipeV", V)]
+
+
+class Part(nn.Module):
+    """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the loss."""
+
+    def __init__(self, index: int, last: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH).double(), index == last
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        y = self.linear(x).tanh()
+        return y.square().mean() if self.last else (y, y * 2)
+
+    def scatter(self) -> None:
+        """Gradients are where they rest."""
+
+
+class Seen(OwnStage):
+    """Counts the receive buffers that are in memory when a microbatch begins."""
+
+    most = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        infos = [info for recv in (self.args_recv_info, self.grad_recv_info) for infos in recv.values() for info in infos]
+        self.most = max(self.most, sum(info.buffer is not None and not info.buffer.is_meta for info in infos))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+def wanted(parts: list[Part], rows: Tensor) -> None:
+    for row in rows:
+        x: Any = row
+        for part in parts:
+            x = part(*x) if isinstance(x, tuple) else part(x)
+        x.backward()
+
+
+def run(name: str, places: tuple[int, ...]) -> None:
+    kind, rank, last = getattr(pipelining.schedules, name), dist.get_rank(), len(places) - 1
+    rows = torch.randn(MICROBATCHES, ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole, mine = [Part(i, last) for i in range(last + 1)], {i: Part(i, last) for i in range(last + 1) if places[i] == rank}
+    sent = Sent() if last > 1 else None
+    meta = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+    stages = [Seen(part, i, last + 1, torch.device("cpu"), input_args=(meta, meta) if i else (meta.detach(),),
+                   output_args=(meta, meta) if i < last else (loss,), sent=sent) for i, part in mine.items()]
+    schedule = kind(stages if last > 1 else stages[0], MICROBATCHES, loss_fn=lambda x, _: x, scale_grads=False)
+    for _ in range(2):  # gradients add up; buffers of the first step are gone in the second
+        wanted(whole, rows)
+        given = () if 0 not in mine else (rows.reshape(-1, WIDTH),)
+        schedule.step(*given, target=torch.zeros(MICROBATCHES), return_outputs=False)
+        if sent is not None:
+            sent.finish()
+        for stage in stages:
+            infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            assert all(info.buffer is None or info.buffer.is_meta for info in infos)
+            assert stage.most <= (2 * MICROBATCHES if name in ("ScheduleGPipe", "ScheduleLoopedBFS") else MICROBATCHES)
+    for i, part in mine.items():
+        for key, value in part.named_parameters():
+            assert value.grad is not None
+            torch.testing.assert_close(value.grad, whole[i].get_parameter(key).grad, rtol=1e-12, atol=1e-12, msg=f"stage {i} {key}")
+
+
+@pytest.mark.parametrize(("name", "places"), CASES)
+def test_buffers_are_there_while_they_are_needed(name: str, places: tuple[int, ...]) -> None:
+    on_ranks(PLACES, run, name, places)

@@ -61,13 +61,15 @@ class Backward:
                 self._step(step, {})
         begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
         for value in self.forward.sent if self.habits.keeps_sent else ():
-            self.book.use(value.storage)  # torch's stages keep what they sent, and what came back for it, until the backward is done
+            if not self.forward.part.leaves:  # torch's stages keep what they made, and what came back for it, until the backward is done
+                self.book.use(value.storage)
             self.book.use(came.get(value))
         for storage in (*self.final, *(storage for late in self.late for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
-        for value in (self.forward.values[ref] for ref in self.forward.part.receives):
-            self.book.use(value.slot)
-            self.book.use(value.storage)
+        for ref in self.forward.part.receives:
+            self.book.use(self.forward.values[ref].slot)
+        for arrived in self.forward.received:
+            self.book.use(arrived)
 
     def early(self) -> list[Storage]:
         """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken apart needs none of it."""

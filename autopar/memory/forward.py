@@ -75,7 +75,7 @@ class Part:
     """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
     earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once; `again`: of how many
     instances of a run, the first ones, the forward is run again in the backward (absent: of all, where the plan runs them again);
-    `brought`: whether what comes in is from another place."""
+    `brought`: whether what comes in is from another place, `leaves`: whether what is sent goes to one."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]
@@ -85,6 +85,7 @@ class Part:
     results: frozenset[str] = frozenset()
     again: dict[str, int] = field(default_factory=dict)
     brought: bool = False
+    leaves: bool = False
 
 
 class Forward:
@@ -103,6 +104,7 @@ class Forward:
         self.narrowed: dict[Storage, Storage] = {}
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
+        self.received: list[Storage | None] = []  # what came: the storage of one that is passed on becomes that of its copy
         self.sent: list[Value] = []
         self.ends: list[Value] = []  # the loss
         self.units: list[Unit] = []  # what is gathered where it is used, block by block
@@ -115,6 +117,7 @@ class Forward:
             nbytes = self.shares.value(ref, self.shares.lies(ref).value) if self.part.brought else 0.0  # else the place has it as what it made
             self.values[ref] = self._value(ref, self.book.new("pipeline buffers", op.name, op.where, nbytes))
             self.values[ref].view = True
+            self.received.append(self.values[ref].storage)
         self.values.update({ref: self._value(ref, None) for ref in self.part.given})
         for op in self.program.ops.values():
             if op.role in HOLDERS:

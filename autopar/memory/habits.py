@@ -10,7 +10,8 @@ class Habits:
     """The defaults are those of emitted modules under `autopar.runtime`, which is what a plan of ours takes.
 
     frames           what a function makes is there until it returns; else until its last reader has run
-    keeps_sent       what was sent to the next stage is there until its backward, and what is received may be there before it is used (torch's stages)
+    keeps_sent       what a stage hands to the next one of its place is there until its backward, what goes to another place until the next goes, and what is
+                     received may be there before it is used (torch's stages)
     standing         gradients of parameters are in buffers that are made once, add up there and are summed there
     gradient_bytes   bytes of one element of a gradient that waits for the update; 0: those of the parameter at rest
     moment_bytes     bytes of one element of each of the optimizer's moments; 0: those of the parameter at rest

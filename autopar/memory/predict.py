@@ -65,7 +65,7 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int,
     for view in here:
         part, scattering = _part(view, plan), not (splits and view.separable)
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
-        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), part.brought, scattering)
+        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), part.brought, part.leaves, scattering)
         if key not in known:
             known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1 and not shares.habits.standing, scattering=scattering)
         profiles[view.index] = known[key]
@@ -75,8 +75,10 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int,
 
 def _part(view: View, plan: Plan) -> Part:
     again = {scope: plan.again(plan.stages[view.index], scope, stop - first) for scope, (first, stop) in view.blocks.items()}
-    brought = view.index > 0 and plan.stages[view.index - 1].place != plan.stages[view.index].place
-    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again, brought)
+    places = [stage.place for stage in plan.stages[max(0, view.index - 1):view.index + 2]]
+    borders = [here != there for here, there in itertools.pairwise(places)]
+    brought, leaves = view.index > 0 and borders[0], view.index + 1 < len(plan.stages) and borders[-1]
+    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again, brought, leaves)
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:

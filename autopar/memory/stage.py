@@ -84,5 +84,6 @@ def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], pa
     transit: dict[Kind, float] = {
         "activation": sum(shares.value(value.ref, shares.lies(value.ref).value) for value in received),
         "gradient": sum(value.grad_bytes for value in forward.sent),
+        "sent activation": sum(shares.value(value.ref, value.pair.value) for value in forward.sent),
         "sent gradient": sum(value.grad_bytes for value in received)}
     return Profile(forward.book, turn, backward.final, backward.waiting_bytes, backward.early(), transit if shares.habits.keeps_sent else {})

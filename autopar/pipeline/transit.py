@@ -17,9 +17,9 @@ from autopar.pipeline.orders import PLAIN, Action, actions_of, laid_out, orders
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
 
-Kind: TypeAlias = Literal["activation", "gradient", "sent gradient"]
+Kind: TypeAlias = Literal["activation", "gradient", "sent activation", "sent gradient"]
 Transit: TypeAlias = Mapping[tuple[Kind, int], int]
-"""How many there are of a kind, by the stage that receives them; sent gradients by the stage that sends them."""
+"""How many there are of a kind, by the stage that receives them, or of what was sent by the stage that sends it."""
 
 _TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
@@ -42,31 +42,35 @@ def transits(schedule: str, places: int, stages: int, microbatches: int) -> tupl
 
 
 def _held(line: Sequence[Action], stages: int, *, at_once: bool) -> Iterator[Transit]:
-    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all are under way."""
-    back = 0
+    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all of one direction are under way."""
+    there, back = 0, 0
     for action in line:
-        came = action.kind == "F" and back > 0 and action.stage + 1 < stages
-        went = min(back, 1) if at_once else back
-        yield {**({("gradient", action.stage): 1} if came else {}), **({("sent gradient", action.stage): went} if went and action.stage else {})}
-        back += action.kind == "B"
+        stage, forward = action.stage, action.kind == "F"
+        counts: dict[tuple[Kind, int], int] = {
+            ("gradient", stage): int(forward and back > 0 and stage + 1 < stages),
+            ("sent activation", stage): (min(there, 1) if at_once else there * forward) * (stage + 1 < stages),
+            ("sent gradient", stage): (min(back, 1) if at_once else back) * (stage > 0)}
+        yield {key: n for key, n in counts.items() if n}
+        there, back = there + forward, back + (not forward)
 
 
 def _walked(line: Sequence[Any], stages: int, mine: Sequence[int]) -> list[Transit]:
     """Along the actions and transfers of one place, which has the stages `mine`."""
-    now, sent, found = Counter[tuple[Kind, int]](), Counter[tuple[Kind, int]](), list[Transit]()
+    now, found = Counter[tuple[Kind, int]](), list[Transit]()
+    sent: dict[Kind, int] = {}  # the stage whose was the last one: those before have arrived (runtime.stages)
     for item in line:
         for stage, way, kind, _ in _TRANSFER.findall(str(item)):
             if way == "RECV":
                 now["activation" if kind == "F" else "gradient", int(stage)] += 1
-            elif kind == "B":
-                sent = Counter({("sent gradient", int(stage)): 1})  # the one before has arrived (runtime.stages)
+            else:
+                sent["sent activation" if kind == "F" else "sent gradient"] = int(stage)
         for action in actions_of([item]):
             stage = action.stage
             if action.kind == "F" and stage and stage - 1 not in mine:
                 now["activation", stage] -= 1
             if action.kind in "BI" and stage + 1 < stages:
                 now["gradient", stage] -= 1
-            found.append(dict(+now + sent))
+            found.append({**+now, **dict.fromkeys(sent.items(), 1)})
             if action.kind in "BI" and stage - 1 in mine:
                 now["gradient", stage - 1] += 1
     return found

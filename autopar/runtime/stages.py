@@ -1,9 +1,9 @@
 """torch's stage as emitted pipelines run it: its weight gradients are its own, and it has what comes and goes only as long as it must.
 
-torch's stages make a receive buffer for every microbatch, both ways, in the first step and have it from then on; its schedules of several stages per
-place hold all that a place sends until the step ends. Here a buffer is made when its receive is posted and let go behind its use, and a send
-is waited for when it must have ended: that of activations when their gradient has come, that of a gradient before the next one goes.
-Each wait is for a receive that the schedule's own order posts before what it waits in front of, so none waits for ever.
+torch's stages make a receive buffer for every microbatch, both ways, in the first step and have it from then on; they keep what they made until its
+backward, and schedules of several stages per place hold all that a place sends until the step ends. Here a buffer is made when its receive is posted
+and let go behind its use, what goes to another place is let go when the next of its kind goes, and in its stead the backward begins at a tensor
+without memory (`left`). Each wait is for a receive that the schedule's own order posts before what it waits in front of, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -22,38 +22,48 @@ from autopar.runtime.parts import add_gradients, disjoint
 
 
 class Sent:
-    """What one place has sent and does not know to have arrived."""
+    """What one place has sent last, each way, and does not know to have arrived."""
 
     def __init__(self) -> None:
-        self._activations: dict[tuple[int, int], Sequence[dist.Work]] = {}
-        self._gradients: Sequence[dist.Work] = ()
+        self._last: dict[str, Sequence[dist.Work]] = {}
 
-    def activations(self, stage: int, chunk: int, ops: list[dist.P2POp]) -> None:
-        """Send what a stage made of a microbatch."""
-        self._activations[stage, chunk] = post(ops)
-
-    def answered(self, stage: int, chunk: int) -> None:
-        """The gradient of it is there."""
-        _wait(self._activations.pop((stage, chunk), ()))
-
-    def gradients(self, ops: list[dist.P2POp]) -> None:
-        """Send gradients of what a stage received, once the ones before have gone."""
-        _wait(self._gradients)
-        self._gradients = post(ops)
+    def send(self, what: str, ops: list[dist.P2POp]) -> None:
+        """Begin to send, once what went before of that kind has gone."""
+        _wait(self._last.pop(what, ()))
+        self._last[what] = post(ops)
 
     def finish(self) -> None:
         """The step has ended: so have all sends."""
-        for works in (*self._activations.values(), self._gradients):
+        for works in self._last.values():
             _wait(works)
         self.forget()
 
     def forget(self) -> None:
         """A step begins; what one that failed has left does not count."""
-        self._activations, self._gradients = {}, ()
+        self._last = {}
+
+
+class Left(torch.autograd.Function):
+    """In the stead of a tensor that goes to another place: one of its shape, without its memory, that has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def left(sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a stage keeps of what it sends: where each backward begins."""
+    made: list[Tensor] = [Left.apply(x) for x in sent]
+    return tuple(made)
 
 
 class OwnStage(pipelining.PipelineStage):
-    """One stage. `sent`: where it leaves what it sends; None where the schedule waits for that itself, before it goes on.
+    """One stage, of a module that leaves what goes to another place in `going`. `sent`: who sends; None where that is the schedule, which waits for
+    it before it goes on.
 
     Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
     place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
@@ -63,7 +73,9 @@ class OwnStage(pipelining.PipelineStage):
 
     def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._runtime_validate = False  # under TORCH_DISTRIBUTED_DEBUG=DETAIL it wants the strides of what is sent of what is left
         self._sent = sent
+        self._going: dict[int, Sequence[Tensor]] = {}  # of each microbatch, what is to go to another place
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -95,29 +107,31 @@ class OwnStage(pipelining.PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of activations that the schedule is to post."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        if self._sent is None:
-            return ops
-        self._sent.activations(self.stage_index, fwd_chunk_id, ops)
-        return []
+        for op, tensor in zip(ops, self._going.pop(fwd_chunk_id), strict=True):
+            op.tensor = tensor
+        return self._send("activations", ops)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients that the schedule is to post."""
-        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._send("gradients", super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, what: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """What of it the schedule is to send."""
         if self._sent is None:
             return ops
-        self._sent.gradients(ops)
+        self._sent.send(what, ops)
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of one microbatch, which keeps of what came what its backward needs."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _let_go(self.args_recv_info[fwd_chunk_id])
+        runner: Any = self.submod
+        self._going[fwd_chunk_id], runner.going = runner.going, ()
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward of one microbatch, or its part for what was received. A stage of the same place may have no gradient to give: zeros."""
-        if self._sent is not None:
-            self._sent.answered(self.stage_index, bwd_chunk_id)
         came = self.grad_recv_info.get(bwd_chunk_id, ())
         self._make(came, zero=True)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -20,7 +20,7 @@ from autopar.runtime.count import record
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import Spread
 from autopar.runtime.places import PIPELINE_AXIS
-from autopar.runtime.stages import OwnStage, Sent
+from autopar.runtime.stages import OwnStage, Sent, left
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedModule, Stage
@@ -55,6 +55,7 @@ class Runner(nn.Module):
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__()
         self._engine, self._stage = [engine], [stage]  # in lists: no submodules
+        self.going: Sequence[Tensor] = ()  # what is to go to another place
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
         """Run one microbatch."""
@@ -65,10 +66,13 @@ class Runner(nn.Module):
             sends, results = engine.run(stage, arrived, engine.micro[int(microbatch)], engine.sizes)
         if stage.index == engine.last:
             return _sendable(results[engine.loss], True)
-        if stage.index in engine.leaving:
-            _count(sends)
         following = engine.following[stage.index]
-        return tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
+        made = tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
+        if stage.index not in engine.leaving:
+            return made
+        _count(sends)
+        self.going = [tensor.detach() for tensor in made]
+        return left(made)
 
     def scatter(self) -> None:
         """Bring the gradients that go after every microbatch to where they rest: a backward in two parts tells no leaf that its own is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from autopar.runtime.stages import OwnStage, Sent
+from autopar.runtime.stages import OwnStage, Sent, left
 from tests.helpers.ranks import on_ranks
 
 PLACES, MICROBATCHES, ROWS, WIDTH = 2, 6, 3, 4
@@ -23,14 +24,21 @@ CASES = [("Schedule1F1B", (0, 1)), ("ScheduleGPipe", (0, 1)), ("ScheduleInterlea
 class Part(nn.Module):
     """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the loss."""
 
-    def __init__(self, index: int, last: int) -> None:
+    def __init__(self, index: int, places: tuple[int, ...], *, alone: bool = False) -> None:
         super().__init__()
         torch.manual_seed(index)
-        self.linear, self.last = nn.Linear(WIDTH, WIDTH).double(), index == last
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH).double(), index + 1 == len(places)
+        self.leaves = not (self.last or alone or places[index] == places[index + 1])
+        self.going: Sequence[Tensor] = ()
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
         y = self.linear(x).tanh()
-        return y.square().mean() if self.last else (y, y * 2)
+        if self.last:
+            return y.square().mean()
+        if not self.leaves:
+            return y, y * 2
+        self.going = [y.detach(), (y * 2).detach()]
+        return left((y, y * 2))
 
     def scatter(self) -> None:
         """Gradients are where they rest."""
@@ -58,7 +66,7 @@ def wanted(parts: list[Part], rows: Tensor) -> None:
 def run(name: str, places: tuple[int, ...]) -> None:
     kind, rank, last = getattr(pipelining.schedules, name), dist.get_rank(), len(places) - 1
     rows = torch.randn(MICROBATCHES, ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    whole, mine = [Part(i, last) for i in range(last + 1)], {i: Part(i, last) for i in range(last + 1) if places[i] == rank}
+    whole, mine = [Part(i, places, alone=True) for i in range(last + 1)], {i: Part(i, places) for i in range(last + 1) if places[i] == rank}
     sent = Sent() if last > 1 else None
     meta = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
     loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)

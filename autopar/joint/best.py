@@ -64,6 +64,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
             walk.polished, walk.expanded, walk.hurried = first.polished, first.expanded, first.hurried
             walk.pricing.proven.update(first.pricing.proven)
             walk.pricing.roomy.update(first.pricing.roomy)
+            walk.pricing.laid.update(first.pricing.laid)
         walks.append(walk)
         found = walk.run()
         if found is not None and inner.request.recipe is None and found.step_s < known_s * _hoped(inner):

@@ -23,6 +23,7 @@ from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
 from autopar.joint.parting import only_place
 from autopar.onestage import CLOSE
+from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import rooms
 from autopar.pipeline.stretches import memory_bytes
 from autopar.pipeline.views import View, views
@@ -106,7 +107,7 @@ class _Place:
 
     number: int
     kind: int
-    stages: tuple[tuple[int, int, int], ...]
+    stages: tuple[tuple[int, int, Flying], ...]
     rooms: tuple[tuple[float, float], ...]
 
     @staticmethod
@@ -140,7 +141,7 @@ class _Place:
     def byte_s(self, chosen: Chosen) -> float:
         """Seconds of a microbatch for each byte that running all blocks again saves; 0 where it saves none."""
         table = chosen.on(self.number, self.kind).table
-        saved = sum(flying * float(table.freed[stop] - table.freed[first]) for first, stop, flying in self.stages)
+        saved = sum(table.saved(*stage) for stage in self.stages)
         more_s = sum(float(table.more[stop] - table.more[first]) for first, stop, _ in self.stages)
         return max(0.0, more_s / saved) if saved > 0 else 0.0
 
@@ -165,7 +166,7 @@ class Weights:
             if stage.place == place:
                 for name, part in _parts(view, program):
                     share[name] = share.get(name, 0.0) + part if name in program.runs else 1.0
-                    kept[name] = kept.get(name, 0.0) + part * table.flying[view.index]
+                    kept[name] = kept.get(name, 0.0) + part * table.flying[view.index].kept
         free = {name: only for name, only in alone.items() if only == place}
         return Weights(share, kept, free, table.length * table.places, found.ground.limits[place])
 

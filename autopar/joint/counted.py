@@ -68,7 +68,7 @@ def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, betwe
     n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
     if math.isinf(limit_bytes):
         return
-    kept = [max(1, min(n for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
+    kept = [max(1, min(n.kept for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
     live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
         held = min(w * n for w, n in zip(weights, kept, strict=True))

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 from autopar.pipeline import crowded
 from autopar.pipeline.flow import Flow
-from autopar.pipeline.orders import StageTime, in_flight, orders
+from autopar.pipeline.orders import Flying, StageTime, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 
@@ -87,7 +87,7 @@ class Timetable:
         return first, first + self.places
 
     @cached_property
-    def flying(self) -> list[int]:
+    def flying(self) -> list[Flying]:
         """For each stage the most microbatches that it keeps at once."""
         return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
 
@@ -118,7 +118,7 @@ class Timetable:
     @cached_property
     def kept(self) -> float:
         """How often the place that keeps most keeps what one microbatch of the whole model keeps, stages cut evenly."""
-        return max(sum(n for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
+        return max(sum(n.kept for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
 
 
 @lru_cache(maxsize=64)

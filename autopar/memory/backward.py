@@ -43,7 +43,8 @@ class Backward:
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
         self.block: Unit | None = None  # that of the block that is walked
-        self.waiting_bytes = 0.0  # gradients that wait for the weights' part of a backward that is taken apart
+        self.waiting: dict[Storage, None] = {}  # gradients that wait for the weights' part of a backward that is taken apart
+        self.waiting_bytes = 0.0
 
     def walk(self) -> None:
         """From the ends of the forward to its start."""
@@ -151,6 +152,12 @@ class Backward:
         for value in step.outs:
             value.slot = None
 
+    def _wait(self, slots: Sequence[Storage]) -> None:
+        """Keep gradients of what an operator with a weight has made, each once: operators may share one."""
+        new = dict.fromkeys(slot for slot in slots if slot not in self.waiting)
+        self.waiting.update(new)
+        self.waiting_bytes += sum(slot.nbytes for slot in new)
+
     def _operator(self, step: Step, op: Op, twins: Mapping[Storage, Storage | None]) -> None:
         assert step.local is not None, "operators have their bytes with them"
         self.book.step(f"backward of {op.name}")
@@ -159,8 +166,8 @@ class Backward:
         slots = [value.slot for value in step.outs if value.slot is not None]
         for slot in slots:
             self.book.use(slot)
-        if any(weight and value.grad_bytes for weight, value in zip(op.weight, step.ins, strict=True)):
-            self.waiting_bytes += sum(slot.nbytes for slot in slots)
+        if op.weighs:
+            self._wait(slots)
         self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits))
         self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.filling import Cuts, Filling, Links
+from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import Budgets
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
 
@@ -18,12 +19,12 @@ CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
 NEAR = 0.1  # relative: so near to what is proven it is asked first whether anything is faster at all
 
 
-def balance(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float], sends_s: Sequence[float] = (),
+def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], sends_s: Sequence[float] = (),
             barred: Sequence[int] = (), at: Sequence[int] = (), *, by_place: bool = False) -> Cuts:
     """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may. Of places with several stages
     the slowest is then as fast as can be; `by_place`: that first, and then the slowest stage. Where a microbatch is soon back the first is faster, where they are many the second.
 
-    All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), how many microbatches it
+    All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), the microbatches that it
     keeps, the bytes that are there, and `at` which place (empty: each on its own). No more pieces are run again than memory wants. `sends_s` are the seconds of
     sending what a cut in front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
     unless there is none that sends less; and none is in front of a piece of `barred`. Raises InfeasibleError with the bytes that are missing where memory
@@ -78,7 +79,7 @@ def _least_s(tables: Sequence[Table]) -> tuple[float, float]:
     return float(each.sum()) / len(tables), float(max(each.max(), tables[0].seconds[1], tables[-1].seconds[-1] - tables[-1].seconds[-2]))
 
 
-def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[int], limits: Sequence[float], places: int) -> InfeasibleError:
+def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], places: int) -> InfeasibleError:
     """What is missing for any cut."""
     whole, there = memory_bytes((pieces[0].again, max(in_flight))) / places, sum(limits) / len(limits)
     return InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {whole / 2**30:.2f} GiB each, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
+from autopar.problem.pairs import pair
 from autopar.problem.shares import ForwardPrices
 
 
@@ -20,6 +22,7 @@ class _Held:
 
     update_s: float = 0.0
     kept_bytes: float = 0.0
+    halfway_bytes: float = 0.0
     rest_bytes: float = 0.0
     live_bytes: float = 0.0
 
@@ -39,6 +42,7 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
         live = 0.0 if a.live_bytes is None else float(a.live_bytes[c])
         here.live_bytes += live
         here.kept_bytes += float(a.memory_bytes[c]) - live
+        here.halfway_bytes += halfway_bytes(program, micro, index, c)
         for number, name in enumerate(_holders(program, op, did.home)):
             held[name].rest_bytes += float(b.memory_bytes[c])
             if op.role == "param" and (apart or not number):
@@ -67,8 +71,20 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
 
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
     once_s = held.update_s + did.once.all_s
-    return Cost((seconds[FORWARD] + seconds[BACKWARD]) / count, once_s / count, held.kept_bytes / count, held.rest_bytes / count, held.live_bytes,
+    return Cost((seconds[FORWARD] + seconds[BACKWARD]) / count, once_s / count, held.kept_bytes / count, held.halfway_bytes / count, held.rest_bytes / count, held.live_bytes,
                 seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count)
+
+
+def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
+    """Bytes of the gradients that wait where a backward is taken apart: those of what operators with weights make, each once."""
+    found = 0.0
+    for member, op in enumerate(micro.clusters[index].members):
+        if op.weighs and op.name not in program.sharing:
+            options = [joint.options[member] for joint in micro.choices[index][c]]
+            for i, out in enumerate(op.call.outs):
+                made = pair(tuple([option.outs[i] for option in options]))
+                found += op.count * micro.prices.local_bytes(math.prod(out.sizes) * out.itemsize, made.back) if out.grad else 0.0
+    return found
 
 
 def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:

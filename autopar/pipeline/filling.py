@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import Budgets, May, Spent
 from autopar.pipeline.stretches import Cost, Pieces, Table
 
@@ -68,7 +69,7 @@ class Filling:
     """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send, and with those before it on its place `mean_s` each
     in the mean."""
 
-    def __init__(self, tables: Sequence[Table], links: Links, in_flight: Sequence[int], budgets: Budgets, stage_s: float, mean_s: float) -> None:
+    def __init__(self, tables: Sequence[Table], links: Links, in_flight: Sequence[Flying], budgets: Budgets, stage_s: float, mean_s: float) -> None:
         self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s = tables, links, in_flight, budgets, stage_s, mean_s
         self.ends = links.ends(stage_s)  # where a stage may end
         self.edges = [0]  # where each stage begins, and the last one ends
@@ -117,7 +118,7 @@ class Filling:
         """What a stage takes as it is."""
         table, (first, stop), flying = self.tables[stage], self.edges[stage:stage + 2], self.in_flight[stage]
         again = self._again(stage, first, stop) or 0
-        held = table.held(first, stop, flying) - flying * float(table.freed[first + again] - table.freed[first])
+        held = table.held(first, stop, flying) - table.saved(first, first + again, flying)
         live = max(table.live(first, stop), float(table.live_again[first:first + again].max(initial=0.0)))
         return Spent(table.time_s(first, stop, again), held, live)
 

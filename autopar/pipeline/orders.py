@@ -118,16 +118,29 @@ class StageTime:
         return {"F": self.forward_s, "B": self.both_s or self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
 
 
-def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[int]:
+class Flying(NamedTuple):
+    """Of how many microbatches a stage keeps activations, and how many of these are halfway through their backward: its weights' part waits."""
+
+    kept: int
+    halfway: int = 0
+
+
+def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
     """For each stage, of how many microbatches it keeps activations at once, at most: from the forward to the end of the
-    backward."""
-    most, now = [0] * stages, [0] * stages
+    backward; and how many of them, at most, are halfway through it then."""
+    most, now = [Flying(0)] * stages, [Flying(0)] * stages
     for line in lines:
         split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
         for action in line:
+            kept, halfway = now[action.stage]
             if action.kind == "F":
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind == "W" or (action.stage, action.microbatch) not in split:
-                now[action.stage] -= 1
+                kept += 1
+            elif action.kind == "W":
+                kept, halfway = kept - 1, halfway - 1
+            elif (action.stage, action.microbatch) in split:
+                halfway += 1
+            else:
+                kept -= 1
+            now[action.stage] = Flying(kept, halfway)
+            most[action.stage] = max(most[action.stage], now[action.stage])
     return most

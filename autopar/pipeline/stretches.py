@@ -8,13 +8,14 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import Need
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
-    step, bytes that a microbatch keeps, bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
+    step, bytes that a microbatch keeps, and more of them while it is halfway through its backward (gradients that wait for the weights' part), bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
     of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
     one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
     where it begins with it. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
@@ -22,6 +23,7 @@ class Cost:
     micro_s: float = 0.0
     once_s: float = 0.0
     kept_bytes: float = 0.0
+    halfway_bytes: float = 0.0
     rest_bytes: float = 0.0
     live_bytes: float = 0.0
     forward_s: float = 0.0
@@ -32,9 +34,9 @@ class Cost:
     hidden_s: tuple[float, float] = (0.0, 0.0)
 
 
-def memory_bytes(*stages: tuple[Sequence[Cost], int]) -> float:
-    """Bytes of a place with these stages, of the pieces of each and of how many microbatches it keeps: what is there only while a piece runs is that of one at a time."""
-    held = sum(c.rest_bytes + in_flight * c.kept_bytes for costs, in_flight in stages for c in costs)
+def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
+    """Bytes of a place with these stages, of the pieces of each and of the microbatches that it keeps: what is there only while a piece runs is that of one at a time."""
+    held = sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for costs, flying in stages for c in costs)
     return held + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
 
 
@@ -58,7 +60,7 @@ class Table:
         self.count = len(costs)
         self.seconds = _sums([c.micro_s for c in costs])
         self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
-        rest, kept = _sums([c.rest_bytes for c in costs]), _sums([c.kept_bytes for c in costs])
+        rest, kept, halfway = (_sums([getattr(c, name) for c in costs]) for name in ("rest_bytes", "kept_bytes", "halfway_bytes"))
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
@@ -68,28 +70,33 @@ class Table:
             self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
         self._most_live = float(live.max())
         self._slower = bool((np.diff(self.more) >= 0).all())  # no piece takes less where it is run again
-        self._seconds, self._more, self._rest, self._kept = (sums.tolist() for sums in (self.seconds, self.more, rest, kept))  # read one by one
+        self._seconds, self._more, self._rest, self._kept, self._halfway = (sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway))  # read one by one
 
-    def again(self, first: int, stop: int, flying: int, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
+    def again(self, first: int, stop: int, flying: Flying, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
         """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough. What they hold leaves `spare_bytes` at least for what is
         there only while one of them runs."""
         held = self.held(first, stop, flying)
         if held + max(self._most_live, spare_bytes) <= limit_bytes or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes:
             return 0
         most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
-        left = held + most - flying * (self.freed[first + 1:stop + 1] - self.freed[first])
+        left = held + most - flying.kept * (self.freed[first + 1:stop + 1] - self.freed[first])
         fits = np.flatnonzero(left <= limit_bytes)
         return int(fits[0]) + 1 if len(fits) else None
 
-    def held(self, first: int, stop: int, flying: int) -> float:
+    def held(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes of what rests in `[first, stop)`, and of what `flying` microbatches keep of it."""
-        return self._rest[stop] - self._rest[first] + flying * (self._kept[stop] - self._kept[first])
+        halfway = flying.halfway * (self._halfway[stop] - self._halfway[first]) if flying.halfway else 0.0
+        return self._rest[stop] - self._rest[first] + flying.kept * (self._kept[stop] - self._kept[first]) + halfway
 
-    def need(self, flying: int, first: int = 0, stop: int | None = None) -> Need:
+    def saved(self, first: int, stop: int, flying: Flying) -> float:
+        """Bytes that `flying` microbatches keep less where `[first, stop)` is run again."""
+        return flying.kept * float(self.freed[stop] - self.freed[first])
+
+    def need(self, flying: Flying, first: int = 0, stop: int | None = None) -> Need:
         """What a stage of `[first, stop)`, or of all pieces, takes; of what is there only while one of them runs that of most of them."""
         stop = self.count if stop is None else stop
         live, live_again = (float(np.median(each[first:stop])) for each in (self._most[0], self.live_again))
-        return Need(self.held(first, stop, flying), flying * float(self.freed[stop] - self.freed[first]), live, live_again)
+        return Need(self.held(first, stop, flying), self.saved(first, stop, flying), live, live_again)
 
     def live(self, first: int, stop: int) -> float:
         """The most bytes of `[first, stop)` that are there only while a piece runs: the most of two stretches that cover it."""

@@ -18,7 +18,7 @@ from torch import fx
 from autopar.layout import BUCKET_BYTES
 from autopar.rules.language import Call, Tensor
 
-CAST = torch.ops.aten.to.dtype
+ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.to.dtype
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
 """Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
 
@@ -91,6 +91,11 @@ class Op:
         """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
         graded = [weight for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
         return sum(graded) / len(graded) if graded else 0.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a part of its backward is for weights, and it is not made of them alone."""
+        return self.weights_share > 0.0 and not self.of_weights
 
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
         """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered
@@ -168,6 +173,23 @@ class Program:
             if source is not None and len(readers[ref]) == 1 and ref not in fed and self.ops[ref[0]].scope == op.scope:
                 found[op.name] = source
         return found
+
+    @cached_property
+    def sharing(self) -> frozenset[str]:
+        """Operators with a weight whose result has no gradient of its own, but that of another one with a weight: a bias behind a product, and what is added to a
+        value that more is added to (one gradient goes back along them, and what comes in between is added to it in place)."""
+        found = [op.name for op in self.ops.values() if op.weighs and (any(self._alone(ref, op) for ref in op.operands) if op.target is ADD else self._added_to(op))]
+        return frozenset(found)
+
+    def _alone(self, ref: Ref, reader: Op) -> bool:
+        """Whether an operator with a weight makes a value of the size of what its one reader makes."""
+        maker = self.ops[ref[0]]
+        return maker.weighs and len(self.readers[ref]) == 1 and maker.call.outs[ref[1]].sizes == reader.call.outs[0].sizes
+
+    def _added_to(self, op: Op) -> bool:
+        """Whether what an operator makes is only added to a value, which more is added to."""
+        reader, *others = [reader for reader, _ in self.readers.get((op.name, 0), ())] or [op]
+        return not others and reader.target is ADD and not reader.weighs and any(later.target is ADD for later, _ in self.readers.get((reader.name, 0), ()))
 
     @cached_property
     def trained(self) -> frozenset[str]:

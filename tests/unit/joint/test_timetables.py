@@ -41,7 +41,7 @@ def test_even_stages_wait_as_the_formula_of_1f1b_says() -> None:
     """(m + p - 1) / p of the work of one microbatch: Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2."""
     table = Timetable(Kind("1f1b"), 4, 32)
     assert table.length == pytest.approx((32 + 3) / 4)
-    assert table.kept == 1.0 and table.flying == [4, 3, 2, 1]
+    assert table.kept == 1.0 and table.flying == [(4, 0), (3, 0), (2, 0), (1, 0)]
 
 
 OPEN = [kind for kind in SEARCHED if kind.virtual is None]

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.memory.predict import fullest
+from autopar.pipeline.costs import halfway_bytes
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Model
@@ -48,3 +49,14 @@ def test_the_search_counts_what_the_emitted_program_keeps(name: str, how: str, l
     (place,) = fullest(read(who.captured.gm, who.captured.hints, training=True, device="cpu"), plan)
     kept = sum(s.total for s in place.profiles[0].kept if s.kind != "gathered weights")
     assert activations(model, choice) - live(model, choice) == pytest.approx(kept, abs=512, rel=0.0 if (name, how, level) in FAST else 0.015)
+
+
+@pytest.mark.parametrize(("name", "how"), [*(case[:2] for case in FAST[:3]), *(pytest.param(*case[:2], marks=pytest.mark.slow) for case in SLOW if case[1] in ("zero3", "tp_sp") and case[2] == "none")])
+def test_the_search_counts_what_waits_for_the_weights_part_of_a_backward(name: str, how: str) -> None:
+    """Nearly: gradients that share memory are known by what is read and added, however it lies."""
+    plan, model, choice = planned(name, how, "none")
+    who = subject(name)
+    program = read(who.captured.gm, who.captured.hints, training=True, device="cpu")
+    (place,) = fullest(program, plan)
+    waiting = sum(halfway_bytes(program, model, index, c) for index, c in enumerate(choice))
+    assert waiting == pytest.approx(place.profiles[0].waiting_bytes, rel=0.4)

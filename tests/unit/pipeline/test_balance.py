@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.balance import balance
+from autopar.pipeline.orders import Flying
 from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 
-PIECES = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 9).map(float),
+PIECES = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 2).map(float), st.integers(0, 9).map(float),
                             st.integers(0, 3).map(float)), min_size=3, max_size=8)
 
 
@@ -30,12 +31,17 @@ BARRED = st.frozensets(st.integers(1, 7), max_size=4)
 """Pieces that no stage may begin with."""
 
 
+def _keep(*counts: int) -> list[Flying]:
+    """So many microbatches for each stage, half of them halfway through their backward."""
+    return [Flying(n, n // 2) for n in counts]
+
+
 def _links_s(bounds: Sequence[int], sends: Sequence[float], barred: Collection[int]) -> list[float]:
     """Seconds of the links of some cuts, but for the cuts that send least."""
     return [2 * sends[at] for at in bounds if sends[at] > min(s for place, s in enumerate(sends) if place and place not in barred)]
 
 
-def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float],
+def _best(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[float], sends: Sequence[float],
           barred: Collection[int]) -> float | None:
     """Of all cuts, each with as few pieces run again as memory wants, from the first on, the least time of the slowest stage or link; None
     where none fits."""
@@ -49,7 +55,7 @@ def _best(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float
     return min(every, default=None)
 
 
-def _check(kinds: Sequence[Pieces], flying: Sequence[int], limits: Sequence[float], sends: Sequence[float], barred: Collection[int] = ()) -> None:
+def _check(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[float], sends: Sequence[float], barred: Collection[int] = ()) -> None:
     sends, barred = sends[:len(kinds[0].costs)], sorted(place for place in barred if place < len(kinds[0].costs))
     best = _best(kinds, flying, limits, sends, barred)
     if best is None:
@@ -71,7 +77,7 @@ def _with_rerun(costs: list[Cost], more: list[tuple[int, int, int]]) -> Pieces:
 @given(PIECES, RERUN, SENDS, st.integers(2, 3), st.integers(6, 60), BARRED)
 def test_the_slowest_stage_is_as_fast_as_any_cut_allows(costs: list[Cost], more: list[tuple[int, int, int]], sends: list[float], stages: int,
                                                         limit: int, barred: frozenset[int]) -> None:
-    _check([_with_rerun(costs, more)] * stages, list(range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
+    _check([_with_rerun(costs, more)] * stages, _keep(*range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
 
 
 @settings(max_examples=300)
@@ -82,23 +88,23 @@ def test_two_kinds_of_places(costs: list[Cost], more: list[tuple[int, int, int]]
     places = places[:len(costs)]
     one = _with_rerun(costs, more)
     other = _with_rerun([replace(c, micro_s=float(s)) for c, s in zip(costs, others, strict=False)], more)
-    _check([other if kind else one for kind, _ in places], list(range(len(places), 0, -1)), [float(limit) for _, limit in places], sends)
+    _check([other if kind else one for kind, _ in places], _keep(*range(len(places), 0, -1)), [float(limit) for _, limit in places], sends)
 
 
 def test_the_faster_place_takes_more() -> None:
     """Of 12 alike pieces, places of speeds 1 and 2 take 4 and 8; one with memory for 6 leaves the others to the slow one."""
     slow, fast = ([Cost(micro_s=seconds, rest_bytes=1.0)] * 12 for seconds in (2.0, 1.0))
     kinds = [Pieces(slow, slow), Pieces(fast, fast)]
-    assert balance(kinds, [2, 1], [100.0, 100.0]).bounds == [4]
-    assert balance(kinds[::-1], [2, 1], [100.0, 100.0]).bounds == [8]
-    assert balance(kinds[::-1], [2, 1], [6.0, 100.0]).bounds == [6]
+    assert balance(kinds, _keep(2, 1), [100.0, 100.0]).bounds == [4]
+    assert balance(kinds[::-1], _keep(2, 1), [100.0, 100.0]).bounds == [8]
+    assert balance(kinds[::-1], _keep(2, 1), [6.0, 100.0]).bounds == [6]
 
 
 def test_a_slow_place_is_given_a_piece_that_it_can_take() -> None:
     """The first place could take all before the long piece; then the slow one between would have to take that."""
     fast = [Cost(micro_s=s) for s in (1.0, 1.0, 1.0, 3.0, 1.0)]
     slow = [Cost(micro_s=10 * c.micro_s) for c in fast]
-    found = balance([Pieces(fast, fast), Pieces(slow, slow), Pieces(fast, fast)], [1, 1, 1], [9.0] * 3)
+    found = balance([Pieces(fast, fast), Pieces(slow, slow), Pieces(fast, fast)], _keep(1, 1, 1), [9.0] * 3)
     assert found.bounds == [2, 3]
 
 
@@ -106,6 +112,6 @@ def test_a_cut_that_sends_much_is_not_made_where_another_one_is_near() -> None:
     """The head of a language model, its logits and its loss are pieces of their own: between them a cut would balance best, and send most."""
     costs = [Cost(2.0), Cost(2.0), Cost(3.0), Cost(1.0)]
     alike = [Pieces(costs, costs)] * 3
-    assert balance(alike[:2], [2, 1], [100.0] * 2).bounds == [2]
-    assert balance(alike, [3, 2, 1], [100.0] * 3, sends_s=[0.0, 0.1, 0.1, 5.0]).bounds == [1, 2]
-    assert balance(alike, [3, 2, 1], [100.0] * 3, sends_s=[5.0, 5.0, 5.0, 5.0]).bounds == balance(alike, [3, 2, 1], [100.0] * 3).bounds
+    assert balance(alike[:2], _keep(2, 1), [100.0] * 2).bounds == [2]
+    assert balance(alike, _keep(3, 2, 1), [100.0] * 3, sends_s=[0.0, 0.1, 0.1, 5.0]).bounds == [1, 2]
+    assert balance(alike, _keep(3, 2, 1), [100.0] * 3, sends_s=[5.0, 5.0, 5.0, 5.0]).bounds == balance(alike, _keep(3, 2, 1), [100.0] * 3).bounds

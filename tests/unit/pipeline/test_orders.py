@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 
 from autopar.errors import PlanError
 from autopar.pipeline.flow import step_s
-from autopar.pipeline.orders import Action, StageTime, _Stage, actions_of, in_flight, orders
+from autopar.pipeline.orders import Action, Flying, StageTime, _Stage, actions_of, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("interleaved_zero_bubble", 1), ("interleaved_zero_bubble", 2),
@@ -72,8 +72,8 @@ def test_even_stages_take_what_the_papers_say(places: int, micro: int) -> None:
 @pytest.mark.parametrize("places", [2, 4])
 def test_activations_in_flight(places: int) -> None:
     micro = 4 * places
-    assert in_flight(orders("gpipe", places, places, micro), places) == [micro] * places
-    assert in_flight(orders("1f1b", places, places, micro), places) == list(range(places, 0, -1))
+    assert in_flight(orders("gpipe", places, places, micro), places) == [Flying(micro)] * places
+    assert in_flight(orders("1f1b", places, places, micro), places) == [Flying(n) for n in range(places, 0, -1)]
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0, 0.5)), min_size=4, max_size=4))

@@ -21,7 +21,7 @@ from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 NEEDS = st.lists(st.builds(lambda held, share, live, more: Need(held, share * held, live, live + more), st.floats(0, 100), st.floats(0, 1), st.floats(0, 9), st.floats(0, 9)),
                  min_size=1, max_size=4)
 KINDS = st.sampled_from([Kind("interleaved_1f1b", 2), Kind("interleaved_1f1b", 3), Kind("zbv_zero_bubble", 2)])
-COSTS = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 9).map(float), st.integers(0, 3).map(float)),
+COSTS = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 2).map(float), st.integers(0, 9).map(float), st.integers(0, 3).map(float)),
                  min_size=6, max_size=9)
 
 

@@ -65,7 +65,7 @@ def _once_s(passing: Passing, once: Model) -> list[np.ndarray]:
 
 def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
     """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
-    n_q microbatches at least, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
+    n_q microbatches at least when the place keeps most, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
     if math.isinf(limit_bytes):
         return
     kept = [max(1, min(n.kept for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]

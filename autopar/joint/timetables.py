@@ -88,7 +88,7 @@ class Timetable:
 
     @cached_property
     def flying(self) -> list[Flying]:
-        """For each stage the most microbatches that it keeps at once."""
+        """For each stage the microbatches that it keeps when its place keeps most."""
         return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:

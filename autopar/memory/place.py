@@ -127,11 +127,9 @@ class Holding:
         return beside + (0.0 if action.kind == "F" else profile.kept_bytes) + (profile.halfway_bytes if action.kind == "W" else 0.0)
 
     def _in_flight(self) -> dict[int, int]:
-        most: dict[int, int] = {}
-        for action, waiting, *_ in self._flying():
-            for stage, n in waiting.items():
-                most[stage] = max(most.get(stage, 0), n + (action.stage == stage and action.kind != "W"))
-        return most
+        """Of how many microbatches each stage keeps what its backward needs when all of them together keep most."""
+        here = [{stage: n + (action.stage == stage) for stage, n in waiting.items()} for action, waiting, *_ in self._flying()]
+        return max(here, key=lambda counts: sum(n * self.profiles[stage].kept_bytes for stage, n in counts.items()), default={})
 
     def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
         """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and those that wait for

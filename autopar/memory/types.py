@@ -31,7 +31,7 @@ class Place:
 
     `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a training step
     holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and `in_flight` of how many a
-    stage keeps that at once; `phases` the peak of each part of the step: forward, backward, update; `host_bytes` what is in the
+    stage keeps that when the place keeps most; `phases` the peak of each part of the step: forward, backward, update; `host_bytes` what is in the
     memory of the host for one rank.
     """
 

@@ -126,21 +126,23 @@ class Flying(NamedTuple):
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
-    """For each stage, of how many microbatches it keeps activations at once, at most: from the forward to the end of the
-    backward; and how many of them, at most, are halfway through it then."""
-    most, now = [Flying(0)] * stages, [Flying(0)] * stages
+    """For each stage, of how many microbatches it keeps activations, from the forward to the end of the backward, and how many of them are halfway
+    through it, when its place keeps most: activations count for twice as much as what is kept halfway."""
+    found = [Flying(0)] * stages
     for line in lines:
         split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
+        now, size, largest = dict[int, Flying](), 0, 0
         for action in line:
-            kept, halfway = now[action.stage]
-            if action.kind == "F":
-                kept += 1
-            elif action.kind == "W":
-                kept, halfway = kept - 1, halfway - 1
-            elif (action.stage, action.microbatch) in split:
-                halfway += 1
-            else:
-                kept -= 1
-            now[action.stage] = Flying(kept, halfway)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
+            more = _MORE["I" if action.kind == "B" and (action.stage, action.microbatch) in split else action.kind]
+            kept, halfway = now.get(action.stage, Flying(0))
+            now[action.stage] = Flying(kept + more.kept, halfway + more.halfway)
+            size += 2 * more.kept + more.halfway
+            if size > largest:
+                largest = size
+                for stage, flying in now.items():
+                    found[stage] = flying
+    return found
+
+
+_MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)}
+"""What an action changes; a backward whose weights' part waits is one for what was received alone."""

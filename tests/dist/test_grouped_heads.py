@@ -16,8 +16,8 @@ from tests.helpers.verify import Sizes, Subject, by_chance, planned, planner_of,
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 Cut = tuple[Sizes, tuple[str, ...]]
-BESIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("b", "g")), ((2, 2), ("g", "v")), ((2, 2), ("g", "q+k")), ((4,), ("g",)), ((2, 2, 2), ("h", "q+k", "g"))]
-TURNED: list[Cut] = [((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("g", "g", "g")), ((2, 2, 2), ("h", "g", "g"))]
+BESIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("b", "g")), ((2, 2), ("g", "v")), ((2, 2), ("g", "q+k")), ((4,), ("g",))]
+TURNED: list[Cut] = [((2, 2, 2), ("h", "q+k", "g")), ((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("g", "g", "g")), ((2, 2, 2), ("h", "g", "g"))]
 """The same in another order and on more axes."""
 INSIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("g", "q+k")), ((4,), ("g",)), ((2, 2), ("g", "q"))]
 INSIDE_SLOW: list[Cut] = [((2, 2), ("b", "g")), ((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("h", "q+k", "g")), ((2, 2), ("q", "g")), ((2, 2, 2), ("g", "q", "g"))]

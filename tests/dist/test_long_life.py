@@ -75,7 +75,7 @@ def _run(who: Subject, made: Plan, *more: object) -> list[Said]:
     return found
 
 
-@pytest.mark.parametrize(("name", "first", "then"), [("hf-gpt2", "1f1b", "zero1"), ("hf-llama", "random", "zbv"), *(
+@pytest.mark.parametrize(("name", "first", "then"), [("hf-gpt2", "1f1b", "zero1"), ("gpt", "random", "zbv"), *(
     pytest.param(name, *pair, marks=pytest.mark.slow) for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-resnet") for pair in PAIRS
     if name != "hf-resnet" or not {"1f1b", "zbv"} & {*pair})])
 def test_a_life_on_ranks_is_that_on_one_device(name: str, first: str, then: str, tmp_path: Path) -> None:

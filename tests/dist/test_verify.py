@@ -20,7 +20,7 @@ FAST: list[tuple[str, Sizes, str]] = [
     ("hf-t5", (2,), "cp"), ("hf-gpt2", (4,), "ulysses"),
     ("gpt", (2,), "zero1"), ("hf-phi3", (4,), "zero2"), ("gpt", (2, 2), "searched"), ("mlp", (2, 2, 2), "searched"), ("hf-gpt2", (4,), "few"), ("gpt", (2, 2), "thrifty"),
     ("hf-gpt2", (2, 2, 2), "random 0"), ("hf-llama", (2, 2), "random 1"),
-    ("moe", (4,), "random 4"), ("hf-resnet", (2, 2), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (4,), "tp_sp"),
+    ("moe", (4,), "random 4"), ("hf-resnet", (2, 2), "spatial"), ("hf-clip", (2,), "ddp"), ("hf-whisper", (2,), "ddp"),
     ("hf-gpt-oss", (4,), "ep"), ("hf-llama4", (2,), "ddp"),
 ]
 SLOW = [entry for entry in entries() if entry.batch is not None or (entry.model, entry.mesh, entry.how) not in FAST]

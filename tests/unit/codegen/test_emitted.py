@@ -65,7 +65,7 @@ def test_every_reshard_says_why(case):
         assert re.search(r"# .*(all-gather|all-reduce|reduce-scatter|all-to-all|slice|mask)", said), lines[i]
 
 
-@pytest.mark.parametrize(("model", "recipe", "readers"), [("hf-llama", "tp_sp", 3), ("hf-t5", "tp_sp", 3)])
+@pytest.mark.parametrize(("model", "recipe", "readers"), [("hf-llama", "tp_sp", 3), pytest.param("hf-t5", "tp_sp", 3, marks=pytest.mark.slow)])
 def test_readers_that_ask_for_the_same_share_one_seam(model, recipe, readers):
     who = subject(model)
     plan = by_recipe(who, (2,), recipe)

@@ -28,6 +28,7 @@ def test_one_node_that_holds_the_model_is_data_parallel_or_zero() -> None:
     assert best_s(made, {"ddp"}) < 1.1 * made.plan.predicted.step_s < made.step_s("tp_sp") / 2, str(made)
 
 
+@pytest.mark.slow
 def test_one_node_that_does_not_hold_the_model_with_nvlink() -> None:
     """Guide: with NVLink, PP, ZeRO and TP are mostly on par. Llama-3-8B on 4 A100-80 (ddp lacks 88 GiB): ZeRO-3 1.06 s, TP 1.20, PP 1.47,
     of which 0.18 s are gradients that add up in float32 over microbatches of one sample."""

@@ -31,6 +31,7 @@ def test_what_does_not_fit_is_sharded() -> None:
     assert made.step_ms <= made.recipes_ms["zero3"] < made.recipes_ms["zero1"] < made.recipes_ms["tp_sp"], str(made)
 
 
+@pytest.mark.slow
 def test_a_large_mlp_on_few_samples_is_tensor_parallel() -> None:
     made = planned(Work("wide-mlp", 16), "h100:1x8")
     for weight in made.weights.values():

@@ -18,7 +18,7 @@ from tests.helpers.verify import subject
 @pytest.mark.parametrize("cluster", [Cluster.parse("cpu:1x2"), *(pytest.param(c, marks=pytest.mark.slow) for c in (Cluster.parse("cpu:1x4"), two_kinds("cpu:1x2", 2.0)))], ids=lambda c: c.label)
 def test_less_memory_takes_longer(cluster: Cluster) -> None:
     who = subject("hf-gpt2")
-    request = Request(cluster, Settings("train"), time_limit_s=2.0)
+    request = Request(cluster, Settings("train"), time_limit_s=1.0)
     plans = frontier(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert len(plans) > 2
     for fast, small in itertools.pairwise(plans):

@@ -112,7 +112,7 @@ def _slow_links() -> Cluster:
     return replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_s=2e8), cluster.levels[1]))
 
 
-@pytest.mark.parametrize(("held", "memory_bytes", "batch"), [("optimizer", 60e6, 16), ("parameters", 50e6, 64)])
+@pytest.mark.parametrize(("held", "memory_bytes", "batch"), [("optimizer", 60e6, 16), pytest.param("parameters", 50e6, 64, marks=pytest.mark.slow)])
 def test_pipelines_rest_on_the_host(held: str, memory_bytes: float, batch: int) -> None:
     """Each place steps what its own stages have; the step ends when the slowest has, in the simulation too."""
     request = Request(_slow_links(), Settings(), memory_bytes=memory_bytes, time_limit_s=60.0)

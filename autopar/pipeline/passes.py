@@ -242,9 +242,7 @@ class Passes:
     def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float) -> None:
         """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done."""
         routes, count = self.prices.routes, link.count
-        inside = bool(link.cluster.scope)
-        own, others = (self._synced_bytes.get((made, leaf, scope), 0.0) for scope in (inside, not inside))
-        together = own + others
+        together = self._together_bytes.get(("summed", made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
         if made.each or not self.late:
             local, moving = split(sums)
@@ -260,7 +258,8 @@ class Passes:
         else:
             did.once.add(sums, count)
         if made.value != made.back:
-            gathered = routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, own))  # the model's own and the blocks' apart
+            own = self._together_bytes.get(("gathered", bool(link.cluster.scope), *routes.kinds(made.back, made.value)), 0.0)  # the model's own and the blocks' apart
+            gathered = routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, own))
             if self.late:
                 did.once.add(gathered, count)
             else:
@@ -307,15 +306,14 @@ class Passes:
         return found
 
     @cached_property
-    def _synced_bytes(self) -> Mapping[tuple[Pair, Layout, bool], float]:
-        """Bytes on a rank of all leaves that rest alike and whose gradients are summed alike: by how they are made, how their gradient lies, and
-        whether they are of blocks."""
-        found: dict[tuple[Pair, Layout, bool], float] = {}
+    def _together_bytes(self) -> Mapping[tuple[object, ...], float]:
+        """Bytes on a rank of all leaves that travel in the same buckets: their gradients, by whether they are summed after every microbatch and by the steps of their way
+        (runtime.gradsync), and they themselves, by whether they are of blocks and by the steps of theirs (runtime.leaves)."""
+        found, kinds = dict[tuple[object, ...], float](), self.prices.routes.kinds
         for link in self._weights:
             made = link.rows[link.row[self.choice[link.producer]]]
             leaf = self._leaf(link, made, self._asked[link.ref][0])
-            if leaf != made.back:
-                key = made, leaf, bool(link.cluster.scope)
+            for key in ("summed", made.each, *kinds(leaf, made.back)), ("gathered", bool(link.cluster.scope), *kinds(made.back, made.value)):
                 found[key] = found.get(key, 0.0) + link.size_bytes * link.count * fraction(made.value, self.prices.sizes)
         return found
 

@@ -34,7 +34,6 @@ from autopar.problem.graph import Ref
 from autopar.problem.members import Member, Way
 from autopar.problem.moved import Moved, add_to, over
 from autopar.problem.nets import Link
-from autopar.problem.pairs import Pair
 from autopar.problem.paths import Ways
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Node
@@ -271,23 +270,16 @@ class Passing:
         return {ref: count > 1 for ref, count in found.items()}
 
     def _hidden(self, link: Link) -> np.ndarray:
-        """[2, rows]: the share of the sums of a weight's gradient that can run in the background, of the first collective and of the next ones: at most that of all weights
-        that may rest alike, in buckets."""
-        if link.opening:
-            return np.zeros((2, len(link.rows)))
-        bucket = BUCKET_BYTES / np.array([max(1.0, self._alike_bytes(row)) for row in link.rows])
-        return np.where(bucket < 1.0, np.maximum(0.0, 1.0 - np.outer((0.5, 1.5), bucket)), 0.0)
-
-    def _alike_bytes(self, row: Pair) -> float:
-        """Bytes on a rank of all weights that may be made as `row`."""
-        if row not in self._alike:
-            each = {other.ref: other.size_bytes * other.count for other in reversed(self.model.links) if other.weight and row in other.rows}
-            self._alike[row] = sum(each.values()) * fraction(row.value, self.model.prices.sizes)
-        return self._alike[row]
+        """[2, rows]: the share of the sums of a weight's gradient that can run in the background, of the first collective and of the next ones: at most where all weights, whole,
+        are in the same buckets."""
+        bucket = BUCKET_BYTES / max(1.0, self._weights_bytes)
+        hidden = np.maximum(0.0, 1.0 - bucket * np.array((0.5, 1.5))) if bucket < 1.0 and not link.opening else np.zeros(2)
+        return np.repeat(hidden[:, None], len(link.rows), 1)
 
     @cached_property
-    def _alike(self) -> dict[Pair, float]:
-        return {}
+    def _weights_bytes(self) -> float:
+        """Bytes of all weights."""
+        return sum({link.ref: link.size_bytes * link.count for link in reversed(self.model.links) if link.weight}.values())
 
     def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> Moved:
         return Moved(self.model.prices.routes.moved(ways, size_bytes, bucket_bytes), ways.at, self.axes)

@@ -96,6 +96,10 @@ class Paths:
         """What one way takes, as `seconds`: each step's collective, and local copies around it."""
         return tuple(self._way_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
 
+    def kinds(self, source: Layout, target: Layout) -> tuple[tuple[str, int], ...]:
+        """The steps of one way, each with its axis: what goes in one bucket has the same ones."""
+        return tuple([(self._order[index].kind, self._order[index].axis) for index in self._way[self.number(source, target)]])
+
     def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[distinct ways, 1 + 6 axes]: what each takes (problem.moved); `ways.at` says which of them is where."""
         known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)

@@ -66,11 +66,11 @@ def _buckets(reshard: Reshard, context: Context) -> Buckets:
     if reshard.role != "sync":
         return 0.0, 0.0
     program, sizes = context.program, context.sizes
-    alike = [other for other in context.edges.reshards if (other.role, other.src, other.dst) == ("sync", reshard.src, reshard.dst)]
-    local = {bool(other.scope): 0.0 for other in alike}
-    for other in alike:
-        local[bool(other.scope)] += program.bytes_of(other.ref) * fraction(other.dst.value, sizes) * other.count
-    return min(program.bucket_bytes, local[bool(reshard.scope)]), min(program.bucket_bytes, sum(local.values()))
+    others = {other: program.bytes_of(other.ref) * fraction(other.dst.value, sizes) * other.count for other in context.edges.reshards if other.role == "sync"}
+    ahead, back = ([(step.kind, step.axis) for step in way] for way in (reshard.forward(sizes), reshard.backward(sizes)))
+    leaves = sum(nbytes for other, nbytes in others.items() if bool(other.scope) == bool(reshard.scope) and [(s.kind, s.axis) for s in other.forward(sizes)] == ahead)
+    sums = sum(nbytes for other, nbytes in others.items() if other.each == reshard.each and [(s.kind, s.axis) for s in other.backward(sizes)] == back)
+    return min(program.bucket_bytes, leaves), min(program.bucket_bytes, sums)
 
 
 def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan, buckets: Buckets) -> Row:

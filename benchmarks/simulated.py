@@ -97,15 +97,20 @@ def _roles() -> dict[str, tuple[roles.Role, ...]]:
     return {"ddp": (roles.data,), "zero3": (roles.zero3,), "tp": (roles.tensor_sequence,), "tp_zero3": (roles.zero3, roles.tensor_sequence), **TWO_AXES}
 
 
+VIRTUAL = (2, 4)
+"""Stages of each place, under schedules that leave that open."""
+
+
 def _by_schedule() -> dict[str, Space]:
     """Each schedule with each of some roles: name -> space."""
     found = {}
     for about in SCHEDULES.values():
         for name, used in _roles().items():
             known = {len(used): used, **({1: used[-1:]} if len(used) > 1 and name not in TWO_AXES else {})}
-            kind = Kind(about.name, about.virtual or 2)
-            found[f"{about.name} {name}"] = Space(about.name, lambda mesh, known=known: (roles.nothing,) if mesh == (1,) else known.get(len(mesh)),
-                                                  (kind,), len(used))
+            for virtual in (about.virtual,) if about.virtual else VIRTUAL:
+                deep = f" {virtual}" if virtual > 2 else ""
+                found[f"{about.name}{deep} {name}"] = Space(about.name, lambda mesh, known=known: (roles.nothing,) if mesh == (1,) else known.get(len(mesh)),
+                                                            (Kind(about.name, virtual),), len(used))
     return found
 
 

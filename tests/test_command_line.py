@@ -95,7 +95,7 @@ def test_a_plan_made_in_python_is_refused(plan: Path, tmp_path: Path) -> None:
     assert result.returncode == 1 and "does not say which model it is for" in result.stderr
 
 
-@pytest.mark.parametrize("model", ["models/mlp.py:tiny", pytest.param("hf:models/hf/tiny/gpt2.json", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.slow) for model in ("models/mlp.py:tiny", "hf:models/hf/tiny/gpt2.json")])
 def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: str) -> None:
     """What every command that captures the model again makes of it: the same as of the plan before."""
     whole, path = tmp_path / "whole.json", tmp_path / "parts.json"

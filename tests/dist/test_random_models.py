@@ -11,7 +11,7 @@ from tests.helpers.random_models import Drawn, batch, tame
 from tests.helpers.ranks import living
 from tests.helpers.verify import Sizes, Subject, by_chance
 
-FAST = 3
+FAST = 2
 
 
 @pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FAST, 120))])

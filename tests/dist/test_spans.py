@@ -32,7 +32,7 @@ def case(how: str, length: int, ends: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(("how", "length", "ends"), [
-    ("1f1b", LENGTH, False), ("cp", OTHER, True),
+    ("1f1b", LENGTH, False),
     *(pytest.param(how, length, ends, marks=pytest.mark.slow) for how in ("tp", "tp_sp", "zero3", "cp", "1f1b", "random 0", "random 1", "random 2")
       for length in (LENGTH, OTHER) for ends in (False, True)),
 ])

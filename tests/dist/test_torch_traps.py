@@ -49,7 +49,7 @@ def optimized(sizes: tuple[int, int]) -> None:
                 torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=f"{name} {key}": f"{n}: {m}")
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
 def test_every_kind_of_optimizer_and_clipping_over_parameters_of_different_layouts(sizes: tuple[int, int]) -> None:
     on_ranks(4, optimized, sizes)
 

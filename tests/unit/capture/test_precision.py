@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from tests.helpers.tiny import TINY
 
 
-@pytest.mark.parametrize("name", ["hf-llama", "cnn"])
+@pytest.mark.parametrize("name", [pytest.param("hf-llama", marks=pytest.mark.slow), "cnn"])
 def test_precision_plans_the_cast_model_and_leaves_the_model_alone(name: str) -> None:
     loaded = autopar.frontend.load(TINY[name], batch=4, seq=8, device="cpu")
     before = {n: t.clone() for n, t in loaded.model.state_dict().items()}

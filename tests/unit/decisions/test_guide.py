@@ -20,6 +20,7 @@ def best_s(made: Answer, names: set[str]) -> float:
     return min(other.step_s for other in made.plan.alternatives if other.name in names and other.step_s is not None)
 
 
+@pytest.mark.slow
 def test_one_node_that_holds_the_model_is_data_parallel_or_zero() -> None:
     """Guide: DP, or ZeRO, which may or may not be faster. GPT-2 small on 8 A100 by NVLink, 64 x 512 tokens: weights gathered once per step
     (ZeRO-1) 43.6 ms, ddp 45.9, tensor parallel 108: activations are more to move than weights."""

@@ -58,7 +58,7 @@ def test_ddp_holds_everything(work: Work, count: int, itemsize: int, optimizer: 
     assert at_rest(*solved(work, "h100:1x8", "ddp", (8,), optimizer)) == count * itemsize * copies
 
 
-@pytest.mark.parametrize(("work", "itemsize"), [(LLAMA, 2), (GPT2, 4)], ids=["llama3-8b", "gpt2"])
+@pytest.mark.parametrize(("work", "itemsize"), [pytest.param(LLAMA, 2, marks=pytest.mark.slow), (GPT2, 4)], ids=["llama3-8b", "gpt2"])
 def test_zero3_holds_one_part_of_everything(work: Work, itemsize: int) -> None:
     """GPT-2's table of 50257 rows may be cut unevenly: then the first rank has up to 7 / 8 of a row of 768 more than its part."""
     count = sum(sizes_of(loaded(work).model).values())

@@ -9,6 +9,7 @@ from autopar.recipes.kinds import PARAMETER, PARTIAL, REPLICATE, SAMPLE
 from tests.unit.decisions.planning import Work, planned
 
 
+@pytest.mark.slow
 def test_a_small_model_on_fast_links_is_data_parallel() -> None:
     made = planned(Work("gpt2", 64, 512, torch.bfloat16), "a100-80:1x8")
     kinds = {kind for per_axis in made.kinds.values() for kind in per_axis}

@@ -13,7 +13,7 @@ from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from tests.unit.joint.test_relaxed import alone_on, solutions, thrifty
 
-ON = [("hf-gpt2", "h100:1x4", (4,)), ("hf-llama", "h100:2x4", (2, 4)), ("hf-mixtral", "l4:1x4", (4,)), pytest.param("hf-t5", "h100:1x4", (2, 2), marks=pytest.mark.slow), ("hf-bert", "h100:1x2", (2,))]
+ON = [("hf-gpt2", "h100:1x4", (4,)), pytest.param("hf-llama", "h100:2x4", (2, 4), marks=pytest.mark.slow), ("hf-mixtral", "l4:1x4", (4,)), pytest.param("hf-t5", "h100:1x4", (2, 2), marks=pytest.mark.slow), ("hf-bert", "h100:1x2", (2,))]
 
 
 def kept_sets(here: Alone, count: int) -> list[dict[str, list[str]]]:

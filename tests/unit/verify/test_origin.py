@@ -20,7 +20,7 @@ from passes.switches import EVALUATED
 from tests.helpers.tiny import TINY
 
 aten = torch.ops.aten
-QUICK = ("hf-gpt2", "hf-t5", "hf-resnet", "hf-mixtral", "recommender")
+QUICK = ("hf-gpt2", "hf-resnet", "hf-mixtral", "recommender")
 
 
 def rows_of(name: str, mode: str = "train", spoil: Callable[[fx.GraphModule], None] = lambda gm: None, dtype: torch.dtype = torch.float32) -> list[Row]:

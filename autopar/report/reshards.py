@@ -57,20 +57,26 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
     context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
     prices = [prices_of(plan, place) for place in kinds]
-    return [_row(reshard, context, prices, plan, _buckets(reshard, context)) for reshard in context.edges.reshards]
+    together: dict[object, float] = {}
+    for reshard in context.edges.reshards:
+        for key in _keys(reshard, context.sizes):
+            together[key] = together.get(key, 0.0) + program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
+    return [_row(reshard, context, prices, plan, _buckets([together[key] for key in _keys(reshard, context.sizes)], program)) for reshard in context.edges.reshards]
 
 
-def _buckets(reshard: Reshard, context: Context) -> Buckets:
-    """Bytes on a rank that travel together with a parameter once per step: of its leaf (the model's own and the blocks' apart) and of its
-    gradient; 0 for what is no such way."""
+def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
+    """What parameters have in common that go in the same buckets once per step: leaves (the model's own and the blocks' apart), and their gradients; nothing for what is
+    no such way."""
     if reshard.role != "sync":
-        return 0.0, 0.0
-    program, sizes = context.program, context.sizes
-    others = {other: program.bytes_of(other.ref) * fraction(other.dst.value, sizes) * other.count for other in context.edges.reshards if other.role == "sync"}
-    ahead, back = ([(step.kind, step.axis) for step in way] for way in (reshard.forward(sizes), reshard.backward(sizes)))
-    leaves = sum(nbytes for other, nbytes in others.items() if bool(other.scope) == bool(reshard.scope) and [(s.kind, s.axis) for s in other.forward(sizes)] == ahead)
-    sums = sum(nbytes for other, nbytes in others.items() if other.each == reshard.each and [(s.kind, s.axis) for s in other.backward(sizes)] == back)
-    return min(program.bucket_bytes, leaves), min(program.bucket_bytes, sums)
+        return ()
+    ahead, back = (tuple((step.kind, step.axis) for step in way) for way in (reshard.forward(sizes), reshard.backward(sizes)))
+    return ("leaves", bool(reshard.scope), ahead), ("gradients", reshard.each, back)
+
+
+def _buckets(together: Sequence[float], program: Program) -> Buckets:
+    """Bytes on a rank that travel together with a leaf and with its gradient."""
+    leaves, gradients = [min(program.bucket_bytes, nbytes) for nbytes in together] or (0.0, 0.0)
+    return leaves, gradients
 
 
 def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan, buckets: Buckets) -> Row:

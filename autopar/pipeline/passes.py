@@ -242,7 +242,7 @@ class Passes:
     def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float) -> None:
         """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done."""
         routes, count = self.prices.routes, link.count
-        together = self._together_bytes.get(("summed", made.each, *routes.kinds(leaf, made.back)), 0.0)
+        together = self._summed_bytes.get((made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
         if made.each or not self.late:
             local, moving = split(sums)
@@ -258,8 +258,7 @@ class Passes:
         else:
             did.once.add(sums, count)
         if made.value != made.back:
-            own = self._together_bytes.get(("gathered", bool(link.cluster.scope), *routes.kinds(made.back, made.value)), 0.0)  # the model's own and the blocks' apart
-            gathered = routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, own))
+            gathered = routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, self._gathered_bytes.get(link.ref, 0.0)))
             if self.late:
                 did.once.add(gathered, count)
             else:
@@ -306,16 +305,32 @@ class Passes:
         return found
 
     @cached_property
-    def _together_bytes(self) -> Mapping[tuple[object, ...], float]:
-        """Bytes on a rank of all leaves that travel in the same buckets: their gradients, by whether they are summed after every microbatch and by the steps of their way
-        (runtime.gradsync), and they themselves, by whether they are of blocks and by the steps of theirs (runtime.leaves)."""
-        found, kinds = dict[tuple[object, ...], float](), self.prices.routes.kinds
+    def _summed_bytes(self) -> Mapping[tuple[object, ...], float]:
+        """Bytes on a rank of all leaves whose gradients travel in the same buckets (runtime.gradsync): by whether that is after every microbatch and by the steps of their way."""
+        found = dict[tuple[object, ...], float]()
         for link in self._weights:
             made = link.rows[link.row[self.choice[link.producer]]]
-            leaf = self._leaf(link, made, self._asked[link.ref][0])
-            for key in ("summed", made.each, *kinds(leaf, made.back)), ("gathered", bool(link.cluster.scope), *kinds(made.back, made.value)):
-                found[key] = found.get(key, 0.0) + link.size_bytes * link.count * fraction(made.value, self.prices.sizes)
+            key = made.each, *self.prices.routes.kinds(self._leaf(link, made, self._asked[link.ref][0]), made.back)
+            found[key] = found.get(key, 0.0) + link.count * self._leaf_bytes(link, made)
         return found
+
+    @cached_property
+    def _gathered_bytes(self) -> Mapping[tuple[str, int], float]:
+        """Of each weight, bytes on a rank of the leaves that are gathered together with its own (runtime.leaves): of those that are read one after the other and take the
+        same collectives; of all blocks, where that is all of a block. Others move by themselves."""
+        place = {name: number for number, name in enumerate(self.program.ops)}
+        together: dict[str, list[tuple[object, list[Link], float]]] = {}
+        for link in sorted(self._weights, key=lambda link: place[link.readers[0][0].name]):
+            made = link.rows[link.row[self.choice[link.producer]]]
+            kinds, here = self.prices.routes.kinds(made.back, made.value), together.setdefault(link.cluster.scope, [])
+            if kinds and all(kind == "all_gather" for kind, _ in kinds):
+                _, links, before = here.pop() if here and here[-1][0] == kinds else (None, [], 0.0)
+                here.append((kinds, [*links, link], before + self._leaf_bytes(link, made)))
+        return {link.ref: nbytes * (link.count if len(here) == 1 else 1) for here in together.values() for _, links, nbytes in here for link in links}
+
+    def _leaf_bytes(self, link: Link, made: Pair) -> float:
+        """Bytes on a rank of the leaf of one instance of a weight."""
+        return link.size_bytes * fraction(made.value, self.prices.sizes)
 
     @cached_property
     def _weights(self) -> list[Link]:

@@ -65,12 +65,11 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
 
 
 def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
-    """What parameters have in common that go in the same buckets once per step: leaves (the model's own and the blocks' apart), and their gradients; nothing for what is
-    no such way."""
+    """What parameters have in common that go in the same buckets once per step: leaves that rest alike (the model's own and the blocks' apart), and gradients with the same
+    collectives; nothing for what is no such way."""
     if reshard.role != "sync":
         return ()
-    ahead, back = (tuple((step.kind, step.axis) for step in way) for way in (reshard.forward(sizes), reshard.backward(sizes)))
-    return ("leaves", bool(reshard.scope), ahead), ("gradients", reshard.each, back)
+    return ("leaves", bool(reshard.scope), reshard.src, reshard.dst), ("gradients", reshard.each, *((step.kind, step.axis) for step in reshard.backward(sizes)))
 
 
 def _buckets(together: Sequence[float], program: Program) -> Buckets:

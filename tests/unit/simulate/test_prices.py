@@ -11,8 +11,10 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
+from autopar.pipeline.alone import step_cost
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
+from autopar.problem.shares import ForwardPrices
 from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
 from autopar.request import Request
@@ -73,6 +75,19 @@ def test_on_a_cpu_nothing_hides(recipe: str) -> None:
     assert ran.length_s == pytest.approx(made.predicted.step_s, rel=0.03)
     if not stages.syncs[0].buckets(stages.views[0], stages.turns[0]):
         assert ran.length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "sizes"), [("mlp", (4,)), ("hf-gpt2", (2, 2)), ("hf-llama", (2, 2))])
+def test_what_travels_in_one_bucket_is_priced_so(name: str, sizes: Sizes, seed: int) -> None:
+    """Weights that rest in many ways, of some of which the gradients take the same collectives; nothing hides."""
+    who = subject(name)
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x4"), Settings(who.mode), mesh=sizes))
+    model = planner.model(sizes, space(sizes), "prices")
+    choice = at_random(model.problem, time_limit_s=1.0, seed=seed).choice
+    priced_s = step_cost(model, choice, ForwardPrices(model.prices.mesh, model.prices.device, model.prices.settings)).time_s
+    ran = Stages.of(who.captured.gm, assemble(who, planner, sizes, model.decode(choice), "random")).whole()
+    assert ran.length_s == pytest.approx(priced_s, rel=1e-9 if name == "mlp" else 0.04)
 
 
 @pytest.mark.parametrize("model", ["stem", "read"])

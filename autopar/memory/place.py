@@ -70,10 +70,10 @@ class Holding:
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
         moments = [*self._moments(base, held), *(self._after(base, gradients) if training else ())]
         peak = max(moments, key=lambda moment: moment.nbytes)
-        order = sorted(self.profiles)
+        order, flying = sorted(self.profiles), self._in_flight()
         return Place(
             self.number, self._when(peak), self._entries(peak, still, gradients), by_kind(rest),
-            tuple(self.profiles[i].kept_bytes for i in order), tuple(self._in_flight().get(i, 0) for i in order),
+            tuple(self.profiles[i].kept_bytes for i in order), tuple(flying.get(i, 0) for i in order),
             {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)},
             host_bytes(self.shares, self.views))
 
@@ -128,7 +128,7 @@ class Holding:
 
     def _in_flight(self) -> dict[int, int]:
         """Of how many microbatches each stage keeps what its backward needs when all of them together keep most."""
-        here = [{stage: n + (action.stage == stage) for stage, n in waiting.items()} for action, waiting, *_ in self._flying()]
+        here = ({stage: n + (action.stage == stage) for stage, n in waiting.items()} for action, waiting, *_ in self._flying())
         return max(here, key=lambda counts: sum(n * self.profiles[stage].kept_bytes for stage, n in counts.items()), default={})
 
     def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:

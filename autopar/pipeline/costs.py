@@ -79,7 +79,7 @@ def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
     """Bytes of the gradients that wait where a backward is taken apart: those of what operators with weights make, each once."""
     found = 0.0
     for member, op in enumerate(micro.clusters[index].members):
-        if op.weighs and op.name not in program.sharing:
+        if op.name in program.waiting:
             options = [joint.options[member] for joint in micro.choices[index][c]]
             for i, out in enumerate(op.call.outs):
                 made = pair(tuple([option.outs[i] for option in options]))

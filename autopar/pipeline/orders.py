@@ -125,6 +125,10 @@ class Flying(NamedTuple):
     halfway: int = 0
 
 
+_MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)}
+"""What an action changes; a backward whose weights' part waits is one for what was received alone."""
+
+
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
     """For each stage, of how many microbatches it keeps activations, from the forward to the end of the backward, and how many of them are halfway
     through it, when its place keeps most: activations count for twice as much as what is kept halfway."""
@@ -142,7 +146,3 @@ def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
                 for stage, flying in now.items():
                     found[stage] = flying
     return found
-
-
-_MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)}
-"""What an action changes; a backward whose weights' part waits is one for what was received alone."""

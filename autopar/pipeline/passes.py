@@ -318,9 +318,8 @@ class Passes:
     def _gathered_bytes(self) -> Mapping[tuple[str, int], float]:
         """Of each weight, bytes on a rank of the leaves that are gathered together with its own (runtime.leaves): of those that are read one after the other and take the
         same collectives; of all blocks, where that is all of a block. Others move by themselves."""
-        place = {name: number for number, name in enumerate(self.program.ops)}
         together: dict[str, list[tuple[object, list[Link], float]]] = {}
-        for link in sorted(self._weights, key=lambda link: place[link.readers[0][0].name]):
+        for link in sorted(self._weights, key=lambda link: self.program.order[link.readers[0][0].name]):
             made = link.rows[link.row[self.choice[link.producer]]]
             kinds, here = self.prices.routes.kinds(made.back, made.value), together.setdefault(link.cluster.scope, [])
             if kinds and all(kind == "all_gather" for kind, _ in kinds):

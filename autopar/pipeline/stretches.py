@@ -85,8 +85,8 @@ class Table:
 
     def held(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes of what rests in `[first, stop)`, and of what `flying` microbatches keep of it."""
-        halfway = flying.halfway * (self._halfway[stop] - self._halfway[first]) if flying.halfway else 0.0
-        return self._rest[stop] - self._rest[first] + flying.kept * (self._kept[stop] - self._kept[first]) + halfway
+        kept = flying.kept * (self._kept[stop] - self._kept[first]) + flying.halfway * (self._halfway[stop] - self._halfway[first])
+        return self._rest[stop] - self._rest[first] + kept
 
     def saved(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes that `flying` microbatches keep less where `[first, stop)` is run again."""

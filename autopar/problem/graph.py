@@ -145,6 +145,11 @@ class Program:
         return found
 
     @cached_property
+    def order(self) -> dict[str, int]:
+        """Where each operator stands."""
+        return {name: place for place, name in enumerate(self.ops)}
+
+    @cached_property
     def fed(self) -> dict[Ref, list[str]]:
         """Value -> the ports of runs of blocks that it is fed to."""
         found: dict[Ref, list[str]] = {}
@@ -175,11 +180,14 @@ class Program:
         return found
 
     @cached_property
-    def sharing(self) -> frozenset[str]:
-        """Operators with a weight whose result has no gradient of its own, but that of another one with a weight: a bias behind a product, and what is added to a
+    def waiting(self) -> frozenset[str]:
+        """Operators with a weight whose result has a gradient of its own, and not that of another one with a weight, as a bias behind a product, and what is added to a
         value that more is added to (one gradient goes back along them, and what comes in between is added to it in place)."""
-        found = [op.name for op in self.ops.values() if op.weighs and (any(self._alone(ref, op) for ref in op.operands) if op.target is ADD else self._added_to(op))]
-        return frozenset(found)
+        return frozenset(op.name for op in self.ops.values() if op.weighs and not self._shares(op))
+
+    def _shares(self, op: Op) -> bool:
+        """Whether the result of an operator with a weight has the gradient of another one with a weight."""
+        return any(self._alone(ref, op) for ref in op.operands) if op.target is ADD else self._added_to(op)
 
     def _alone(self, ref: Ref, reader: Op) -> bool:
         """Whether an operator with a weight makes a value of the size of what its one reader makes."""

@@ -78,7 +78,7 @@ class Link:
         blocks = [name for run in self.program.runs.values() for name in run.ports]
         if not self.weight or not blocks or self.readers[0][0].scope:
             return (self.weight and self.kind == "feed",) * len(self.readers)
-        order = {name: i for i, name in enumerate(self.program.ops)}
+        order = self.program.order
         return [order[op.name] < min(order[name] for name in blocks) for op, _ in self.readers]
 
     @property

@@ -23,7 +23,7 @@ ROLES = {
     "sync": "once per step, in buckets",
 }
 
-Buckets = tuple[float, float]  # bytes on a rank that travel together, forward and backward; 0: alone
+Buckets = tuple[float, ...]  # bytes on a rank that travel together, forward and backward; none: alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
     context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
     prices = [prices_of(plan, place) for place in kinds]
-    together: dict[object, float] = {}
-    for reshard in context.edges.reshards:
-        for key in _keys(reshard, context.sizes):
+    found, together = [(reshard, _keys(reshard, context.sizes)) for reshard in context.edges.reshards], dict[object, float]()
+    for reshard, keys in found:
+        for key in keys:
             together[key] = together.get(key, 0.0) + program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
-    return [_row(reshard, context, prices, plan, _buckets([together[key] for key in _keys(reshard, context.sizes)], program)) for reshard in context.edges.reshards]
+    return [_row(reshard, context, prices, plan, tuple([min(program.bucket_bytes, together[key]) for key in keys])) for reshard, keys in found]
 
 
 def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
@@ -70,12 +70,6 @@ def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
     if reshard.role != "sync":
         return ()
     return ("leaves", bool(reshard.scope), reshard.src, reshard.dst), ("gradients", reshard.each, *((step.kind, step.axis) for step in reshard.backward(sizes)))
-
-
-def _buckets(together: Sequence[float], program: Program) -> Buckets:
-    """Bytes on a rank that travel together with a leaf and with its gradient."""
-    leaves, gradients = [min(program.bucket_bytes, nbytes) for nbytes in together] or (0.0, 0.0)
-    return leaves, gradients
 
 
 def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan, buckets: Buckets) -> Row:
@@ -96,7 +90,7 @@ def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices], bucket
     return max(seconds(reshard, context.micro_bytes(reshard.ref), each, context.sizes, buckets) for each in prices)
 
 
-def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = (0.0, 0.0)) -> float:
+def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = ()) -> float:
     """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what goes in
     `buckets` its share."""
     src, dst = (Pair(side.value, side.grad) for side in (reshard.src, reshard.dst))

@@ -14,9 +14,10 @@ DEMO_ENV := OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1
 
 .PHONY: demo test test-all lint types clean
 
+# What is imported is compiled then: most modules of the dependencies never are, and all of them take a minute.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[hf,dev]'
 	touch $@
 
 demo: $(STAMP)

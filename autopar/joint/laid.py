@@ -24,7 +24,8 @@ from autopar.pipeline.balance import balance
 from autopar.pipeline.filling import Cuts
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.shared import shared_weights
-from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
+from autopar.pipeline.shifting import Shifting
+from autopar.pipeline.stretches import Cost, Pieces, memory_bytes, stage_time
 from autopar.pipeline.units import Unit
 from autopar.pipeline.views import View, views
 from autopar.plan import Plan, Stage
@@ -100,7 +101,8 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground,
         with suppress(InfeasibleError):
             found.append(_cut(here, _sends_s(here))[0])
     fastest_s = min(f.step_s for f in found)
-    return next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
+    best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
+    return _shifted(here, best) if whole and table.stages > 1 and inner.request.cluster.device.alone <= 1 else best
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,25 +134,55 @@ def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
 
 def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
     """It cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
-    inner, shape, table, ground = here.inner, here.shape, here.table, here.ground
+    inner, table, ground = here.inner, here.table, here.ground
     pieces = _by_stage(here)
     largest = max(ground.limits)
 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
-        cuts = balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at, by_place=by_place)
-        on = here.parted(cuts)
-        parts = cuts.parts(pieces if on is here else _by_stage(on))
-        held = _held(parts, table)
-        plan, program = _assembled(on, cuts), on.inner.whole.program
-        _check_trained(program, plan)
-        return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
+        return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at, by_place=by_place))
 
     def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""
         return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made.held, ground.limits, strict=True))
 
-    made = within(largest, cut, peak_bytes)
+    return _timed(here, within(largest, cut, peak_bytes))
+
+
+def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
+    """It cut so. Raises InfeasibleError where a place would have nothing to train."""
+    on = here.parted(cuts)
+    parts = cuts.parts(pieces if on is here else _by_stage(on))
+    held = _held(parts, here.table)
+    plan, program = _assembled(on, cuts), on.inner.whole.program
+    _check_trained(program, plan)
+    return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
+
+
+def _shifted(here: _Laying, found: Found) -> Found:
+    """`found`, or what shifting its cuts makes of it where that is faster."""
+    inner, table, ground = here.inner, here.table, here.ground
+    pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*_sends_s(here), 0.0]
+
+    def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
+        return stage_time(part, sends_s[stop], split=table.schedule.splits_backward and seen[stage].separable, training=inner.request.settings.training,
+                          action_s=ground.places.device(table.at[stage]).action_s)
+
+    room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
+    cuts = Shifting(pieces, table.flying, [room[place] for place in table.at], table.at, inner.barred, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    if cuts == found.cuts:
+        return found
+    with suppress(InfeasibleError):
+        made = _made(here, pieces, cuts)
+        if all(nbytes <= limit for nbytes, limit in zip(made.held, ground.limits, strict=True)):
+            other, _ = _timed(here, made)
+            return other if other.step_s < found.step_s * (1 - ALIKE) else found
+    return found
+
+
+def _timed(here: _Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
+    """What it comes to, and the times of its stages."""
+    inner, shape, table, ground = here.inner, here.shape, here.table, here.ground
     plan, parts, held, program = made.plan, made.parts, made.held, made.on.inner.whole.program
     if plan.offload:
         offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(program, plan), ground.places.cluster)
@@ -226,10 +258,10 @@ def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Seq
     """Seconds of each stage in one microbatch."""
     training, table, at = here.inner.request.settings.training, here.table, here.ground.places
     if table.stages == 1:
-        return [_stage_time(parts[0], 0.0, split=False, training=training)]
+        return [stage_time(parts[0], 0.0, split=False, training=training)]
     program = here.inner.planner(here.shape.microbatches).program
     sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
-    return [_stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=training,
+    return [stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=training,
                         action_s=at.device(place).action_s if table.places > 1 else 0.0)
             for part, view, place, send_s in zip(parts, seen, table.at, [*sent_s, 0.0], strict=True)]
 
@@ -252,18 +284,3 @@ def _sends_s(here: _Laying) -> list[float]:
 def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) -> float:
     """Seconds of sending what leaves a stage in one microbatch."""
     return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), link) for ref in sends)
-
-
-def _stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
-    """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
-    blocks = sum(bool(c.ends_s) for c in part)
-    (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
-    if not blocks:  # there is nothing else to hide under
-        begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
-    back_s = first_s + last_s
-    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
-    if split and training:
-        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + action_s, send_s,
-                         sum(c.both_s for c in part) + action_s)
-    back_s = max(0.0, seconds - forward_s) if training else 0.0
-    return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)

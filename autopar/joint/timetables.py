@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from autopar.pipeline import crowded
 from autopar.pipeline.flow import Flow
 from autopar.pipeline.orders import Flying, StageTime, in_flight, orders
@@ -99,8 +101,22 @@ class Timetable:
         runs = [crowded.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
         if len(runs) == 1:
             return runs[0]
-        rounds = (self.microbatches - self.short[1]) / self.places
-        return [second + rounds * (second - first) for first, second in zip(*runs, strict=True)]
+        return [second + self._rounds * (second - first) for first, second in zip(*runs, strict=True)]
+
+    def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
+        """The same for many ways at once, as Flow.ends_all_s has it."""
+        first, *others = (flow_of(self.kind, self.places, m).ends_all_s(took_s, send_s) for m in self.short)
+        return others[0] + self._rounds * (others[0] - first) if others else first
+
+    @property
+    def _rounds(self) -> float:
+        """Rounds of microbatches that `short` leaves out."""
+        return (self.microbatches - self.short[-1]) / self.places
+
+    @property
+    def actions(self) -> int:
+        """How many actions tell how long it takes."""
+        return sum(len(flow_of(self.kind, self.places, m).steps) for m in self.short)
 
     @cached_property
     def length(self) -> float:

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.errors import PlanError
 from autopar.pipeline.orders import Action, StageTime
 
 KINDS = "FBIW"
 FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)
+AT_ONCE = 512  # ways to time a step that are looked at side by side: more of them leave the cache
 
 
 class Step(NamedTuple):
@@ -80,6 +83,29 @@ class Flow:
                 free[place] = end = max(free[place], end) + times[hop].send_s
             arrived.append(end)
         return clock
+
+    def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
+        """The same for many ways at once, [places, ways]: of actions [kinds, stages, ways] and sends [stages, ways]."""
+        ways = range(0, took_s.shape[2], AT_ONCE)
+        return np.concatenate([self._ends_all_s(took_s[..., way:way + AT_ONCE], send_s[:, way:way + AT_ONCE]) for way in ways], axis=1)
+
+    def _ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
+        clock, free = ([np.zeros(took_s.shape[2])] * self.places for _ in range(2))
+        sends = send_s.max(axis=1, initial=0.0) > 0.0
+        done: list[np.ndarray] = []
+        arrived: list[np.ndarray] = []
+        for place, stage, kind, hop, here, sent in self.steps:
+            end = clock[place]
+            for index in here:
+                end = np.maximum(end, done[index])
+            for index in sent:
+                end = np.maximum(end, arrived[index])
+            clock[place] = end = end + took_s[kind, stage]
+            done.append(end)
+            if hop >= 0 and sends[hop]:
+                free[place] = end = np.maximum(free[place], end) + send_s[hop]
+            arrived.append(end)
+        return np.array(clock)
 
 
 _Needs = tuple[tuple[int, ...], tuple[int, ...]]

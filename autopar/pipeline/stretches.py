@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.orders import Flying
+from autopar.pipeline.orders import Flying, StageTime
 from autopar.pipeline.rooms import Need
 
 
@@ -38,6 +38,21 @@ def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
     """Bytes of a place with these stages, of the pieces of each and of the microbatches that it keeps: what is there only while a piece runs is that of one at a time."""
     held = sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for costs, flying in stages for c in costs)
     return held + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
+
+
+def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
+    """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
+    blocks = sum(bool(c.ends_s) for c in part)
+    (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
+    if not blocks:  # there is nothing else to hide under
+        begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
+    back_s = first_s + last_s
+    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
+    if split and training:
+        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + action_s, send_s,
+                         sum(c.both_s for c in part) + action_s)
+    back_s = max(0.0, seconds - forward_s) if training else 0.0
+    return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
 
 
 @dataclass(frozen=True, eq=False)

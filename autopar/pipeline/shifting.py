@@ -1,0 +1,122 @@
+"""Cuts shifted piece by piece while the step, by the schedule's own order, gets shorter.
+
+`balance` makes the slowest stage as fast as can be. Where there are few microbatches that is not all: a pipeline fills sooner behind short first stages, and is done sooner where the last
+ones are short. From a cut that it has made each stage may give one piece to any other, those between them shifted by one; of all such moves, which are timed at once, the best is made, until
+none is worth it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.pipeline.filling import Cuts
+from autopar.pipeline.flow import KINDS
+from autopar.pipeline.orders import Flying, StageTime
+from autopar.pipeline.stretches import Cost, Pieces
+
+GAIN = 1e-5  # relative: moves that gain less are not worth it
+SWEEP, ALL = 1e7, 1e8
+"""Actions that are timed, times ways to time them, in one look at moves and in all of them: where there are more, stages give pieces to near ones only."""
+
+SHIFTS = ((0, 0), (0, -1), (-1, -1), (-1, 0), (0, 1), (1, 1), (1, 0))
+"""How far a stage's two ends may go: a giver to what is behind, between, its taker; a taker of what is behind, between, its giver."""
+
+TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
+"""Of a stage, what it is made of, and where it stops."""
+
+EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""As Timetable.ends_all_s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """One stage as it may be: seconds of its actions by kind, of a send, once per step; bytes that it holds, of these at rest, and of what is there only while it runs."""
+
+    took_s: tuple[float, ...]
+    send_s: float
+    once_s: float
+    held: float
+    rest: float
+    live: float
+
+
+@dataclass(eq=False)
+class Shifting:
+    """`pieces`, `flying` and `limits` of each stage: what it may be made of, microbatches that it keeps, bytes of its place; `at` which place each is on. No cut is in front of
+    a piece of `barred`. `actions`: how many one look takes."""
+
+    pieces: Sequence[Pieces]
+    flying: Sequence[Flying]
+    limits: Sequence[float]
+    at: Sequence[int]
+    barred: Collection[int]
+    time_of: TimeOf
+    ends_of: EndsOf
+    actions: int
+    _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
+
+    def shifted(self, cuts: Cuts) -> Cuts:
+        """The best that moves make of `cuts`, these where there is none."""
+        edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
+        step_s, looks = float(self._steps_s(edges, cuts.again, moves[:1])[0]), int(ALL / (self.actions * len(moves))) + 1
+        for _ in range(looks):
+            steps_s = self._steps_s(edges, cuts.again, moves)
+            best = int(steps_s.argmin())
+            if not steps_s[best] < step_s * (1 - GAIN):
+                break
+            step_s = float(steps_s[best])
+            edges = [0, *(stop + SHIFTS[way][1] for stop, way in zip(edges[1:], moves[best], strict=True))]
+            cuts = Cuts(edges[1:-1], [min(n, b - a) for n, (a, b) in zip(cuts.again, itertools.pairwise(edges), strict=True)])
+        return cuts
+
+    def _moves(self) -> np.ndarray:
+        """[moves, stages]: the shifts of all stages; the first one moves nothing."""
+        stages = len(self.at)
+        reach = max(1, int(SWEEP / (self.actions * 2 * stages)))
+        return np.array([[0] * stages, *(move for a in range(stages) for b in range(a + 1, min(stages, a + 1 + reach)) for move in _between(a, b, stages))])
+
+    def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
+        """Seconds of a step after each move; infinite where it cannot be, or does not fit."""
+        stages, places = range(len(self.at)), max(self.at) + 1
+        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage]) for stage in stages] for first, stop in SHIFTS]
+        there = np.array([[way is not None for way in row] for row in ways])
+        numbers = np.array([[(*way.took_s, way.send_s, way.once_s, way.held, way.rest, way.live) if way is not None else (0.0,) * (len(KINDS) + 5) for way in row] for row in ways])
+        possible = np.flatnonzero(there[moves, stages].all(1))
+        each = numbers[moves[possible], stages].transpose(2, 1, 0)  # [numbers, stages, moves]
+        took_s, (send_s, once_s, held, rest, live) = each[:len(KINDS)], each[len(KINDS):]
+        on = np.array([[float(place == at) for at in self.at] for place in range(places)])
+        lives = np.array([live[[stage for stage in stages if self.at[stage] == place]].max(0) for place in range(places)])
+        limits = np.array([self.limits[list(self.at).index(place)] for place in range(places)])
+        fits = (on @ held + lives <= limits[:, None]).all(0) & (on @ rest > 0.0).all(0)
+        fits[:1] |= possible[:1] == 0  # what there is fits, as it was found
+        found = np.full(len(moves), np.inf)
+        found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (on @ once_s)[:, fits]).max(0)
+        return found
+
+    def _stretch(self, stage: int, first: int, stop: int, again: int) -> _Stretch | None:
+        """A stage of pieces `[first, stop)`, the first ones run again; None where that cannot be."""
+        count, last = len(self.pieces[stage].costs), len(self.at) - 1
+        inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last)
+        if not inside or first in self.barred or (stop < count and stop in self.barred):
+            return None
+        key = stage, first, stop, min(again, stop - first)
+        if key not in self._known:
+            self._known[key] = self._made(*key)
+        return self._known[key]
+
+    def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
+        here, flying = self.pieces[stage], self.flying[stage]
+        part = [*here.again[first:first + again], *here.costs[first + again:stop]]
+        time, rest = self.time_of(stage, part, stop), sum(c.rest_bytes for c in part)
+        held = rest + sum(flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
+        return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, sum(c.once_s for c in part), held, rest, max(c.live_bytes for c in part))
+
+
+def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:
+    """The moves of one piece from stage `a` to `b`, which is behind it, and back."""
+    for giver, between, taker in ((1, 2, 3), (4, 5, 6)):
+        yield [0] * a + [giver] + [between] * (b - a - 1) + [taker] + [0] * (stages - b - 1)

@@ -23,6 +23,7 @@ from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
+from autopar.text import seconds
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Compiled:
     def __repr__(self) -> str:
         predicted = self.plan.predicted
         return (f"Compiled({self.plan.model}, {self.plan.strategy} on mesh {self.plan.mesh}, "
-                f"{predicted.step_s:.4g} s/step predicted)")
+                f"{seconds(predicted.step_s)} per step predicted)")
 
 
 @seldom()

@@ -18,10 +18,11 @@ import torch
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule
+from autopar.text import seconds
 
 _README = """# {model}: a sharded module
 
-Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step:.4g} s per step.{again}
+Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step} per step.{again}
 
     torchrun --nproc-per-node={ranks} sharded.py      # one training step on random data
 
@@ -91,7 +92,7 @@ class Bundle:
         (folder / "constants.pt").write_bytes(buffer.getvalue())
         (folder / "README.md").write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
-            step=plan.predicted.step_s, ranks=plan.ranks, folder=name,
+            step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name,
             again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.remat else ""))
 
     @staticmethod

@@ -30,6 +30,7 @@ from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES, ilp
+from autopar.text import seconds
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -112,7 +113,7 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
             break  # not for want of memory
-    raise InfeasibleError(f"no plan that fits is faster than {1e3 * known_s:.4g} ms")
+    raise InfeasibleError(f"no plan that fits is faster than {seconds(known_s)}")
 
 
 def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], enough: Callable[[str], bool] = lambda level: False) -> Iterator[str]:
@@ -180,7 +181,7 @@ def _simplest(found: Candidate | None, recipe: Candidate | None, about: dict[str
     if named_s > searched_s * (1 + SIMPLER):
         return found, about
     if searched_s < named_s:
-        note = (f"{recipe.name} ({1e3 * named_s:.4g} ms) rather than what the search found ({1e3 * searched_s:.4g} ms): "
+        note = (f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
                 f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart")
         about = {**about, "notes": (*about.get("notes", ()), note)}
     return recipe, about

@@ -25,6 +25,7 @@ from autopar.problem.reading import read
 from autopar.problem.settings import Settings
 from autopar.report.weights import weights
 from autopar.request import Request
+from autopar.text import seconds
 
 HERE = Path(__file__).resolve().parent
 LLAMA = f"hf:{HERE.parent}/models/hf/llama3-8b.json"
@@ -107,7 +108,7 @@ class Answer:
     @property
     def reasons(self) -> str:
         """The figures beside it: milliseconds, or the first line that says bytes."""
-        return ", ".join(f"{name} {1e3 * made.predicted.step_s:.4g} ms" if isinstance(made, Plan) else f"{name}: {_short(made)}" for name, made in self.beside.items())
+        return ", ".join(f"{name} {seconds(made.predicted.step_s)}" if isinstance(made, Plan) else f"{name}: {_short(made)}" for name, made in self.beside.items())
 
 
 def _short(why: str) -> str:

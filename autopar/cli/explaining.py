@@ -16,7 +16,7 @@ from autopar.report import explain as why
 from autopar.report.grid import grid
 from autopar.report.reshards import ROLES, reshards
 from autopar.report.reshards import Row as Reshard
-from autopar.report.text import gibibytes, seconds
+from autopar.text import gibibytes, seconds
 
 SHOWN = 10
 

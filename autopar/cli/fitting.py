@@ -17,8 +17,8 @@ from autopar.fitting import Row, Survey
 from autopar.memory import memory_of
 from autopar.problem.settings import Settings
 from autopar.report.memory import breakdown, fit_row, fit_table
-from autopar.report.text import gibibytes, times
 from autopar.request import Request
+from autopar.text import gibibytes, times
 
 NAMES = {"b": "batch", "s": "sequence"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.cli.console import show, write_json
 from autopar.cluster import Cluster, presets
 from autopar.report.grid import grid
-from autopar.report.text import gibibytes, three
+from autopar.text import gibibytes, three
 
 
 def clusters_command(json: str | None) -> None:

@@ -19,10 +19,10 @@ from autopar.cli.console import progress, write_json
 from autopar.cli.emitting import bundle
 from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
-from autopar.report.text import seconds
 from autopar.runtime import launch
 from autopar.runtime.optimizer_state import OPTIMIZERS
 from autopar.runtime.scaling import scaler_for
+from autopar.text import seconds
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from autopar.joint.kinds import distinct
 from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
 from autopar.problem.floor import Work
+from autopar.text import seconds
 
 
 def compared(inner: Inner, made: Plan, best: Callable[[Inner], Plan]) -> Plan:
@@ -32,5 +33,5 @@ def compared(inner: Inner, made: Plan, best: Callable[[Inner], Plan]) -> Plan:
         found = alone.predicted
         others.append(Alternative(f"{part.label} alone", (alone.places, *alone.mesh) if alone.places > 1 else alone.mesh, found.step_s, found.memory_bytes))
         if found.step_s < step_s * (1 - CLOSE):
-            notes.append(f"{part.label} alone is faster, {1e3 * found.step_s:.4g} ms: the rest of the cluster is in its way")
+            notes.append(f"{part.label} alone is faster, {seconds(found.step_s)}: the rest of the cluster is in its way")
     return replace(made, alternatives=(*made.alternatives, *others), notes=(*made.notes, *notes))

@@ -18,6 +18,7 @@ from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
+from autopar.text import seconds
 
 
 def best(inner: Inner, **about: Any) -> Plan:
@@ -122,7 +123,7 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
     """`flat` as the best of all that was tried; what is proven of all plans is less than what is proven of those of one stage."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
     if alone_s > bound_s:
-        notes = (*notes, f"of plans of one stage and one microbatch none is faster than {1e3 * alone_s:.4g} ms by the linear prices of their Problem")
+        notes = (*notes, f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of their Problem")
     predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 
@@ -140,6 +141,6 @@ def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alte
     notes = (*about.get("notes", ()), *tiling_notes(best.program, best.plan),
              *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
     if best.alike_s:
-        notes = (*notes, f"places are laid out each in their own way; with all alike a step takes {1e3 * best.alike_s:.4g} ms")
+        notes = (*notes, f"places are laid out each in their own way; with all alike a step takes {seconds(best.alike_s)}")
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

@@ -27,6 +27,7 @@ from autopar.joint.pricing import Beaten, Pricing
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.onestage import CLOSE, HONED
+from autopar.text import seconds
 
 
 @dataclass(eq=False)
@@ -76,7 +77,7 @@ class Explorer:
         """Why there is no answer."""
         if not self.floors:
             return "its weights fit on no shape of the cluster"
-        return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {self.known_s:.4g} s"
+        return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {seconds(self.known_s)}"
 
     @property
     def least_s(self) -> float:

@@ -25,6 +25,7 @@ from autopar.problem.settings import OFFLOADED
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
+from autopar.text import seconds
 
 WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradients and optimizer state rest"}
 
@@ -62,7 +63,7 @@ def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
     step_s = inner.best_s = made.predicted.step_s
     if not (made.remat or made.places > 1 or made.microbatches > 1):
         return made
-    found, tried, _ = _fastest(inner, step_s, f": {1e3 * step_s:.4g} ms with all of it on devices", about)
+    found, tried, _ = _fastest(inner, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
         return replace(made, alternatives=(*made.alternatives, *tried))
     others = (*made.alternatives, *tried, Alternative(made.strategy, made.mesh, step_s, made.predicted.memory_bytes))

@@ -20,6 +20,7 @@ from autopar.joint.worth import least_s
 from autopar.onestage import CLOSE, FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
+from autopar.text import seconds
 
 T = TypeVar("T")
 OTHERS = 4
@@ -30,7 +31,7 @@ class Beaten(InfeasibleError):
     """Nothing on a shape is as fast as was asked for: `bound_s` is proven, `full` whether memory may be the reason."""
 
     def __init__(self, bound_s: float, *, full: bool) -> None:
-        super().__init__(f"no plan there is faster than {bound_s:.4g} s")
+        super().__init__(f"no plan there is faster than {seconds(bound_s)}")
         self.bound_s, self.full = bound_s, full
 
 
@@ -84,9 +85,9 @@ class Pricing:
             raise failed
         return best
 
-    def _note_roomy(self, shape: Shape, level: str, seconds: float) -> None:
+    def _note_roomy(self, shape: Shape, level: str, step_s: float) -> None:
         if level == self.levels[0]:
-            self.roomy[shape] = seconds
+            self.roomy[shape] = step_s
 
     def exact(self, found: Found) -> Found | None:
         """The same shape solved to the end and laid out as it runs, or the answer that there is where that is faster; or what else the glance has seen there, as long

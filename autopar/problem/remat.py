@@ -23,6 +23,7 @@ from autopar.problem.rerun import Rerun, heavy, rerun
 from autopar.problem.saved import Kept, kept
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Node
+from autopar.text import seconds
 
 LEVELS = ("none", "selective", "full")
 """Nothing is run again; all but products, convolutions and attention; everything."""
@@ -60,7 +61,7 @@ def price(model: Model, choice: tuple[int, ...]) -> str:
     if model.plain is None:
         return ""
     again, plain = model.problem.price(choice), model.plain.price(choice)
-    return (f"running blocks again takes {1e3 * (again.time_s - plain.time_s):.4g} ms of the step and saves "
+    return (f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
             f"{(plain.memory_bytes - again.memory_bytes) / 2**30:.3g} GiB per device")
 
 

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 
 from autopar.calibrate import Calibration, Fit
 from autopar.report.grid import grid
-from autopar.report.text import seconds
+from autopar.text import seconds
 
 
 def calibration(found: Calibration) -> Group:

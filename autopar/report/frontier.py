@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autopar.plan import Plan
 from autopar.report.grid import grid
-from autopar.report.text import gibibytes, seconds
+from autopar.text import gibibytes, seconds
 
 
 def frontier(plans: Sequence[Plan]) -> Table:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autopar.memory import Entry, Place, Prediction
 from autopar.report.grid import grid
-from autopar.report.text import gibibytes
+from autopar.text import gibibytes
 
 SHOWN = 16
 

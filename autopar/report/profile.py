@@ -6,7 +6,7 @@ from rich.console import Group
 
 from autopar.profile import Profile
 from autopar.report.grid import grid
-from autopar.report.text import seconds
+from autopar.text import seconds
 
 
 def profile(found: Profile, shown: int) -> Group:

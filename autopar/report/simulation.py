@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.report.grid import grid
-from autopar.report.text import gibibytes, seconds
 from autopar.simulate.result import Place, Simulation
+from autopar.text import gibibytes, seconds
 
 PLACES_SHOWN = 16
 BARS = " ▁▂▃▄▅▆▇█"

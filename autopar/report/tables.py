@@ -14,8 +14,8 @@ from autopar.plan import Alternative, NodePlan, Plan
 from autopar.problem.graph import Program
 from autopar.report.grid import grid
 from autopar.report.reshards import ROLES, Row, reshards
-from autopar.report.text import gibibytes, seconds, times
 from autopar.report.weights import Weight, titles, weights
+from autopar.text import gibibytes, seconds, times
 
 RESHARDS_SHOWN = 12  # per block; the rest is in the emitted file
 

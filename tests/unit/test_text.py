@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.report.text import gibibytes, seconds, times
+from autopar.text import gibibytes, seconds, times
 
 
 @pytest.mark.parametrize(("value", "text"), [

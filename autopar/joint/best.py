@@ -142,5 +142,7 @@ def _finished(inner: Inner, best: Found, flat: Plan | None, tried: Sequence[Alte
              *rule_notes(inner.whole.program, inner.request.rules), *_order(inner.request.cluster, best.plan))
     if best.alike_s:
         notes = (*notes, f"places are laid out each in their own way; with all alike a step takes {seconds(best.alike_s)}")
+    if best.even_s:
+        notes = (*notes, f"stages are as long as {best.table.kind.schedule} wants them; with the most even cuts a step takes {seconds(best.even_s)}")
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

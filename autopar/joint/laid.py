@@ -56,6 +56,7 @@ class Found:
     cuts: Cuts
     program: Program  # that the plan is for: of runs of blocks in parts where places are laid out each in its own way
     alike_s: float = 0.0  # where they are: seconds of a step with all places laid out alike
+    even_s: float = 0.0  # where cuts were shifted: seconds of a step with stages as even as they can be
 
     @property
     def memory_bytes(self) -> float:
@@ -176,7 +177,7 @@ def _shifted(here: _Laying, found: Found) -> Found:
         made = _made(here, pieces, cuts)
         if all(nbytes <= limit for nbytes, limit in zip(made.held, ground.limits, strict=True)):
             other, _ = _timed(here, made)
-            return other if other.step_s < found.step_s * (1 - ALIKE) else found
+            return replace(other, even_s=found.step_s) if other.step_s < found.step_s * (1 - ALIKE) else found
     return found
 
 

@@ -170,7 +170,8 @@ def _shifted(here: _Laying, found: Found) -> Found:
                           action_s=ground.places.device(table.at[stage]).action_s)
 
     room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
-    cuts = Shifting(pieces, table.flying, [room[place] for place in table.at], table.at, inner.barred, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    blocks = frozenset(index for index, unit in enumerate(inner.units) if unit.instance >= 0)
+    cuts = Shifting(pieces, table.flying, [room[place] for place in table.at], table.at, inner.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
     if cuts == found.cuts:
         return found
     with suppress(InfeasibleError):

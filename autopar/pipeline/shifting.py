@@ -2,7 +2,7 @@
 
 `balance` makes the slowest stage as fast as can be. Where there are few microbatches that is not all: a pipeline fills sooner behind short first stages, and is done sooner where the last
 ones are short. From a cut that it has made each stage may give one piece to any other, those between them shifted by one; of all such moves, which are timed at once, the best is made, until
-none is worth it.
+none is worth it. A stage that has blocks keeps one: where it has none, next to nothing that it sends and gathers is hidden, and prices are no better than their guess at that.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class _Stretch:
 @dataclass(eq=False)
 class Shifting:
     """`pieces`, `flying` and `limits` of each stage: what it may be made of, microbatches that it keeps, bytes of its place; `at` which place each is on. No cut is in front of
-    a piece of `barred`. `actions`: how many one look takes."""
+    a piece of `barred`; `blocks` are those that are blocks. `actions`: how many one look takes."""
 
     pieces: Sequence[Pieces]
     flying: Sequence[Flying]
     limits: Sequence[float]
     at: Sequence[int]
     barred: Collection[int]
+    blocks: Collection[int]
     time_of: TimeOf
     ends_of: EndsOf
     actions: int
@@ -82,7 +83,8 @@ class Shifting:
     def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
         """Seconds of a step after each move; infinite where it cannot be, or does not fit."""
         stages, places = range(len(self.at)), max(self.at) + 1
-        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage]) for stage in stages] for first, stop in SHIFTS]
+        some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
+        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage], some[stage]) for stage in stages] for first, stop in SHIFTS]
         there = np.array([[way is not None for way in row] for row in ways])
         numbers = np.array([[(*way.took_s, way.send_s, way.once_s, way.held, way.rest, way.live) if way is not None else (0.0,) * (len(KINDS) + 5) for way in row] for row in ways])
         possible = np.flatnonzero(there[moves, stages].all(1))
@@ -97,11 +99,15 @@ class Shifting:
         found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (on @ once_s)[:, fits]).max(0)
         return found
 
-    def _stretch(self, stage: int, first: int, stop: int, again: int) -> _Stretch | None:
-        """A stage of pieces `[first, stop)`, the first ones run again; None where that cannot be."""
+    def _block_between(self, first: int, stop: int) -> bool:
+        """Whether some of the pieces `[first, stop)` are blocks."""
+        return any(piece in self.blocks for piece in range(first, stop))
+
+    def _stretch(self, stage: int, first: int, stop: int, again: int, some: bool) -> _Stretch | None:
+        """A stage of pieces `[first, stop)`, the first ones run again; None where that cannot be, or has no block though it should have `some`."""
         count, last = len(self.pieces[stage].costs), len(self.at) - 1
         inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last)
-        if not inside or first in self.barred or (stop < count and stop in self.barred):
+        if not inside or first in self.barred or (stop < count and stop in self.barred) or (some and not self._block_between(first, stop)):
             return None
         key = stage, first, stop, min(again, stop - first)
         if key not in self._known:

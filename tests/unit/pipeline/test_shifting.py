@@ -43,9 +43,9 @@ def _held(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequen
     return [memory_bytes(*((part, flying) for part, flying, at in stages if at == place)) for place in range(table.places)]
 
 
-def _shifted(table: Timetable, pieces: Pieces, cuts: Cuts, limits: Sequence[float], barred: Collection[int] = ()) -> Cuts:
+def _shifted(table: Timetable, pieces: Pieces, cuts: Cuts, limits: Sequence[float], barred: Collection[int] = (), blocks: Collection[int] = ()) -> Cuts:
     by_stage = [pieces] * table.stages
-    return Shifting(by_stage, table.flying, [limits[at] for at in table.at], table.at, barred, _time, table.ends_all_s, table.actions).shifted(cuts)
+    return Shifting(by_stage, table.flying, [limits[at] for at in table.at], table.at, barred, blocks, _time, table.ends_all_s, table.actions).shifted(cuts)
 
 
 def test_all_that_are_searched_are_tested() -> None:
@@ -99,3 +99,12 @@ def test_a_pipeline_that_is_hardly_ever_full_begins_and_ends_with_short_stages()
     assert best_s < _step_s(table, pieces, even.bounds, even.again) * 0.97
     sizes = [stop - first for first, stop in itertools.pairwise([0, *made.bounds, 24])]
     assert sizes[0] + sizes[-1] < 8
+
+
+def test_a_stage_that_has_blocks_keeps_one() -> None:
+    """Two pieces in front of the blocks, on a place that is so slow that it had better have nothing else."""
+    table = timetable(Kind("1f1b"), 2, 4)
+    fast, slow = (Pieces([Cost(3.0 * pace, forward_s=pace, rest_bytes=1.0)] * 10, [Cost(4.0 * pace, forward_s=pace, rest_bytes=1.0)] * 10) for pace in (1.0, 50.0))
+    for blocks, sizes in (((), 1), (range(2, 10), 3)):
+        made = Shifting([slow, fast], table.flying, [math.inf] * 2, table.at, (), blocks, _time, table.ends_all_s, table.actions).shifted(Cuts([5], [0, 0]))
+        assert made.bounds == [sizes]

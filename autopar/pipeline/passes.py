@@ -42,6 +42,7 @@ class Passes:
         self.program, self.model, self.choice, self.forward = program, model, choice, forward
         self.apart, self.late = apart, late
         self._held: dict[tuple[str, int], None] = {}
+        self._flushed: dict[str, list[tuple[float, float, float]]] = {}  # by scope, of gradients that are summed after every microbatch: see _flush_s
         self.prices: Prices = model.prices
         self.stops = Stops(program)
         self.pieces = units(program)
@@ -111,7 +112,13 @@ class Passes:
         ahead, back = (self.stops.of(scope, back=way) for way in (False, True))
         passes = (ahead, back if self.model.plain is None else [*ahead, *back])
         (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
-        return begin_s, first_s, last_s
+        return begin_s, first_s, last_s + self._flush_s(scope, blocks)
+
+    def _flush_s(self, scope: str, blocks: int) -> float:
+        """Seconds of the last bucket of gradients of a stage that begins with so many blocks, half full on average, beyond what these have of the last one of the whole model."""
+        found = self._flushed.get(scope, [])
+        full = BUCKET_BYTES / max(1.0, sum(nbytes for _, nbytes, _ in found))
+        return sum(0.5 * seconds * max(0.0, min(blocks, full) - blocks * bucket) for seconds, _, bucket in found) * (1.0 - self.prices.contention)
 
     def _node(self, index: int, cluster: Cluster) -> None:
         node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
@@ -247,6 +254,8 @@ class Passes:
         if made.each or not self.late:
             local, moving = split(sums)
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
+            if self.apart and link.cluster.scope in self.program.runs:
+                self._flushed.setdefault(link.cluster.scope, []).append((sum(load.seconds for load in moving), self._leaf_bytes(link, made), bucket))
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
                 for number, load in enumerate(moving):

@@ -37,7 +37,7 @@ def test_a_recipe_is_preferred_where_prices_cannot_tell(searched_s: float, chose
     found, about = _simplest(candidate("search", searched_s), candidate("ddp", 1.0), {"model": "m", "notes": ("other",)})
     assert found is not None and found.name == chosen
     assert len(about["notes"]) == 1 + notes
-    assert not notes or ("1000 ms" in about["notes"][1] and "997.5 ms" in about["notes"][1])
+    assert not notes or ("ddp (1 s)" in about["notes"][1] and "(998 ms)" in about["notes"][1])
 
 
 def test_one_of_them_alone_is_the_answer() -> None:

@@ -9,6 +9,8 @@ def seconds(value: float | None) -> str:
     """`0.0123` -> `12.3 ms`; `-` for None and 0, and for what is left of 0 after rounding: less than a picosecond."""
     if value is None or abs(value) < 1e-12:
         return "-"
+    if value < 0:
+        return f"-{seconds(-value)}"
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= unit * 0.9995:
             return f"{three(value / unit)} {name}"

@@ -8,6 +8,7 @@ The shape is priced to the end with nothing run again, blocks laid out alike on 
 from __future__ import annotations
 
 import argparse
+import itertools
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def main() -> None:
         with suppress(InfeasibleError):
             found = pricing.price(shape, [table], "none", exact=True)
             even_s = found.even_s or found.step_s
-            pieces = [b - a for a, b in zip([0, *found.cuts.bounds], [*found.cuts.bounds, pricing.inner.pieces], strict=True)]
+            pieces = [stop - first for first, stop in itertools.pairwise([0, *found.cuts.bounds, pricing.inner.pieces])]
             rows.append((table.kind.schedule, table.virtual, 1e3 * even_s, 1e3 * found.step_s, 100 * (even_s / found.step_s - 1), " ".join(map(str, pieces))))
     print(f"{options.model}, {options.batch} x {options.seq} on {options.cluster}: {shape}")
     print(tabulate(rows, ["schedule", "stages per place", "even ms", "shifted ms", "gain %", "pieces of each stage"], tablefmt="github", floatfmt=(".0f", ".0f", ".4g", ".4g", ".1f", "")))

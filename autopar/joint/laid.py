@@ -166,12 +166,11 @@ def _shifted(here: _Laying, found: Found) -> Found:
     pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*_sends_s(here), 0.0]
 
     def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
-        return stage_time(part, sends_s[stop], split=table.schedule.splits_backward and seen[stage].separable, training=inner.request.settings.training,
-                          action_s=ground.places.device(table.at[stage]).action_s)
+        return _time(here, stage, part, sends_s[stop], seen[stage])
 
     room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
     blocks = frozenset(index for index, unit in enumerate(inner.units) if unit.instance >= 0)
-    cuts = Shifting(pieces, table.flying, [room[place] for place in table.at], table.at, inner.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    cuts = Shifting(pieces, table.flying, room, table.at, inner.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
     if cuts == found.cuts:
         return found
     with suppress(InfeasibleError):
@@ -258,14 +257,18 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
 
 def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
     """Seconds of each stage in one microbatch."""
-    training, table, at = here.inner.request.settings.training, here.table, here.ground.places
-    if table.stages == 1:
-        return [stage_time(parts[0], 0.0, split=False, training=training)]
+    if here.table.stages == 1:
+        return [stage_time(parts[0], 0.0, split=False, training=here.inner.request.settings.training)]
     program = here.inner.planner(here.shape.microbatches).program
     sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
-    return [stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=training,
-                        action_s=at.device(place).action_s if table.places > 1 else 0.0)
-            for part, view, place, send_s in zip(parts, seen, table.at, [*sent_s, 0.0], strict=True)]
+    return [_time(here, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], seen, strict=True))]
+
+
+def _time(here: _Laying, stage: int, part: Sequence[Cost], send_s: float, view: View) -> StageTime:
+    """Seconds of one of several stages, which is separable as in `view`."""
+    table = here.table
+    return stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=here.inner.request.settings.training,
+                      action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0)
 
 
 def _hops(here: _Laying) -> list[MeshAxis]:

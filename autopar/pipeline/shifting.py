@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from autopar.pipeline.filling import Cuts
 from autopar.pipeline.flow import KINDS
 from autopar.pipeline.orders import Flying, StageTime
-from autopar.pipeline.stretches import Cost, Pieces
+from autopar.pipeline.stretches import Cost, Pieces, held_bytes
 
 GAIN = 1e-5  # relative: moves that gain less are not worth it
 SWEEP, ALL = 1e7, 1e8
@@ -46,7 +47,7 @@ class _Stretch:
 
 @dataclass(eq=False)
 class Shifting:
-    """`pieces`, `flying` and `limits` of each stage: what it may be made of, microbatches that it keeps, bytes of its place; `at` which place each is on. No cut is in front of
+    """`pieces` and `flying` of each stage: what it may be made of, microbatches that it keeps; `at` which place it is on, `limits` bytes of each place. No cut is in front of
     a piece of `barred`; `blocks` are those that are blocks. `actions`: how many one look takes."""
 
     pieces: Sequence[Pieces]
@@ -63,13 +64,11 @@ class Shifting:
     def shifted(self, cuts: Cuts) -> Cuts:
         """The best that moves make of `cuts`, these where there is none."""
         edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
-        step_s, looks = float(self._steps_s(edges, cuts.again, moves[:1])[0]), int(ALL / (self.actions * len(moves))) + 1
-        for _ in range(looks):
+        for _ in range(int(ALL / (self.actions * len(moves))) + 1):
             steps_s = self._steps_s(edges, cuts.again, moves)
             best = int(steps_s.argmin())
-            if not steps_s[best] < step_s * (1 - GAIN):
+            if not steps_s[best] < steps_s[0] * (1 - GAIN):
                 break
-            step_s = float(steps_s[best])
             edges = [0, *(stop + SHIFTS[way][1] for stop, way in zip(edges[1:], moves[best], strict=True))]
             cuts = Cuts(edges[1:-1], [min(n, b - a) for n, (a, b) in zip(cuts.again, itertools.pairwise(edges), strict=True)])
         return cuts
@@ -82,7 +81,7 @@ class Shifting:
 
     def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
         """Seconds of a step after each move; infinite where it cannot be, or does not fit."""
-        stages, places = range(len(self.at)), max(self.at) + 1
+        stages, on = range(len(self.at)), self._on
         some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
         ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage], some[stage]) for stage in stages] for first, stop in SHIFTS]
         there = np.array([[way is not None for way in row] for row in ways])
@@ -90,14 +89,17 @@ class Shifting:
         possible = np.flatnonzero(there[moves, stages].all(1))
         each = numbers[moves[possible], stages].transpose(2, 1, 0)  # [numbers, stages, moves]
         took_s, (send_s, once_s, held, rest, live) = each[:len(KINDS)], each[len(KINDS):]
-        on = np.array([[float(place == at) for at in self.at] for place in range(places)])
-        lives = np.array([live[[stage for stage in stages if self.at[stage] == place]].max(0) for place in range(places)])
-        limits = np.array([self.limits[list(self.at).index(place)] for place in range(places)])
-        fits = (on @ held + lives <= limits[:, None]).all(0) & (on @ rest > 0.0).all(0)
+        lives = np.array([live[mine > 0.0].max(0) for mine in on])
+        fits = (on @ held + lives <= np.array(self.limits)[:, None]).all(0) & (on @ rest > 0.0).all(0)
         fits[:1] |= possible[:1] == 0  # what there is fits, as it was found
         found = np.full(len(moves), np.inf)
         found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (on @ once_s)[:, fits]).max(0)
         return found
+
+    @cached_property
+    def _on(self) -> np.ndarray:
+        """[places, stages]: 1 where a stage is on a place."""
+        return np.array([[float(place == at) for at in self.at] for place in range(len(self.limits))])
 
     def _block_between(self, first: int, stop: int) -> bool:
         """Whether some of the pieces `[first, stop)` are blocks."""
@@ -115,11 +117,10 @@ class Shifting:
         return self._known[key]
 
     def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
-        here, flying = self.pieces[stage], self.flying[stage]
-        part = [*here.again[first:first + again], *here.costs[first + again:stop]]
-        time, rest = self.time_of(stage, part, stop), sum(c.rest_bytes for c in part)
-        held = rest + sum(flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
-        return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, sum(c.once_s for c in part), held, rest, max(c.live_bytes for c in part))
+        part = [*self.pieces[stage].again[first:first + again], *self.pieces[stage].costs[first + again:stop]]
+        time = self.time_of(stage, part, stop)
+        return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, sum(c.once_s for c in part), held_bytes(part, self.flying[stage]),
+                        sum(c.rest_bytes for c in part), max(c.live_bytes for c in part))
 
 
 def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:

@@ -36,8 +36,12 @@ class Cost:
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
     """Bytes of a place with these stages, of the pieces of each and of the microbatches that it keeps: what is there only while a piece runs is that of one at a time."""
-    held = sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for costs, flying in stages for c in costs)
-    return held + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
+    return sum(held_bytes(*stage) for stage in stages) + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
+
+
+def held_bytes(part: Sequence[Cost], flying: Flying) -> float:
+    """Bytes of a stage of these pieces: what rests, and what `flying` microbatches keep."""
+    return sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
 
 
 def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:

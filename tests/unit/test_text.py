@@ -14,7 +14,7 @@ from autopar.text import gibibytes, seconds, times
 @pytest.mark.parametrize(("value", "text"), [
     (None, "-"), (0.0, "-"), (12.3, "12.3 s"), (0.0123, "12.3 ms"), (1e-6, "1 us"), (0.9999, "1 s"), (2e-9, "2 ns"), (1234.0, "1234 s"),
     (0.99951, "1 s"), (0.9994, "999 ms"),
-    (-1e-16, "-"), (1e-16, "-"),
+    (-1e-16, "-"), (1e-16, "-"), (-0.0123, "-12.3 ms"),
 ])
 def test_seconds(value: float | None, text: str) -> None:
     assert seconds(value) == text

@@ -45,7 +45,7 @@ def _held(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequen
 
 def _shifted(table: Timetable, pieces: Pieces, cuts: Cuts, limits: Sequence[float], barred: Collection[int] = (), blocks: Collection[int] = ()) -> Cuts:
     by_stage = [pieces] * table.stages
-    return Shifting(by_stage, table.flying, [limits[at] for at in table.at], table.at, barred, blocks, _time, table.ends_all_s, table.actions).shifted(cuts)
+    return Shifting(by_stage, table.flying, limits, table.at, barred, blocks, _time, table.ends_all_s, table.actions).shifted(cuts)
 
 
 def test_all_that_are_searched_are_tested() -> None:

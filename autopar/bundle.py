@@ -93,7 +93,7 @@ class Bundle:
         (folder / "README.md").write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
             step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name,
-            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.remat else ""))
+            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""))
 
     @staticmethod
     def load(folder: Path) -> Bundle:

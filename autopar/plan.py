@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.text import numbered
 
 SCHEMA = 7
 
@@ -161,10 +162,21 @@ class Plan:
         """In words which blocks are run again in the backward; empty where none are."""
         found = []
         for scope, kept in self.remat.items():
-            partly = {number: stage.again[scope] for number, stage in enumerate(self.stages) if scope in stage.again}
-            where = f" ({', '.join(f'the first {n} of stage {number}' if len(self.stages) > 1 else f'the first {n}' for number, n in partly.items())})"
-            found.append(f"{scope}{where if partly else ''}, {f'keeping {len(kept)} results' if kept else 'whole'}")
+            where = self._again_where(scope)
+            if where is not None:
+                found.append(f"{scope}{where}, {f'keeping {len(kept)} results' if kept else 'whole'}")
         return "; ".join(found)
+
+    def _again_where(self, scope: str) -> str | None:
+        """How many instances of the run `scope` which stages run again, in brackets; empty where that is all of them, None where it is none."""
+        counts = {number: stage.again.get(scope, -1) for number, stage in enumerate(self.stages) if scope in (*stage.blocks, *stage.again)}
+        if all(n < 0 for n in counts.values()):
+            return ""
+        found = []
+        for n in sorted({n for n in counts.values() if n}):
+            which = f"of {numbered('stage', [number for number, own in counts.items() if own == n])}" if len(self.stages) > 1 else ""
+            found.append(f"{'all' if n < 0 else f'the first {n}'} {which}".strip())
+        return f" ({', '.join(found)})" if found else None
 
     @property
     def digest(self) -> str:

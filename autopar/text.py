@@ -27,6 +27,18 @@ def gibibytes(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """`("stage", [3])` -> `stage 3`; `("stage", [0, 2, 3, 4])` -> `stages 0, 2 to 4`. `numbers` rise."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
+
+
 def times(sizes: Sequence[int]) -> str:
     """`(2, 4)` -> `2x4`; `1` for no axis."""
     return "x".join(map(str, sizes)) or "1"

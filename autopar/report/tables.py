@@ -86,7 +86,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "  compute": seconds(predicted.compute_s),
         "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
         "memory": f"{gibibytes(predicted.memory_bytes)} of {there} per device",
-        **({"run again": plan.run_again} if plan.remat else {}),
+        **({"run again": plan.run_again} if plan.run_again else {}),
         **({"in parts": "; ".join(f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}" for scope, parts in plan.parted.items())}
            if plan.parted else {}),
         "gap": gap,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +94,17 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="disk full"):
         write_atomic(path, "half")
     assert Plan.load(path) == PLAN and [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(("stages", "said"), [
+    ((Stage(),), "a, whole; b, keeping 2 results"),
+    ((Stage(again={"a": 2}),), "a (the first 2), whole; b, keeping 2 results"),
+    ((Stage(again={"a": 0, "b": 0}),), ""),
+    ((Stage(blocks={"a": (0, 3)}), Stage(blocks={"a": (3, 6), "b": (0, 9)})), "a, whole; b, keeping 2 results"),
+    (tuple(Stage(blocks={"a": (n, n + 1)}, again={"a": int(n < 2)}) for n in range(64)), "a (the first 1 of stages 0, 1), whole; b, keeping 2 results"),
+    ((Stage(blocks={"a": (0, 3)}), *(Stage(blocks={"b": (n, n + 1)}, again={"b": int(n == 1)}) for n in range(3)), Stage(blocks={"b": (3, 9)})),
+     "a, whole; b (all of stage 4, the first 1 of stage 2), keeping 2 results"),
+    (tuple(Stage(blocks={"b": (n, n + 1)}, again={"b": 0, "a": 0}) for n in range(3)), ""),
+])
+def test_what_is_run_again_is_said_by_stages(stages: tuple[Stage, ...], said: str) -> None:
+    assert replace(PLAN, stages=stages, remat={"a": (), "b": ("x", "y")}).run_again == said

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.text import gibibytes, seconds, times
+from autopar.text import gibibytes, numbered, seconds, times
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -36,3 +37,8 @@ def test_bytes(value: float | None, text: str) -> None:
 
 def test_sizes() -> None:
     assert times((2, 4)) == "2x4" and times(()) == "1"
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([3], "stage 3"), ([0, 1], "stages 0, 1"), ([0, 2, 3, 4], "stages 0, 2 to 4"), (range(64), "stages 0 to 63"), ([1, 3], "stages 1, 3")])
+def test_numbered(numbers: Sequence[int], text: str) -> None:
+    assert numbered("stage", numbers) == text

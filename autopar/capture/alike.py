@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-LONGEST_PERIOD = 4
+LONGEST_PERIOD = 12
 KEPT = 3  # groups that stand for a run: its first two and, to see that nothing depends on depth, its last
 Key = tuple[str, str]  # (module path below the child, attribute)
 INNER = frozenset(vars(nn.Module()))
@@ -124,7 +126,8 @@ def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
             table[path, kind] = _comparable(list(getattr(module, kind).values()))
         for name, value in vars(module).items():
             if name not in INNER:
-                table[path, name] = _comparable(value)
+                own = isinstance(value, MethodType) and value.__self__ is module
+                table[path, name] = ("its own", id(value.__func__)) if own else _comparable(value)
     return table
 
 
@@ -135,7 +138,9 @@ def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """A plain value as it is; anything else by identity, so that only a shared object counts as alike."""
+    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a shared object counts as alike."""
+    if type(value) is partial:
+        return ("partial", _comparable(value.func), _comparable(value.args), _comparable(value.keywords))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         return [(_comparable(k), _comparable(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple)):

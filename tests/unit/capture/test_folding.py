@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from autopar.capture import alike, capture
 from autopar.capture.chain import is_chain
@@ -29,6 +32,7 @@ CHAINS = {
     "plain": (lambda: Stack(blocks("r" * 7)), [7]),
     "deeper": (lambda: Stack(blocks("r" * 30)), [30]),
     "pattern": (lambda: Stack(blocks("rrt" * 5)), [5]),
+    "pattern of six": (lambda: Stack(blocks("rrrrrt" * 4)), [4]),
     "first differ": (lambda: Stack(blocks("tr" + "r" * 6)), [7]),
     "last differs": (lambda: Stack(blocks("r" * 6 + "t")), [6]),
     "two runs": (lambda: Stack(blocks("r" * 6 + "t" * 5)), [6, 5]),
@@ -142,6 +146,21 @@ def test_one_block_that_differs_ends_the_run(change):
     trained = {name: node.meta["requires_grad"] for gm in graphs for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "param"
                for name in node.meta.get("fqns", [node.meta["fqn"]])}
     assert trained == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("given", "other", "found"), [
+    (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(gelu, approximate="none"), [8]),
+    (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(sum, approximate="tanh"), [8]),
+    (lambda block: block.forward, lambda block: block.linear.forward, [8]),
+    (lambda block: object(), lambda block: object(), []),
+], ids=["what a partial is given", "what it is of", "own method", "objects"])
+def test_what_blocks_hold_is_compared_by_what_it_does(given, other, found):
+    made = blocks("r" * 8)
+    for block in made:
+        block.held = given(block)
+    assert [run.count for run in alike.find(Stack(made))] == found
+    made[3].held = other(made[3])
+    assert [run.count for run in alike.find(Stack(made))] == [4] * bool(found)
 
 
 def test_blocks_that_share_everything_are_one_run():

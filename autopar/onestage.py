@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES, ilp
 from autopar.text import seconds
+from autopar.timer import Timer
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -69,12 +69,11 @@ def nowhere() -> Elsewhere:
     return Elsewhere(lambda known_s: math.inf)
 
 
-def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any) -> Plan:
-    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again."""
-    elsewhere = elsewhere or nowhere()
+def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer | None = None, **about: Any) -> Plan:
+    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again. Without a `timer` it has the time of the request."""
+    elsewhere, timer = elsewhere or nowhere(), timer or Timer(planner.request.time_limit_s)
     request = planner.request
     _check_mesh(request)
-    deadline = time.monotonic() + request.time_limit_s
     best: Candidate | None = None
     tried: list[Alternative] = []
     bounds: list[float] = []
@@ -83,13 +82,15 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any
         return min(best.cost.time_s, elsewhere.seconds) if best is not None else math.inf
 
     def enough(level: str) -> bool:
-        if best is not None and (not _short_of_memory(planner, best) or time.monotonic() > deadline):
+        if best is not None and not _short_of_memory(planner, best):
             return True
-        return planner.work(level).step_s(request.cluster.devices, 1, 1) >= known() * (1 - SIMPLER)  # nothing can be won there
+        if planner.work(level).step_s(request.cluster.devices, 1, 1) >= known() * (1 - SIMPLER):
+            return True  # nothing can be won there
+        return best is not None and timer.skips()
 
     for level in _fitting(planner, planner.open_levels, tried, enough):
         known_s = known()
-        found, said, more, bound = _at_one_level(planner, deadline, known_s, elsewhere, about)
+        found, said, more, bound = _at_one_level(planner, timer, known_s, elsewhere, about)
         tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
         bounds.append(bound)
         if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
@@ -99,16 +100,16 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, **about: Any
     if request.remat == "auto" and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
         fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
         best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]
-    return finish(planner, best, min(bounds), tried, about)
+    made = finish(planner, best, min(bounds), tried, about)
+    return replace(made, notes=(*made.notes, timer.note)) if timer.hurried else made
 
 
-def beating(planner: Planner, known_s: float, open_: Sequence[str], **about: Any) -> Plan:
+def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer, **about: Any) -> Plan:
     """The fastest plan of the free search, with no more run again than it takes to fit, at one of the levels `open_`. Raises InfeasibleError
     where none that fits is faster than `known_s`."""
-    deadline = time.monotonic() + planner.request.time_limit_s
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
-        found, bound_s = _search(planner, deadline, None, known_s, nowhere())
+        found, bound_s = _search(planner, timer, None, known_s, nowhere())
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
@@ -132,14 +133,14 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], e
         yield level
 
 
-def _at_one_level(planner: Planner, deadline: float, known_s: float, elsewhere: Elsewhere,
+def _at_one_level(planner: Planner, timer: Timer, known_s: float, elsewhere: Elsewhere,
                   about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
     """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that
     another level has."""
-    best, tried = _recipes(planner, deadline)
+    best, tried = _recipes(planner, timer)
     if planner.request.recipe is not None:
         return best, about, tried, 0.0
-    found, bound = _search(planner, deadline, best, known_s, elsewhere)
+    found, bound = _search(planner, timer, best, known_s, elsewhere)
     return (*_simplest(found, best, about), tried, bound)
 
 
@@ -196,7 +197,7 @@ def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) 
     return [m for n in counts for m in [m for m in meshes if len(m) == n][:3]]
 
 
-def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[Alternative]]:
+def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
@@ -210,10 +211,10 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
             fewer = " or fewer" if recipe.fewer else ""
             raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
         for sizes in meshes:
-            if (recipe.name, sizes) in planner.settled:
+            if (recipe.name, sizes) in planner.settled or (best is not None and timer.skips()):
                 continue
             request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
-            limit = RECIPE_S if request.recipe is None else max(1.0, deadline - time.monotonic())
+            limit = RECIPE_S if request.recipe is None else max(1.0, timer.left_s)
             try:
                 found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit))
             except InfeasibleError as error:
@@ -227,7 +228,7 @@ def _recipes(planner: Planner, deadline: float) -> tuple[Candidate | None, list[
     return best, tried
 
 
-def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: float,
+def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: float,
             elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
@@ -236,11 +237,11 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
     meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
     if search is ilp.search:
-        return _best_first(planner, meshes, deadline, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
+        return _best_first(planner, meshes, timer, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
-        left = deadline - time.monotonic()
+        left = timer.left_s
         request.say(f"search on {'x'.join(map(str, sizes))}")
         try:
             solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
@@ -252,53 +253,57 @@ def _search(planner: Planner, deadline: float, best: Candidate | None, known_s: 
     return found, min(bounds, default=0.0)
 
 
-def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], deadline: float, known: float,
+def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Timer, known: float,
                 elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
     """Glance at every mesh, and hone what is nearest to the best; then solve those whose bounds promise better than that, than `known` seconds and than what is
     `elsewhere`, the most promising first, and hone those answers too."""
     request = planner.request
     seen: list[Candidate] = []
+    bounds: list[float] = []
     if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
         known = min(known, elsewhere.asked(known))  # recipes say little
     for sizes in meshes:
+        if known < math.inf and timer.skips():
+            bounds.append(0.0)  # of what was not looked at nothing is proven
+            break
         request.say(f"search on {'x'.join(map(str, sizes))}")
         with suppress(InfeasibleError):
-            glance = partial(ilp.glance, time_limit_s=min(GLANCE_S, deadline - time.monotonic()), cutoff_s=known)
+            glance = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=known)
             seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
             known = min(known, seen[-1].cost.time_s)
     fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
-    bounds: list[float] = []
     if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
         known = min(known, elsewhere.asked(known))
         known = min(known, elsewhere.searched(min(first.cost.time_s for first in seen)))
-    honed = _honed(planner, list(fit.values()), known, deadline)
+    honed = _honed(planner, list(fit.values()), known, timer)
     known = min([known, *(each.cost.time_s for each in honed)])
     for first in sorted(seen, key=lambda c: c.cost.time_s):
-        left = deadline - time.monotonic()
-        if first.solution.bound_s >= known * (1 - CLOSE) or left <= 0:
+        if first.solution.bound_s >= known * (1 - CLOSE) or timer.skips():
             bounds.append(first.solution.bound_s)
             continue
         request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
-        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=left, seed=request.seed, start=first.solution.choice,
+        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=timer.left_s, seed=request.seed, start=first.solution.choice,
                                                         cutoff_s=known, gap=CLOSE)))
         if here.peak > request.limit_bytes:  # the glance had room for all that lives for a moment
             here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
         bounds.append(max(first.solution.bound_s, here.solution.bound_s))
         known = min(known, here.cost.time_s)
         if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
-            honed += [here, *_honed(planner, [here], known, deadline)]
+            honed += [here, *_honed(planner, [here], known, timer)]
     return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
 
 
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, deadline: float) -> list[Candidate]:
+def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer) -> list[Candidate]:
     """Those that may become the fastest, honed: linear prices do not see what hides in which pass. None of a mesh of which they prove no less than another takes honed:
     what hides better there than linear prices know is no more than there."""
     honed: list[Candidate] = []
     for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
         if honed and each.solution.bound_s >= min(other.cost.time_s for other in honed):
             continue
+        if timer.skips():
+            break
         planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
-        honed.append(planner.honed(each, lambda: time.monotonic() > deadline))
+        honed.append(planner.honed(each, timer.skips))
     return honed
 
 

@@ -133,7 +133,7 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
     for way in ways:
         try:
             if way in by_schedule:
-                yield way, staged(inner, [by_schedule[way]], None, time.monotonic(), {"model": case.model, "graph_hash": captured.graph_hash})
+                yield way, staged(inner, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash})
             elif way in TWO_AXES:
                 yield way, _on_two_axes(captured, request, way, {"model": case.model, "graph_hash": captured.graph_hash})
             else:

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,15 +45,16 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
-    began, inner = time.monotonic(), Inner(gm, hints, request)
+    inner = Inner(gm, hints, request)
+    timer = inner.timer
     made = compared(inner, anywhere(inner, **about), best)
     if request.recipe is not None:
         return made
     if request.prove:
         return _proven(inner, made, math.inf, closely=True)
-    if time.monotonic() - began > request.time_limit_s * MOST:
+    if timer.left_s < timer.limit_s * (1 - MOST):
         return replace(made, notes=(*made.notes, UNPROVEN))
-    return _proven(inner, made, began + request.time_limit_s, closely=False)
+    return _proven(inner, made, timer.ends_at, closely=False)
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.problem.build import Model
-from autopar.problem.frontier import frontier
+from autopar.problem.frontier import Choices
 from autopar.problem.members import Member
 from autopar.problem.rerun import keepable, rerun
 from autopar.problem.saved import kept
@@ -81,7 +81,7 @@ class _Blocks:
         nbytes = dict(seconds)
         seconds.update({name: self._least_s(name) for name in names if name not in always})
         nbytes.update({name: self._least_bytes(name) for name in names if name not in free})
-        return [(point.seconds, point.nbytes) for point in frontier(self.program, scope, seconds, nbytes)]
+        return [(point.seconds, point.nbytes) for point in Choices(self.program, scope, seconds, nbytes).corners]
 
     def _least_s(self, name: str) -> float:
         """Seconds of its kernels, all instances one after the other, in the way that is fastest."""

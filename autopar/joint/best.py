@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,15 +23,15 @@ from autopar.text import seconds
 
 def best(inner: Inner, **about: Any) -> Plan:
     """The fastest plan for the memory of `inner`. Raises InfeasibleError when nothing fits at all."""
-    began, request = time.monotonic(), inner.request
+    request, timer = inner.request, inner.timer
     if request.recipe in PIPELINES:
-        return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, began, about)
+        return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, about)
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
-    first = Explorer(inner, SEARCH, float("inf"), began + request.time_limit_s / 2)
+    first = Explorer(inner, SEARCH, float("inf"), timer.ends_at)
     elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched) if several else None
     try:
-        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, **about)
+        flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, timer, **about)
     except InfeasibleError as error:
         failed = error
     if not several:
@@ -40,26 +40,26 @@ def best(inner: Inner, **about: Any) -> Plan:
         return flat
     spaces = [SEARCH, *(of_recipe(recipe) for recipe in PIPELINES.values())]
     try:
-        return staged(inner, spaces, flat, began, about, first)
+        return staged(inner, spaces, flat, about, first)
     except InfeasibleError as error:
         if failed is None:
             raise
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
 
 
-def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: float, about: Mapping[str, Any], first: Explorer | None = None,
+def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapping[str, Any], first: Explorer | None = None,
            known_s: float = float("inf"), reach: float = float("inf")) -> Plan:
     """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others, and what the
     walk `first` has found in it is kept. Raises InfeasibleError where none of it is faster than `known_s`; `reach` as an Explorer has it."""
     known_s = min(known_s, flat.predicted.step_s if flat is not None else float("inf"))
-    deadline = began + inner.request.time_limit_s
+    deadline = inner.timer.ends_at
     best: Found | None = None
     tried: list[Alternative] = []
     why: list[str] = []
     walks: list[Explorer] = []
     for space in spaces:
         wider = walks[0].pricing.proven if walks else inner.roomy
-        walk = Explorer(inner, space, known_s, deadline if best or flat else deadline + inner.request.time_limit_s, wider, reach)
+        walk = Explorer(inner, space, known_s, deadline if known_s < math.inf else deadline + inner.timer.limit_s, wider, reach)
         if first is not None and not walks:
             walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
             walk.polished, walk.expanded, walk.hurried = first.polished, first.expanded, first.hurried
@@ -74,16 +74,17 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, began: floa
         tried += _rows(walk)
         if found is not None and found.step_s < known_s * (1 - CLOSE):
             best, known_s = found, found.step_s
+    inner.timer.hurried |= any(walk.hurried for walk in walks)
     if not inner.request.settings.offload:
         inner.roomy.update(walks[0].pricing.roomy)
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
     if best is None and flat is not None:
-        return _hurried(inner, walks, _among_all(flat, tried, bound_s))
+        return hurried(inner, _among_all(flat, tried, bound_s))
     if best is None:
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
                               + ("; ".join(why[-3:]) or walks[0].reason if walks[0].floors else f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
-    return _hurried(inner, walks, _finished(inner, best, flat, tried, bound_s, about))
+    return hurried(inner, _finished(inner, best, flat, tried, bound_s, about))
 
 
 def _hoped(inner: Inner) -> float:
@@ -92,13 +93,9 @@ def _hoped(inner: Inner) -> float:
     return NEAR if inner.request.cluster.parts else NEARER
 
 
-def _hurried(inner: Inner, walks: Sequence[Explorer], made: Plan) -> Plan:
-    """`made`, with a note where time was up before the walks were at their ends."""
-    if not any(walk.hurried for walk in walks):
-        return made
-    note = (f"time was up ({inner.request.time_limit_s:g} s) before all promising shapes of pipelines were priced: "
-            "with a longer time limit there may be a faster plan")
-    return replace(made, notes=(*made.notes, note))
+def hurried(inner: Inner, made: Plan) -> Plan:
+    """`made`, with a note where time was up before all that is promising was looked at."""
+    return replace(made, notes=tuple(dict.fromkeys((*made.notes, inner.timer.note)))) if inner.timer.hurried else made
 
 
 def _rows(walk: Explorer) -> list[Alternative]:

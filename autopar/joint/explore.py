@@ -85,8 +85,8 @@ class Explorer:
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
     def probe(self, known_s: float) -> float:
-        """Seconds of the fastest of the starts, each looked at once, and of what others have by now: what a later walk begins with."""
-        self.known_s = min(self.known_s, known_s)
+        """Seconds of the fastest of the starts, each looked at once, and of what others have by now: what a later walk begins with. Takes half of the time that is left."""
+        self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
             self.visit(shape, NEARER)
@@ -121,8 +121,8 @@ class Explorer:
         return made
 
     def searched(self, known_s: float) -> float:
-        """Seconds of what `run` finds, given the step that others have by now."""
-        self.known_s = min(self.known_s, known_s)
+        """Seconds of what `run` finds, given the step that others have by now. Takes half of the time that is left."""
+        self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
         found = self.run()
         return found.step_s if found is not None else math.inf
 

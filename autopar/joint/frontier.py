@@ -28,6 +28,7 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
     while len(found) < POINTS:
         limit_bytes = SHRINK * found[-1].predicted.memory_bytes
         request.say(f"with {limit_bytes / 2**30:.1f} GiB")
+        inner.restart()
         try:
             found.append(joint.anywhere(inner.limited(limit_bytes), **about))
         except InfeasibleError:

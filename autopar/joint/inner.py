@@ -37,6 +37,7 @@ from autopar.recipes.roles import Role
 from autopar.request import Request
 from autopar.rules.language import Option
 from autopar.search import ilp
+from autopar.timer import Timer
 from passes.part_runs import Parts, part_runs
 
 SOLVE_S = 2.0  # seconds for one Problem
@@ -46,7 +47,7 @@ TRUST = 0.95  # share of its bound that a Problem of several kinds of places is 
 
 class Inner:
     """All Problems of one graph, made when first asked for. `whole` reads the graph at the sizes of the batch; `limit_bytes` is
-    the memory that a plan may fill on each device; `on_devices` the same with nothing on the host, where something is, and `best_s` the
+    the memory that a plan may fill on each device, `timer` the time that there is for it; `on_devices` the same with nothing on the host, where something is, and `best_s` the
     fastest step there that is known."""
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
@@ -68,6 +69,11 @@ class Inner:
         self._origins: dict[str, str] = {}  # of runs that are parts of others: which
         self._entire: Inner | None = None  # the same with all runs of blocks as they are
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
+        self.timer = Timer(request.time_limit_s)
+
+    def restart(self) -> None:
+        """What is looked for from now on has the time of the request once more."""
+        self.timer = Timer(self.request.time_limit_s)
 
     def limited(self, limit_bytes: float) -> Inner:
         """The same with that much memory on each device; what was made so far is shared."""
@@ -86,7 +92,7 @@ class Inner:
             for once in ("rest_bytes", "update_s"):
                 other.__dict__.pop(once, None)
         made = self._hosted[held].limited(self.limit_bytes)
-        made.on_devices = self
+        made.on_devices, made.timer = self, self.timer
         return made
 
     def parted(self, parts: Parts) -> Inner:

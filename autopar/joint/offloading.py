@@ -4,7 +4,6 @@ are so short of memory that these are faster in spite of what the step takes the
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import worth
-from autopar.joint.best import staged
+from autopar.joint.best import hurried, staged
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
@@ -36,7 +35,7 @@ def by_recipe(inner: Inner, about: Mapping[str, Any]) -> Plan:
     offloads.checked(offload.name, inner.request.cluster, inner.request.settings)
     there = inner.hosted(offload.held)
     planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=inner.limit_bytes))
-    return _settled(there.whole.program, onestage.plan_with(planner, **about), "")
+    return _settled(there.whole.program, onestage.plan_with(planner, timer=there.timer, **about), "")
 
 
 def may(request: Request) -> bool:
@@ -50,6 +49,7 @@ def instead(inner: Inner, failed: InfeasibleError, about: Mapping[str, Any]) -> 
     """The best plan on the host where no other one fits, for which `failed` is the reason. Raises it, with what the host adds, where
     that does not fit either."""
     inner.request.say("nothing fits the devices: optimizer state on the host")
+    inner.restart()
     missing = f"{failed.missing_bytes / 2**30:.2f} GiB per device are missing" if failed.missing_bytes is not None else "memory is missing"
     found, _, why = _fastest(inner, math.inf, f", because nothing else fits: {missing}", about)
     if found is None:
@@ -65,10 +65,10 @@ def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
         return made
     found, tried, _ = _fastest(inner, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
-        return replace(made, alternatives=(*made.alternatives, *tried))
+        return hurried(inner, replace(made, alternatives=(*made.alternatives, *tried)))
     others = (*made.alternatives, *tried, Alternative(made.strategy, made.mesh, step_s, made.predicted.memory_bytes))
     proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
-    return replace(found, alternatives=(*found.alternatives, *others), predicted=proven)
+    return hurried(inner, replace(found, alternatives=(*found.alternatives, *others), predicted=proven))
 
 
 def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:
@@ -80,6 +80,9 @@ def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -
         there = inner.hosted(held)
         open_ = [level for level in there.whole.open_levels if _least_s(there, level) < known_s * (1 - CLOSE)]
         if not open_:
+            continue
+        if known_s < math.inf and inner.timer.skips():
+            tried.append(Alternative(f"{held} on the host", (inner.request.cluster.devices,), None, None, inner.timer.note))
             continue
         inner.request.say(f"short of memory: {WORDS[held]} on the host")
         try:
@@ -101,18 +104,17 @@ def _least_s(there: Inner, level: str) -> float:
 def _best(there: Inner, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
     """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises
     InfeasibleError where there is none, that says what devices or hosts lack."""
-    began = time.monotonic()
     planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
     alone = Shape(1, (there.request.cluster.devices,), 1)
     open_ = [level for level in open_ if worth.least_s(there, alone, level) < known_s * (1 - CLOSE)]
     flat, failed = None, None
     try:
-        flat = onestage.plan_with(planner, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, **about)
+        flat = onestage.plan_with(planner, timer=there.timer, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, there.timer, **about)
         _fitting(there.whole.program, flat)
     except InfeasibleError as error:
         flat, failed = None, error
     try:
-        return staged(there, [SEARCH], flat, began, about, known_s=known_s, reach=math.inf if flat is None and math.isinf(known_s) else 1.0)
+        return staged(there, [SEARCH], flat, about, known_s=known_s, reach=math.inf if flat is None and math.isinf(known_s) else 1.0)
     except InfeasibleError as error:
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}") from error
 

@@ -39,25 +39,47 @@ def point(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Ma
                  tuple(name for name in about.order if name in about.kept))
 
 
-def frontier(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float]) -> list[Point]:
-    """The corners of the convex hull of all choices, from nothing kept to the least seconds."""
-    def at(price: float) -> Point:
-        return point(program, scope, seconds, nbytes, _cut(program, scope, seconds, nbytes, price))
+@dataclass(frozen=True)
+class Choices:
+    """All that can be kept of the blocks `scope`; `seconds` and `nbytes` are by operator."""
 
-    first, last = at(math.inf), at(0.0)
-    return [first, *_between(first, last, at), *([last] if last != first else [])]
+    program: Program
+    scope: str
+    seconds: Mapping[str, float]
+    nbytes: Mapping[str, float]
 
+    def at(self, price: float) -> Point:
+        """The best at `price` seconds per byte."""
+        return point(self.program, self.scope, self.seconds, self.nbytes, _cut(self.program, self.scope, self.seconds, self.nbytes, price))
 
-def _between(more: Point, less: Point, at: Callable[[float], Point]) -> list[Point]:
-    """The corners between two points, the first of more seconds and less bytes."""
-    if more.seconds <= less.seconds or less.nbytes <= more.nbytes:
-        return []
-    price = (more.seconds - less.seconds) / (less.nbytes - more.nbytes)
-    found = at(price)
-    line = more.seconds + price * more.nbytes
-    if found in (more, less) or found.seconds + price * found.nbytes >= line * (1 - 1e-9):
-        return []
-    return [*_between(more, found, at), found, *_between(found, less, at)]
+    @property
+    def corners(self) -> list[Point]:
+        """The corners of the convex hull, from nothing kept to the least seconds."""
+        first, last = self.at(math.inf), self.at(0.0)
+        return [first, *self._between(first, last), *([last] if last != first else [])]
+
+    def fastest(self, fits: Callable[[Point], bool]) -> Point:
+        """The last of the corners for which there is room; the first one where there is for none. Where one fits all before it do."""
+        more, less = self.at(math.inf), self.at(0.0)
+        if fits(less):
+            return less
+        while (found := self._amid(more, less)) is not None:
+            more, less = (found, less) if fits(found) else (more, found)
+        return more
+
+    def _between(self, more: Point, less: Point) -> list[Point]:
+        """The corners between two points, the first of more seconds and less bytes."""
+        found = self._amid(more, less)
+        return [] if found is None else [*self._between(more, found), found, *self._between(found, less)]
+
+    def _amid(self, more: Point, less: Point) -> Point | None:
+        """A corner between two points; None where there is none."""
+        if more.seconds <= less.seconds or less.nbytes <= more.nbytes:
+            return None
+        price = (more.seconds - less.seconds) / (less.nbytes - more.nbytes)
+        found = self.at(price)
+        line = more.seconds + price * more.nbytes
+        return None if found in (more, less) or found.seconds + price * found.nbytes >= line * (1 - 1e-9) else found
 
 
 def _cut(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], price: float) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
         before_s = best_s
         state.reset(best)
         for problem in [tangent(state, spread) for spread in SPREADS]:
-            choice = _descended(problem, state)
+            choice = None if late() else _descended(problem, state)
             if choice is not None and (seconds := float(state.seconds(state.totals)[0])) < best_s:
                 best, best_s = choice, seconds
     return best

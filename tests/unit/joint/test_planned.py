@@ -68,7 +68,7 @@ def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[in
     """Gradients add up over the microbatches of a step, whatever a place does with each of them."""
     who = subject(model)
     inner = Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh))
-    made = staged(inner, [ALONE], None, time.monotonic(), {"model": who.name, "graph_hash": who.captured.graph_hash})
+    made = staged(inner, [ALONE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
     assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
     report = who.verified(made)
     assert report.ok, [row for row in report.rows if not row.ok][:4]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
-from autopar.problem.frontier import Point, frontier, point
+from autopar.problem.frontier import Choices, Point, point
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
 from autopar.problem.rerun import keepable
@@ -45,7 +46,7 @@ def test_the_corners_are_those_of_all_choices(seed: int) -> None:
     assert 3 < len(names) < 10
     seconds, nbytes = _drawn(program, scope, seed)
     every = [point(program, scope, seconds, nbytes, kept) for n in range(len(names) + 1) for kept in itertools.combinations(names, n)]
-    assert _hull(frontier(program, scope, seconds, nbytes)) == _hull(every)
+    assert _hull(Choices(program, scope, seconds, nbytes).corners) == _hull(every)
 
 
 @pytest.mark.parametrize("name", ["hf-gpt2", "hf-llama", "hf-t5"])
@@ -54,7 +55,7 @@ def test_nothing_found_by_chance_is_below_the_corners(name: str) -> None:
     program = read(who.gm, who.hints, training=True, device="cpu")
     for scope in program.runs:
         seconds, nbytes = _drawn(program, scope, 0)
-        found = frontier(program, scope, seconds, nbytes)
+        found = Choices(program, scope, seconds, nbytes).corners
         assert found[0].kept == () and len(found) > 3
         assert [p.nbytes for p in found] == sorted(p.nbytes for p in found) and [p.seconds for p in found] == sorted((p.seconds for p in found), reverse=True)
         names = [op.name for op in program.ops.values() if op.scope == scope and keepable(op)]
@@ -63,3 +64,22 @@ def test_nothing_found_by_chance_is_below_the_corners(name: str) -> None:
             kept = tuple(n for n in names if rng.random() < rng.random())
             by_chance = point(program, scope, seconds, nbytes, kept)
             assert _hull([*found, by_chance]) == corners
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2", "hf-llama", "hf-t5"])
+def test_the_fastest_that_fits_is_found_without_walking_all_corners(name: str) -> None:
+    who = subject(name).captured
+    program = read(who.gm, who.hints, training=True, device="cpu")
+    for scope in program.runs:
+        choices = Choices(program, scope, *_drawn(program, scope, 2))
+        corners, asked = choices.corners, 0
+
+        def fits(found: Point, limit_bytes: float) -> bool:
+            nonlocal asked
+            asked += 1
+            return found.nbytes <= limit_bytes
+
+        for wanted in corners:
+            assert choices.fastest(partial(fits, limit_bytes=wanted.nbytes)) == wanted
+        assert asked < len(corners) ** 2 / 2
+        assert choices.fastest(lambda found: False) == corners[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -65,7 +64,7 @@ def _staged(used: roles.Role, kind: Kind) -> Plan:
     request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=(4,), time_limit_s=10.0)
     inner = Inner(captured.gm, captured.hints, request)
     space = Space("stages", lambda mesh: (used,) if mesh == (4,) else None, (kind,), 1)
-    return staged(inner, [space], None, time.monotonic(), {"model": "mixtral", "graph_hash": captured.graph_hash})
+    return staged(inner, [space], None, {"model": "mixtral", "graph_hash": captured.graph_hash})
 
 
 def _experts(made: Plan) -> tuple[tuple[Piece, ...], tuple[Piece, ...], int]:

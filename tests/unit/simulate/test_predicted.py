@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import pytest
@@ -126,6 +125,6 @@ def test_backwards_that_are_taken_apart_hide_what_the_runtime_hides(schedule: st
                                                          time_limit_s=10.0))
     known = {len(used): used}
     space = Space(schedule, lambda mesh: known.get(len(mesh)), (Kind(schedule, SCHEDULES[schedule].virtual or 2),), len(used))
-    made = staged(inner, [space], None, time.monotonic(), {"model": "llama", "graph_hash": captured.graph_hash})
+    made = staged(inner, [space], None, {"model": "llama", "graph_hash": captured.graph_hash})
     assert made.places == 2
     assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)

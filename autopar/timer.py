@@ -1,0 +1,41 @@
+"""The time that a search may take, and whether anything was left out for want of it."""
+
+from __future__ import annotations
+
+import time
+
+
+class Timer:
+    """Runs from when it is made, for `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.hurried = False
+        """Whether something that was promising was left out."""
+        self.ends_at = time.monotonic() + limit_s
+        """When time is up (time.monotonic)."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; negative where it is late."""
+        return self.ends_at - time.monotonic()
+
+    @property
+    def halfway(self) -> float:
+        """When half of what is left is over (time.monotonic)."""
+        return self.ends_at - self.left_s / 2
+
+    @property
+    def late(self) -> bool:
+        """Whether time is up."""
+        return self.left_s <= 0
+
+    def skips(self) -> bool:
+        """Whether it is too late for something promising, which is noted then."""
+        self.hurried = self.hurried or self.late
+        return self.late
+
+    @property
+    def note(self) -> str:
+        """What a plan says where it was hurried."""
+        return f"time was up ({self.limit_s:g} s) before all that is promising was priced: with a longer time limit there may be a faster plan"

@@ -18,13 +18,13 @@ Results = dict[str, dict[str, Any]]
 def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """AdamW with a rate large enough that a wrong gradient shows in one step.
 
-    Its first step is nearly the sign of the gradient; below float64 epsilon is raised, so that the rounding of a gradient
-    that should be zero does not count as a difference of the parameter. Fused: one operator for all parameters, where the loop over
+    Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should be zero (of a bias in front of a batch norm)
+    does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused: one operator for all parameters, where the loop over
     them costs each rank seconds in a process that has not met their layouts before.
     """
     held = list(parameters)
     exact = all(p.dtype == torch.float64 for p in held)
-    return torch.optim.AdamW(held, lr=1e-2, eps=1e-8 if exact else 1e-3, weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=True)
 
 
 class Recorder(Interpret):

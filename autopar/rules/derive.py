@@ -2,8 +2,8 @@
 
 A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each guess is
 tried on small random tensors, whole against shards, values and gradients, on several numbers of ranks; only what comes
-out right is kept. Only for functional ATen-style operators on floating-point tensors that draw no random numbers: they
-are run here, on the CPU, with the arguments of the call.
+out right is kept. Only for public functional ATen-style operators on floating-point tensors that draw no random numbers:
+they are run here, on the CPU, with the arguments of the call.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ def derive(call: Call) -> Rule | None:
 
 def _eligible(call: Call) -> bool:
     target = call.target
-    if not isinstance(target, OpOverload) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
+    if not isinstance(target, OpOverload) or _internal(target) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
         return False
     schema = target._schema
     pure = not schema.is_mutable and not any(r.alias_info for r in schema.returns)
     unfit = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return pure and bool(call.outs) and not any(tag in target.tags for tag in unfit)
+
+
+def _internal(target: OpOverload) -> bool:
+    """Whether an operator is torch's own business: such kernels do not check what they are given, and write where they should not for shards that do not go together."""
+    return target._schema.name.startswith("aten::_")
 
 
 def _derive(call: Call) -> Rule | None:

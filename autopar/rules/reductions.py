@@ -71,6 +71,14 @@ def statistic(call: Call) -> str:
     return rule([left, "c"], [left])
 
 
+def weight_norm(call: Call) -> str:
+    """A weight and its lengths along `dim`, of size 1 in all other dims, which each length goes over."""
+    rank, along = rank_of(call), given(call)["dim"]
+    left = line(rank, {d: f"d{d}!" for d in range(rank) if d != along % rank or along == -1})
+    right = " ".join("1" if n == 1 else f"d{i}" for i, n in enumerate(call.ins[1].shape))
+    return rule([left, right], [left])
+
+
 def pair_along(name: str) -> Spec:
     """Two operands that broadcast against each other, reduced along one whole dim (cosine similarity)."""
     def spec(call: Call) -> str:
@@ -112,6 +120,7 @@ RULES: dict[Any, Rule] = {
     aten.rms_norm.default: Rule(layer_norm),
     aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
+    aten._weight_norm.default: Rule(weight_norm),
     aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
     ops.statistic: Rule(statistic),
 }

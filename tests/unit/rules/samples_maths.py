@@ -151,6 +151,7 @@ REDUCTIONS: Samples = {
     **_ops("fft_fftshift.default fft_ifftshift.default", [case(f(5, 4, 6), [1]), case(f(5, 4))]),
     **_ops("layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4)), case(f(5, 4), [4]), case(f(5, 4, 6), [4, 6], f(4, 6))]),
     **_ops("native_layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4), 1e-5)]),
+    **_ops("_weight_norm.default", [case(f(6, 4, 5), f(1, 1, 5), 2), case(f(6, 4, 5), f(6, 1, 1), 0), case(f(6, 4), f(6, 1))]),
     **_ops("rms_norm.default", [case(f(3, 5, 4), [4], f(4)), case(f(5, 4), [4])]),
     **_ops("group_norm.default", [case(f(5, 4, 6), 2, f(4), f(4)), case(f(5, 4), 2)]),
     **_ops("instance_norm.default", [case(f(5, 4, 6), f(4), f(4), None, None, True, 0.1, 1e-5, False)]),

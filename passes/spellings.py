@@ -169,6 +169,20 @@ def _all_dims_mean(node: fx.Node) -> fx.Node | None:
     return _as(aten.mean.dim, node, (node.args[0], [-2, -1], True))
 
 
+def _squeezed(node: fx.Node) -> fx.Node | None:
+    """The dims that go are named: a dim of another size stays, and a rank whose part of the batch is one sample must not lose it."""
+    given = edit.args_of(node)
+    operand = given["self"]
+    assert isinstance(operand, fx.Node)
+    sizes = facts.shape(operand)
+    asked = given.get("dim", list(range(len(sizes))))
+    dims = [dim % len(sizes) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])] if sizes else []
+    gone = [dim for dim in dims if sizes[dim] == 1]
+    if gone == dims and "dim" in given:
+        return None
+    return _as(aten.squeeze.dims, node, (operand, gone)) if gone else operand
+
+
 SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.__and__.Tensor: _same_args(aten.bitwise_and.Tensor, 2),
     aten.__or__.Tensor: _same_args(aten.bitwise_or.Tensor, 2),
@@ -192,6 +206,9 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.numpy_T.default: _turned,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeated,
+    aten.squeeze.default: _squeezed,
+    aten.squeeze.dim: _squeezed,
+    aten.squeeze.dims: _squeezed,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),
     aten.to.device: _cast,

@@ -344,3 +344,17 @@ def test_what_is_written_over_all_of_a_tensor_is_that():
 def test_every_concatenation_is_a_cat():
     gm = normalized(lambda m, x, y: torch.concat((x @ m.w, x), -1) + torch.concatenate((x, x), -1), data(4, 6), dims={"x": {0: B}})
     assert targets(gm).count("aten.cat.default") == 2
+
+
+@pytest.mark.parametrize(("function", "wanted"), [
+    (lambda m, x, y: x.unsqueeze(1).squeeze() @ m.w, ["aten.squeeze.dims"]),
+    (lambda m, x, y: (x @ m.w).squeeze(0), []),
+    (lambda m, x, y: (x @ m.w)[:, None].squeeze(1), ["aten.squeeze.dim"]),
+    (lambda m, x, y: (x @ m.w)[:, None].squeeze((0, 1)), ["aten.squeeze.dims"]),
+], ids=["all", "of samples", "one", "samples too"])
+def test_dims_that_go_are_named(function, wanted):
+    """A rank that has one sample must not lose the dim of samples."""
+    gm = normalized(function, data(4, 6), dims={"x": {0: B}})
+    squeezed = [node for node in gm.graph.nodes if str(node.target).startswith("aten.squeeze.")]
+    assert [str(node.target) for node in squeezed] == wanted
+    assert all(node.args[1] in (1, [1]) for node in squeezed)

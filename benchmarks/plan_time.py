@@ -28,6 +28,8 @@ CASES = {  # name: (config, cluster, batch, sequence)
     "405b": ("llama3-405b", "h100:64x8", 16, 8192),
     "70b-512": ("llama3-70b", "h100:64x8", 1024, 8192),
     "405b-16k": ("llama3-405b", "h100:2048x8", 2048, 8192),
+    "gemma3-27b": ("gemma3-27b", "h100:8x8", 128, 4096),
+    "deepseek-v3": ("deepseek-v3", "h100:128x8", 2048, 4096),
     "resnet50": ("resnet50", "a100-80:1x8", 256, 1),
 }
 

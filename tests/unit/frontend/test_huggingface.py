@@ -26,6 +26,8 @@ PUBLISHED = {
     "vit": 86.57,
     "resnet50": 25.56,
     "mixtral-8x7b": 46702.79,
+    "gemma3-27b": 27009.35,
+    "deepseek-v3": 671026.40,
 }
 
 

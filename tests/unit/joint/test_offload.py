@@ -184,3 +184,19 @@ def test_what_is_to_be_run_again_is_so_on_the_host_too() -> None:
     request = Request(fast, Settings(), mesh=(4,), memory_bytes=60e6, time_limit_s=60.0, remat="full")
     made = joint.plan(graph(), {"b": 256}, request, model="stack", graph_hash="0" * 64)
     assert set(made.remat) == {"layers_0"}
+
+
+def test_nothing_is_looked_for_on_the_host_when_time_is_up_and_a_plan_fits() -> None:
+    """One timer for all of a search: what is left out for want of time is said."""
+    fast = replace(GPUS, device=replace(GPUS.device, host_link_bytes_s=450e9, host_bandwidth_bytes_s=3e12))
+    request = Request(fast, Settings(), mesh=(4,), memory_bytes=60e6, time_limit_s=1e-3)
+    made = joint.plan(graph(), {"b": BATCH}, request, model="stack", graph_hash="0" * 64)
+    assert not made.offload and made.predicted.memory_bytes <= 60e6
+    assert [note for note in made.notes if note.startswith("time was up (0.001 s)")]
+    assert [other.name for other in made.alternatives if other.why.startswith("time was up")] == ["optimizer on the host", "parameters on the host"]
+
+
+def test_where_nothing_fits_devices_the_host_has_as_much_time_again() -> None:
+    request = Request(GPUS, Settings(), mesh=(4,), memory_bytes=28e6, time_limit_s=1e-3)
+    made = joint.plan(graph(), {"b": 256}, request, model="stack", graph_hash="0" * 64)
+    assert made.offload and made.predicted.memory_bytes <= 28e6

@@ -1,0 +1,21 @@
+"""The time of a search."""
+
+from __future__ import annotations
+
+import time
+
+from autopar.timer import Timer
+
+
+def test_a_timer_that_runs() -> None:
+    timer = Timer(60.0)
+    assert not timer.late and not timer.skips() and not timer.hurried
+    assert 59.0 < timer.left_s <= 60.0
+    assert 29.0 < timer.halfway - time.monotonic() <= 30.0
+
+
+def test_a_timer_that_is_late_remembers_what_it_skipped() -> None:
+    timer = Timer(0.0)
+    assert timer.late and not timer.hurried
+    assert timer.skips() and timer.hurried
+    assert timer.note.startswith("time was up (0 s) before")

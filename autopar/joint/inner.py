@@ -51,6 +51,7 @@ class Inner:
     fastest step there that is known."""
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
+        self.timer = Timer(request.time_limit_s)
         self.gm, self.hints, self.request = gm, dict(hints), request
         self.whole = Planner.of(gm, hints, request)
         self._planners: dict[int, Planner] = {1: self.whole}
@@ -69,7 +70,6 @@ class Inner:
         self._origins: dict[str, str] = {}  # of runs that are parts of others: which
         self._entire: Inner | None = None  # the same with all runs of blocks as they are
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
-        self.timer = Timer(request.time_limit_s)
 
     def restart(self) -> None:
         """What is looked for from now on has the time of the request once more."""

@@ -82,7 +82,8 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
             notes.append(why_static(failure, fixed, dims, model))
         return program, tried, notes + kept, left_out
     assert failure is not None
-    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{source(failure, model)}; {advice(failure)}") from failure
+    place = source(failure, model)
+    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

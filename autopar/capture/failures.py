@@ -15,6 +15,7 @@ _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _FROM_VALUES = "data-dependent"
+_BY_CHANCE = re.compile(r"layer_?drop", re.I)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
 
@@ -32,8 +33,11 @@ def says(error: BaseException | None, dims: Dims) -> str:
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
 
 
-def advice(error: BaseException) -> str:
-    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced."""
+def advice(error: BaseException, place: str = "") -> str:
+    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced; `place` is the line."""
+    if _BY_CHANCE.search(place):
+        return ("that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the config's layerdrop, encoder_layerdrop, "
+                "decoder_layerdrop), or scale what the blocks add (stochastic depth by multiplication)")
     if isinstance(error, (AttributeError, LookupError, TypeError)):
         return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not make what they are "
                 "not given (masks, positions, caches); pass it as an input, or rewrite that line")

@@ -74,6 +74,18 @@ def test_control_flow_on_values_is_named_with_its_line(kind, outside):
     assert "at test_failures.py:" in said and "# the line" in said and "torch.where" in said
 
 
+class LeftOut(Net):
+    layerdrop = 0.1
+
+    def change(self, x):
+        return x if torch.rand([]) < self.layerdrop else x + 1
+
+
+def test_blocks_that_are_left_out_at_random_are_told_what_to_set():
+    with pytest.raises(CaptureError, match=r"(?s)LeftOut cannot be exported.*self.layerdrop.*leaves blocks out at random.*set it to 0"):
+        capture(LeftOut(), batch())
+
+
 class Outer(nn.Module):
     """The change alone, for a loss function outside of the model."""
 

@@ -206,8 +206,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     optimizer state in float32 (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
-    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`). A search ends after `time_limit_s`, proof included, with the best that it has then; only where nothing fits yet it goes on. `plan.predicted.gap`
-    is proven at a glance, with `prove` as closely as can be (takes many times as long as the search). The weights of
+    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`). A search ends after `time_limit_s`, proof included, with the best that it
+    has then; only where nothing fits yet it goes on. `plan.predicted.gap` is proven at a glance, with `prove` as closely as can be (takes many times as long as the search). The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.

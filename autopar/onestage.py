@@ -101,7 +101,7 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
         fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
         best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]
     made = finish(planner, best, min(bounds), tried, about)
-    return replace(made, notes=(*made.notes, timer.note)) if timer.hurried else made
+    return replace(made, notes=timer.noted(made.notes))
 
 
 def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer, **about: Any) -> Plan:

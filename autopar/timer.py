@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 
 class Timer:
@@ -32,8 +33,13 @@ class Timer:
 
     def skips(self) -> bool:
         """Whether it is too late for something promising, which is noted then."""
-        self.hurried = self.hurried or self.late
-        return self.late
+        late = self.late
+        self.hurried = self.hurried or late
+        return late
+
+    def noted(self, notes: Sequence[str]) -> tuple[str, ...]:
+        """The notes of a plan, with this one, once, where something was left out."""
+        return tuple(dict.fromkeys((*notes, self.note))) if self.hurried else tuple(notes)
 
     @property
     def note(self) -> str:

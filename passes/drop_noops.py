@@ -128,7 +128,6 @@ IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
     aten.repeat.default: _same_shape,
     aten.reshape.default: _same_shape,
     aten.slice.Tensor: _whole_slice,
-    aten.squeeze.dim: _same_shape,
     aten.sub.Tensor: _neutral(0),
     aten.to.dtype: _same_dtype,
     aten.transpose.int: _swaps_nothing,

@@ -79,23 +79,20 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
         inner.roomy.update(walks[0].pricing.roomy)
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
     if best is None and flat is not None:
-        return hurried(inner, _among_all(flat, tried, bound_s))
+        made = _among_all(flat, tried, bound_s)
+        return replace(made, notes=inner.timer.noted(made.notes))
     if best is None:
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
                               + ("; ".join(why[-3:]) or walks[0].reason if walks[0].floors else f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
-    return hurried(inner, _finished(inner, best, flat, tried, bound_s, about))
+    made = _finished(inner, best, flat, tried, bound_s, about)
+    return replace(made, notes=inner.timer.noted(made.notes))
 
 
 def _hoped(inner: Inner) -> float:
     """How many times what is known a pipeline may take that is looked at place by place: what places gain by layouts of their own is a few per cent
     where they are alike, and can be much where they are not."""
     return NEAR if inner.request.cluster.parts else NEARER
-
-
-def hurried(inner: Inner, made: Plan) -> Plan:
-    """`made`, with a note where time was up before all that is promising was looked at."""
-    return replace(made, notes=tuple(dict.fromkeys((*made.notes, inner.timer.note)))) if inner.timer.hurried else made
 
 
 def _rows(walk: Explorer) -> list[Alternative]:

@@ -12,7 +12,7 @@ from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import worth
-from autopar.joint.best import hurried, staged
+from autopar.joint.best import staged
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
@@ -65,10 +65,10 @@ def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
         return made
     found, tried, _ = _fastest(inner, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
-        return hurried(inner, replace(made, alternatives=(*made.alternatives, *tried)))
+        return replace(made, notes=inner.timer.noted(made.notes), alternatives=(*made.alternatives, *tried))
     others = (*made.alternatives, *tried, Alternative(made.strategy, made.mesh, step_s, made.predicted.memory_bytes))
     proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
-    return hurried(inner, replace(found, alternatives=(*found.alternatives, *others), predicted=proven))
+    return replace(found, notes=inner.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven)
 
 
 def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:

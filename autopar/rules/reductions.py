@@ -105,6 +105,7 @@ REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.
 RULES: dict[Any, Rule] = {
     **{op: Rule(whole_dim()) for op in named(WHOLE_DIM)},
     **{op: Rule(reduced("!")) for op in named(REDUCED)},
+    aten._weight_norm.default: Rule(weight_norm),
     aten.batch_norm.default: Rule(batch_norm),
     aten.cosine_similarity.default: Rule(pair_along("dim")),
     aten.count_nonzero.default: Rule(reduced()),
@@ -120,7 +121,6 @@ RULES: dict[Any, Rule] = {
     aten.rms_norm.default: Rule(layer_norm),
     aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
-    aten._weight_norm.default: Rule(weight_norm),
     aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
     ops.statistic: Rule(statistic),
 }

@@ -19,3 +19,10 @@ def test_a_timer_that_is_late_remembers_what_it_skipped() -> None:
     assert timer.late and not timer.hurried
     assert timer.skips() and timer.hurried
     assert timer.note.startswith("time was up (0 s) before")
+
+
+def test_a_hurried_plan_says_so_once() -> None:
+    timer = Timer(0.0)
+    assert timer.noted(["a"]) == ("a",)
+    timer.skips()
+    assert timer.noted(["a"]) == timer.noted(timer.noted(["a"])) == ("a", timer.note)

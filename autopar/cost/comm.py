@@ -71,7 +71,7 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
     return min(line.seconds(nbytes) for line in affine(kind, axis))
 
 
-def sent_once(axis: MeshAxis, copies: int) -> MeshAxis:
+def sent_once(axis: MeshAxis, copies: float) -> MeshAxis:
     """The axis as all-to-alls of rows see it that are for `copies` ranks each, of which any is as likely, where what goes over a level goes there once for each of its parts (as DeepEP does:
     https://github.com/deepseek-ai/DeepEP): k copies are in n (1 - (1 - 1/n)^k) of n parts on the mean."""
     def faster(span: Span) -> Span:

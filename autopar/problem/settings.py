@@ -23,7 +23,8 @@ class Settings:
     the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
     `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there.
-    `rows_once`: a row goes once to each part of a cluster, however many ranks there are to have it, and is copied inside. Emitted programs do nothing of this.
+    `rows_apart`: a token goes to each of its experts by itself, not once to a rank. `rows_once`: it goes once to each part of a cluster, however many ranks there
+    are to have it, and is copied inside. Emitted programs do nothing of this.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     attention: float = 1.0
     dealt: bool = False
     tokens_in_parts: bool = False
+    rows_apart: bool = False
     rows_once: bool = False
     offload: str = ""
 

@@ -3,29 +3,30 @@
     tokens              the plain operator on shards; every rank needs all experts (data parallel)
     width               each rank has a slice of every expert (tensor parallel): a partial sum
     own_experts         tokens are whole; each rank computes the rows of its own experts: a partial sum
-    expert_dispatch     tokens and experts are cut by one axis: rows go to the ranks of their experts and results come back
-                        (GShard, https://arxiv.org/abs/2006.16668)
+    expert_dispatch     tokens and experts are cut by one axis: tokens go to the ranks of their experts and results come back
+                        (GShard, https://arxiv.org/abs/2006.16668), once to a rank that has several of them
 
-Where a row goes is data. Prices and counts take routing to be balanced: of the k rows of each local token, every rank of the axis
-gets the same share. Rows are neither made nor lost, so the sum over all ranks of what is really sent is exactly that.
+Where a token goes is data. Prices and counts take routing to be balanced: any k experts are as likely (`autopar.routing`). Where each rank has one
+expert, tokens are neither sent twice nor left out, and the sum over all ranks of what is really sent is exactly that.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from autopar.routing import rows_sent
 from autopar.rules.language import Call, Together
 from autopar.rules.rule import Rule
 from autopar.rules.site import Inner, Inside, Site
 from passes import ops
 
 HIDDEN, CHOSEN, GATES, UP, DOWN, BIAS = range(6)
-COUNT_BYTES = 8
+NUMBER_BYTES = 8
 
 
 def experts(call: Call) -> str:
@@ -59,31 +60,67 @@ def rows(site: Site) -> float:
     return found
 
 
-def sent_bytes(site: Site) -> float:
-    """All rows of the ranks of the axis: each sends its own, of which (n - 1) / n leave it."""
-    return rows(site) * site.operands[HIDDEN].sizes[-1] * site.operands[HIDDEN].itemsize * site.sizes[site.axis]
+def sent(site: Site) -> float:
+    """Rows that leave a rank along the axis: a token goes once to a coordinate, from the major axis to the minor ones."""
+    return _held_and_sent(site)[1]
 
 
-def returned_bytes(site: Site) -> float:
-    """The same for results, which are as wide as this rank's part of `down`."""
-    return rows(site) * site.local(DOWN, 2) * site.operands[HIDDEN].itemsize * site.sizes[site.axis]
+def _held_and_sent(site: Site) -> tuple[float, float]:
+    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it."""
+    along = [axis for axis, option in enumerate(site.options) if option.run == "expert_dispatch"]
+    own = math.prod(size for option, size in zip(site.options, site.sizes, strict=True) if option.run == "own_experts")
+    tokens = site.local(CHOSEN, *range(len(site.operands[CHOSEN].shape) - 1))
+    held, *further = rows_sent(tokens, site.operands[UP].sizes[0], _chosen(site), [1, *(site.sizes[axis] for axis in along)], own)
+    at = along.index(site.axis)
+    return (held, *further)[at], further[at]
 
 
-def parts(site: Site) -> dict[int, float]:
-    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are gathered for all, k for each token that is gathered anyway."""
-    width, chosen = site.operands[HIDDEN].sizes[-1] * site.operands[HIDDEN].itemsize, site.operands[CHOSEN].sizes[-1]
-    return {axis: rows(site) * width * (chosen - 1) / chosen for axis, option in enumerate(site.options)
-            if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run}
-
-
-def copies(site: Site) -> int:
+def _chosen(site: Site) -> int:
     """To how many experts a token goes."""
     return site.operands[CHOSEN].sizes[-1]
 
 
+def coordinates(site: Site) -> float:
+    """To how many ranks of the axis a token goes that has experts there."""
+    held, leave = _held_and_sent(site)
+    return leave / held
+
+
+def apart(site: Site) -> float:
+    """How many times as many rows would leave a rank if one went to each expert."""
+    return rows(site) / sent(site)
+
+
+def there_bytes(site: Site) -> float:
+    """All rows of the ranks of the axis (each sends its own, of which (n - 1) / n leave it): tokens, the numbers of their experts and the gates."""
+    return sent(site) * (_width_bytes(site) + _chosen(site) * (NUMBER_BYTES + site.operands[GATES].itemsize)) * site.ways
+
+
+def gradients_bytes(site: Site) -> float:
+    """The gradients of tokens and gates, as they came."""
+    tokens, gates = site.operands[HIDDEN].grad * _width_bytes(site), site.operands[GATES].grad * _chosen(site) * site.operands[GATES].itemsize
+    return sent(site) * (tokens + gates) * site.ways
+
+
+def _width_bytes(site: Site) -> float:
+    return site.operands[HIDDEN].sizes[-1] * site.operands[HIDDEN].itemsize
+
+
+def returned_bytes(site: Site) -> float:
+    """Results, which are as wide as this rank's part of `down`."""
+    return sent(site) * site.local(DOWN, 2) * site.operands[HIDDEN].itemsize * site.ways
+
+
 def counts_bytes(site: Site) -> float:
-    """Each rank tells each other how many rows there are for each expert."""
-    return float(site.sizes[site.axis] ** 2 * site.operands[UP].sizes[0] * COUNT_BYTES)
+    """Each rank tells each other how many rows there are."""
+    return float(site.ways ** 2 * NUMBER_BYTES)
+
+
+def parts(site: Site) -> dict[int, float]:
+    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are gathered for all, k for each token that is gathered anyway."""
+    chosen = _chosen(site)
+    return {axis: rows(site) * _width_bytes(site) * (chosen - 1) / chosen for axis, option in enumerate(site.options)
+            if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run}
 
 
 def kept_bytes(site: Site) -> float:
@@ -92,7 +129,7 @@ def kept_bytes(site: Site) -> float:
     between = site.local(DOWN, 1) * kept_between(_inner(site), site.operands[HIDDEN].itemsize)
     width = site.operands[HIDDEN].sizes[-1] + site.local(DOWN, 2)
     indices = 3 + (len(site.operands) > BIAS)
-    return rows(site) * (width * site.operands[HIDDEN].itemsize + between + indices * COUNT_BYTES + site.operands[GATES].itemsize)
+    return rows(site) * (width * site.operands[HIDDEN].itemsize + between + indices * NUMBER_BYTES + site.operands[GATES].itemsize)
 
 
 def moved_bytes(site: Site) -> float:
@@ -141,14 +178,14 @@ def _operands(call: ast.Call) -> list[ast.expr]:
     return [call.func.value] if cast and isinstance(call.func, ast.Attribute) else given
 
 
-def if_tokens_learn(site: Site) -> int:
-    """Once where tokens have a gradient, which then goes back as they came."""
-    return int(site.operands[HIDDEN].grad)
+def if_any_learns(site: Site) -> int:
+    """Once where tokens or gates have a gradient, which then goes back as they came."""
+    return int(site.operands[HIDDEN].grad or site.operands[GATES].grad)
 
 
-FORWARD = (Inner("all_to_all", counts_bytes), Inner("all_to_all", sent_bytes, parts=parts, copies=copies),
-           Inner("all_to_all", returned_bytes, last=True, parts=parts, copies=copies))
-BACKWARD = (Inner("all_to_all", returned_bytes, parts=parts, copies=copies), Inner("all_to_all", sent_bytes, if_tokens_learn, last=True, parts=parts, copies=copies))
+_ROWS = partial(Inner, "all_to_all", parts=parts, apart=apart, coordinates=coordinates)
+FORWARD = (Inner("all_to_all", counts_bytes), _ROWS(there_bytes), _ROWS(returned_bytes, last=True))
+BACKWARD = (_ROWS(returned_bytes), _ROWS(gradients_bytes, if_any_learns, last=True))
 
 RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched, partly={"o": second_layer})}
 

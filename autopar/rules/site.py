@@ -62,7 +62,8 @@ class Inner:
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
     of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
     hidden is waited for: before the operator works, or behind it where it is `last`. `parts` are axes whose ranks all have what is sent, of which each could send a
-    part by itself: by axis, the bytes that are then gathered there beside. Of every row so many `copies` go to ranks as they come.
+    part by itself: by axis, the bytes that are then gathered there beside. A row goes to so many `coordinates` of the axis; `apart` is how many times the
+    bytes are where software sends it to each of its readers there.
     """
 
     kind: str
@@ -72,7 +73,8 @@ class Inner:
     reorders: bool = False
     last: bool = False
     parts: Callable[[Site], Mapping[int, float]] = lambda site: {}
-    copies: Callable[[Site], int] = once
+    coordinates: Callable[[Site], float] = once
+    apart: Callable[[Site], float] = once
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 
+from autopar.routing import rows_sent
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import experts_on_ranks
 from autopar.runtime.collectives import all_reduce
@@ -76,7 +78,33 @@ def test_experts(sizes, roles, how):
 
 
 def test_rows_are_counted_as_balanced_routing_sends_them():
-    """Also where all rows go to one rank: the sum over the ranks is what really is sent."""
+    """Also where all tokens go to one rank: 5 tokens of each of 2 sequences, of which the ranks have 3 and 2."""
     seen = on_ranks(2, _layer, (2,), (DISPATCH,), "one")
-    counts, rows = 2 * 2 * E * 8, [2 * n * 2 * K * D * 8 for n in (3, 2)]  # 5 tokens of each of 2 sequences: 3 and 2
-    assert [[nbytes for _, _, nbytes in rank] for rank in seen] == [[counts, *[n] * 4] for n in rows]
+    counts, numbers, gates, row = 2 * 2 * 8, K * 8, K * 8, D * 8
+    for rank, tokens in zip(seen, (6, 4), strict=True):
+        (sent,) = rows_sent(tokens, E, K, [2])
+        assert [nbytes for _, _, nbytes in rank] == [counts, *(round(2 * sent * width) for width in (numbers + gates + row, row, row, gates + row))]
+
+
+def _sent(chosen):
+    """How many rows leave each rank of 2 x 2, along each axis, for tokens of which all choose `chosen`."""
+    mesh, rows, module = Mesh((2, 2), ("x", "y"), "cpu"), [], sys.modules[experts_on_ranks.__module__]
+    hidden, gates = torch.randn(TOKEN_COUNT, D), torch.rand(TOKEN_COUNT, len(chosen))
+
+    def seen(parts, shapes, axis, mesh, real=module.all_to_all):
+        rows.append((axis, sum(map(len, parts))))
+        return real(parts, shapes, axis, mesh)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "all_to_all", seen)
+        experts_on_ranks(lambda rows, ends: rows, hidden, torch.tensor(chosen).expand(TOKEN_COUNT, -1), gates, experts=E, axes=(0, 1), dispatch=(0, 1), mesh=mesh)
+    return rows[1], rows[3], rows[4], rows[5]
+
+
+@pytest.mark.parametrize(("chosen", "outer", "ranks"), [((0, 1), 1, 1), ((0, 2), 1, 2), ((0, 4), 2, 2), ((0, 2, 4, 6), 2, 4), ((0, 1, 2, 3, 4, 5, 6, 7), 2, 4), ((9, 3), 1, 1)])
+def test_tokens_go_once_to_a_coordinate(chosen, outer, ranks):
+    """Each of 2 x 2 ranks has two of 8 experts: to how many coordinates of the outer axis a token goes, and to how many ranks in all; its results come back the same way."""
+    seen = on_ranks(4, _sent, chosen)
+    assert all([axis for axis, _ in rank] == [0, 1, 1, 0] for rank in seen)
+    totals = [sum(rows) for rows in zip(*([rows for _, rows in rank] for rank in seen), strict=True)]
+    assert totals == [4 * TOKEN_COUNT * times for times in (outer, ranks, ranks, outer)]

@@ -1,61 +1,58 @@
-"""Layers of experts on ranks that each have some of the experts: the rows go to their experts, and results come back.
+"""Layers of experts on ranks that each have some of the experts: tokens go to their experts, and results come back.
 
-A row is one (token, expert) pair. Along an axis of *owners* all ranks have the same tokens, and each takes the rows of its own
-experts: its result is a part of a sum. Along an axis of *dispatch* each rank has tokens of its own:
+Along an axis of *owners* all ranks have the same tokens, and each computes those of its own experts: its result is a part of a sum. Along an axis of
+*dispatch* each rank has tokens of its own:
 
-    all to all   how many rows go where, per expert
-    all to all   the rows, sorted by expert
-    compute      the rows of the own experts
-    all to all   the results, back to where the tokens are
+    all to all   how many tokens go where
+    all to all   the tokens, each with the numbers of its experts and their gates
+    compute      what the experts there make of them, summed up by token
+    all to all   the sums, back to where the tokens are
 
-and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Which rows go where is data, so
-sizes differ from rank to rank and from step to step; no row is dropped and none is padded.
+and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Along each axis a token goes once to a coordinate, however many of
+its experts are there, and one result comes back: with nodes on the first axis, once to each node, and from there to its ranks (as DeepEP does,
+https://github.com/deepseek-ai/DeepEP). Who goes where is data, so sizes differ from rank to rank and from step to step; no token is dropped and none is padded.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.routing import rows_sent
 from autopar.runtime.collectives import all_to_all
 from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 
 NAME = "experts_on_ranks"
-Back = Callable[[Tensor], Tensor]
+Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-def experts_on_ranks(compute: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, gates: Tensor, *, experts: int,
+def experts_on_ranks(compute: Compute, hidden: Tensor, chosen: Tensor, gates: Tensor, *, experts: int,
                      axes: Sequence[int], dispatch: Sequence[int], mesh: Mesh) -> Tensor:
-    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`.
+    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that gates and results promote to.
 
     `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are whole and the
     result is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on rows sorted by
-    expert; those of expert i end before `ends[i]`. Any number of rows, none included, may come to a rank.
+    expert; those of expert i end before `ends[i]`. Any number of rows, none included, may come to a rank. Sums are of float32 at least; they travel in
+    the dtype of the results.
     """
-    k, places = chosen.shape[-1], _places(experts, axes, mesh, chosen.device)
-    picks, numbers = _own(chosen.flatten(), [places[a] == mesh.coord[a] for a in axes if a not in dispatch], experts)
-    rows = hidden.flatten(0, -2)[picks // k]
-    nominal = chosen.numel() / math.prod(mesh.sizes[a] for a in axes if a not in dispatch)
-    trips: list[Back] = []
-    for axis in dispatch:
-        rows, numbers, back = _go(rows, numbers, places[axis], axis, mesh, nominal)
-        trips.append(back)
-    start, stop = mesh.span(experts, axes)
-    out = compute(rows, torch.bincount(numbers - start, minlength=stop - start).cumsum(0))
-    for back in reversed(trips):
-        out = back(out)
-    weighted = out * gates.flatten()[picks].unsqueeze(-1)
-    every = weighted.new_zeros(chosen.numel(), out.shape[1]).index_copy(0, picks, weighted)
-    return every.view(*chosen.shape, out.shape[1]).sum(-2)
+    flat, numbers, weights = (tensor.flatten(0, -2) for tensor in (hidden, chosen, gates))
+    layer = _Layer(compute, experts, mesh, mesh.span(experts, axes), _places(experts, axes, mesh, chosen.device))
+    owners = [axis for axis in axes if axis not in dispatch]
+    for axis in owners:
+        numbers = layer.here(numbers, axis)
+    nominal = rows_sent(len(flat), experts, chosen.shape[-1], [mesh.sizes[a] for a in dispatch], math.prod(mesh.sizes[a] for a in owners))
+    out, dtype = layer.reach(flat, numbers, weights, list(zip(dispatch, nominal, strict=True)))
+    return out.to(torch.promote_types(dtype, gates.dtype)).view(*chosen.shape[:-1], out.shape[1])
 
 
 def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device) -> dict[int, Tensor]:
-    """For each axis the coordinate that has each expert."""
+    """For each axis the coordinate that has each expert; behind the last one -1, where the number of no expert is."""
     found: dict[int, list[int]] = {axis: [] for axis in axes}
     for expert in range(experts):
         at, size = expert, experts
@@ -64,60 +61,105 @@ def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device)
             found[axis].append(at // step)
             size = min(size - at // step * step, step)
             at %= step
-    return {axis: torch.tensor(places, device=device) for axis, places in found.items()}
+    return {axis: torch.tensor([*places, -1], device=device) for axis, places in found.items()}
 
 
-def _own(numbers: Tensor, masks: Sequence[Tensor], experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs whose expert all `masks` let through, sorted by expert: their places, and the expert of each."""
-    taken = numbers < experts
-    for mask in masks:
-        taken = taken & mask[numbers.clamp(max=experts - 1)]
-    picks = taken.nonzero().squeeze(-1)
-    sorted_numbers, order = numbers[picks].sort(stable=True)
-    return picks[order], sorted_numbers
+@dataclass(frozen=True)
+class _Layer:
+    """The experts of this rank, numbers `span[0]` to `span[1]` of `experts`, and where all are. Numbers from `experts` on are of none."""
+
+    compute: Compute
+    experts: int
+    mesh: Mesh
+    span: tuple[int, int]
+    places: dict[int, Tensor]
+
+    def here(self, numbers: Tensor, axis: int) -> Tensor:
+        """`numbers` without those of experts that other coordinates of the axis have."""
+        return numbers.masked_fill(self._at(numbers, axis) != self.mesh.coord[axis], self.experts)
+
+    def _at(self, numbers: Tensor, axis: int) -> Tensor:
+        return self.places[axis][numbers.clamp(max=self.experts)]
+
+    def reach(self, hidden: Tensor, numbers: Tensor, gates: Tensor, trips: Sequence[tuple[int, float]]) -> tuple[Tensor, torch.dtype]:
+        """The sum over the experts of each token, and the dtype of results; `trips` are the axes still to go along, with the rows that a rank sends there
+        where routing is balanced."""
+        if not trips:
+            return self._computed(hidden, numbers, gates)
+        (axis, nominal), *further = trips
+        place, token = self._wanted(numbers, axis).nonzero(as_tuple=True)
+        trip = _Trip.plan(torch.bincount(place, minlength=self.mesh.sizes[axis]), axis, self.mesh, nominal)
+        hidden_there, gates_there, numbers_there = _Travel.apply(trip, hidden[token], gates[token], numbers[token])
+        out, dtype = self.reach(hidden_there, self.here(numbers_there, axis), gates_there, further)
+        (back,) = _Travel.apply(trip.back, out.to(dtype))
+        return _summed(back, token, len(hidden)), dtype
+
+    def _wanted(self, numbers: Tensor, axis: int) -> Tensor:
+        """Whether some expert of each token is at each coordinate: `[ways, tokens]`."""
+        found = numbers.new_zeros(self.mesh.sizes[axis] + 1, len(numbers), dtype=torch.bool)
+        return found.scatter_(0, self._at(numbers, axis).remainder(len(found)).t(), True)[:-1]  # -1: behind the last coordinate
+
+    def _computed(self, hidden: Tensor, numbers: Tensor, gates: Tensor) -> tuple[Tensor, torch.dtype]:
+        """The pairs of a token and an expert of this rank, sorted by expert, through their experts."""
+        own = numbers.flatten()
+        picks = (own < self.experts).nonzero().squeeze(-1)
+        sorted_numbers, order = own[picks].sort(stable=True)
+        picks, start, stop = picks[order], *self.span
+        token = picks // numbers.shape[1]
+        out = self.compute(hidden[token], torch.bincount(sorted_numbers - start, minlength=stop - start).cumsum(0))
+        return _summed(out * gates.flatten()[picks].unsqueeze(-1), token, len(hidden)), out.dtype
 
 
-def _go(rows: Tensor, numbers: Tensor, places: Tensor, axis: int, mesh: Mesh, nominal: float) -> tuple[Tensor, Tensor, Back]:
-    """Rows sorted by expert to the coordinates of `axis` that `places` names: the rows that came, sorted by expert, the expert of
-    each, and the way back. `nominal` is the number of rows that a rank sends where routing is balanced."""
-    ways, experts = mesh.sizes[axis], len(places)
-    sent = torch.bincount(numbers, minlength=experts) * (places == torch.arange(ways, device=places.device).unsqueeze(1))
-    record("all_to_all", axis, ways * sent.numel() * sent.element_size(), NAME)
-    came = torch.stack(all_to_all(list(sent.unbind(0)), [(experts,)] * ways, axis, mesh))
-    leave, arrive = (counts.sum(1).tolist() for counts in (sent, came))
-    got = torch.arange(experts, device=places.device).repeat(ways).repeat_interleave(came.flatten())
-    got, order = got.sort(stable=True)
-    here: Tensor = _Exchange.apply(rows, leave, arrive, axis, mesh, nominal)
-
-    def back(out: Tensor) -> Tensor:
-        returned: Tensor = _Exchange.apply(out[_inverse(order)], arrive, leave, axis, mesh, nominal)
-        return returned
-
-    return here[order], got, back
+def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
+    """The sum of the rows of each token."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return rows.new_zeros(tokens, rows.shape[1], dtype=dtype).index_add(0, token, rows.to(dtype))
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+@dataclass(frozen=True)
+class _Trip:
+    """`leave[i]` rows go to coordinate i of the axis, `arrive[i]` come from it. Counted with the rows of balanced routing, as it is priced."""
+
+    leave: list[int]
+    arrive: list[int]
+    axis: int
+    mesh: Mesh
+    nominal: float
+
+    @classmethod
+    def plan(cls, leave: Tensor, axis: int, mesh: Mesh, nominal: float) -> _Trip:
+        """All ranks tell each other how many rows they send."""
+        ways = mesh.sizes[axis]
+        record("all_to_all", axis, ways * leave.numel() * leave.element_size(), NAME)
+        arrive = torch.cat(all_to_all(list(leave.split(1)), [(1,)] * ways, axis, mesh))
+        leaving, arriving = torch.stack([leave, arrive]).tolist()
+        return cls(leaving, arriving, axis, mesh, nominal)
+
+    @property
+    def back(self) -> _Trip:
+        """The way back."""
+        return replace(self, leave=self.arrive, arrive=self.leave)
+
+    def go(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The rows that come where these leave: side by side as bytes, in one exchange. Copied out of it, because a view of another dtype needs a place of its own even
+        where there are no rows."""
+        rows = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], 1)
+        record("all_to_all", self.axis, round(self.mesh.sizes[self.axis] * self.nominal * rows.shape[1]), NAME)
+        came = torch.cat(all_to_all(list(rows.split(self.leave)), [(n, rows.shape[1]) for n in self.arrive], self.axis, self.mesh))
+        parts = came.split([tensor.shape[1] * tensor.element_size() for tensor in tensors], 1)
+        return tuple(part.clone(memory_format=torch.contiguous_format).view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
 
 
-class _Exchange(torch.autograd.Function):
-    """`leave[i]` rows to coordinate i of the axis, `arrive[i]` rows from it; gradients go the other way.
-
-    Counted with the rows of balanced routing, as it is priced: over all ranks the sum is exact.
-    """
+class _Travel(torch.autograd.Function):
+    """Tensors of as many rows go along `trip`; the gradients of those that have one come back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, leave: list[int], arrive: list[int], axis: int, mesh: Mesh, nominal: float) -> Tensor:
-        ctx.about = leave, arrive, axis, mesh, nominal
-        return _exchange(rows, *ctx.about)
+    def forward(ctx: Any, trip: _Trip, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.trip = trip
+        return trip.go(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        leave, arrive, *about = ctx.about
-        return _exchange(grads[0], arrive, leave, *about), None, None, None, None, None
-
-
-def _exchange(rows: Tensor, leave: list[int], arrive: list[int], axis: int, mesh: Mesh, nominal: float) -> Tensor:
-    record("all_to_all", axis, round(mesh.sizes[axis] * nominal * rows.shape[1] * rows.element_size()), NAME)
-    parts = all_to_all(list(rows.split(leave)), [(n, rows.shape[1]) for n in arrive], axis, mesh)
-    return torch.cat(parts)
+        wanted = ctx.needs_input_grad[1:]
+        came = iter(ctx.trip.back.go(*(grad for grad, want in zip(grads, wanted, strict=True) if want)))
+        return None, *(next(came) if want else None for want in wanted)

@@ -1,0 +1,27 @@
+"""How many rows a layer of experts sends where routing is balanced: what is priced, and what the runtime counts.
+
+A token that goes to k of E experts is wanted by every part of them that has one of the k. It goes there once, whatever the number of its experts
+there (as DeepEP does between nodes: https://github.com/deepseek-ai/DeepEP).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
+
+def parts_of_token(experts: int, copies: int, parts: int) -> float:
+    """Of `parts` equal parts of `experts`, how many have one of the `copies` different experts of a token, any of which is as likely: on the mean
+    parts (1 - C(E - E/parts, k) / C(E, k)), at most k. Parts may be fractions of an expert."""
+    share = experts / parts
+    missed = math.prod(max(0.0, 1.0 - share / (experts - i)) for i in range(min(copies, experts)))
+    return min(float(copies), parts * (1.0 - missed))
+
+
+def rows_sent(tokens: float, experts: int, copies: int, sizes: Sequence[int], own: int = 1) -> list[float]:
+    """Rows that leave a rank of `tokens` along each of several axes, one behind the other, those for itself counted: the first axis has `sizes[0]` parts of
+    the experts, each of which has `sizes[1]`, and so on. This rank sends to one of `own` parts only: no token goes to an expert of the others."""
+    parts = itertools.accumulate(sizes, operator.mul, initial=own)
+    return [tokens * parts_of_token(experts, copies, count) / own for count in itertools.islice(parts, 1, None)]

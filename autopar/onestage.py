@@ -24,7 +24,7 @@ from autopar.problem.largest import largest
 from autopar.problem.remat import price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe
-from autopar.recipes.free import space, spaces
+from autopar.recipes.free import space, spaces, unfolded
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
@@ -262,7 +262,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
     bounds: list[float] = []
     if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
         known = min(known, elsewhere.asked(known))  # recipes say little
-    for sizes in meshes:
+    looks = list(meshes)
+    for sizes in looks:
         if known < math.inf and timer.skips():
             bounds.append(0.0)  # of what was not looked at nothing is proven
             break
@@ -271,6 +272,8 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
             glance = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=known)
             seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
             known = min(known, seen[-1].cost.time_s)
+        if sizes == looks[-1] and request.mesh is None:
+            looks += _unfolded(seen, known, looks)
     fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
     if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
         known = min(known, elsewhere.asked(known))
@@ -291,6 +294,12 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
         if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
             honed += [here, *_honed(planner, [here], known, timer)]
     return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
+
+
+def _unfolded(seen: Sequence[Candidate], known_s: float, looks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The meshes, unfolded, of what may become the fastest: those that were not looked at."""
+    near = sorted((c for c in seen if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
+    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in looks]
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer) -> list[Candidate]:

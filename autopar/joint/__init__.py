@@ -73,5 +73,5 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
 
 def _proven(inner: Inner, made: Plan, deadline: float, *, closely: bool) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    bound_s = proven_s(inner, made.predicted.step_s, closely=closely, deadline=deadline)
+    bound_s = proven_s(inner, made.predicted.step_s, tuple(made.mesh) if len(made.stages) == 1 else None, closely=closely, deadline=deadline)
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

@@ -71,10 +71,10 @@ class Claim:
     looks: int = field(compare=False, default=0)
 
 
-def proven_s(inner: Inner, known_s: float, *, closely: bool = True, deadline: float = math.inf) -> float:
+def proven_s(inner: Inner, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf) -> float:
     """Seconds that no plan beats, `known_s`, the step of one that there is, at most: as `closely` as can be, or in about the time of a search, and with no look that begins behind
-    `deadline` (time.monotonic). On clusters of several parts that is only the least work."""
-    prover, least_s = Prover(inner), known_s if closely else known_s / (1 + GOAL)
+    `deadline` (time.monotonic). `mesh` is that of a plan of one stage, which may be none that is always searched. On clusters of several parts that is only the least work."""
+    prover, least_s = Prover(inner, mesh=mesh), known_s if closely else known_s / (1 + GOAL)
     claims = prover.claims()
     heapq.heapify(claims)
     if not closely:
@@ -98,6 +98,7 @@ class Prover:
 
     inner: Inner
     meter: Meter = field(default_factory=Meter)
+    mesh: tuple[int, ...] | None = None
     _bounded: dict[Shape, Alone | Timed | None] = field(default_factory=dict)
 
     @cached_property
@@ -116,6 +117,7 @@ class Prover:
         """One place and one microbatch on every mesh, and all that the search may choose beside that."""
         request = self.inner.request
         flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.inner.whole.cuts_samples)
+        flat = flat if self.mesh is None else list(dict.fromkeys([*flat, self.mesh]))
         return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.inner) if request.settings.training else ())]
 
     def claims(self) -> list[Claim]:

@@ -15,7 +15,7 @@ from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution
 from autopar.recipes import RECIPES
-from autopar.recipes.free import space, spaces
+from autopar.recipes.free import space, spaces, unfolded
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import in_bytes
@@ -49,6 +49,12 @@ def test_one_of_them_alone_is_the_answer() -> None:
 def test_the_outermost_of_three_axes_has_no_more_ranks_than_samples(samples: int, outermost: int) -> None:
     three = [m for m in spaces(Cluster.parse("h100:32x8"), lambda ways: samples % ways == 0) if len(m) == 3]
     assert {m[0] for m in three} == ({outermost} if outermost else set())
+
+
+@pytest.mark.parametrize(("cluster", "sizes", "wanted"), [("h100:128x8", (64, 16), (64, 2, 8)), ("h100:8x8", (64,), (8, 8)), ("h100:8x8", (8, 8), None), ("h100:8x8", (16, 4), (8, 2, 4)),
+                                                          ("h100:8x8", (2, 16, 2), None), ("cpu:1x4", (4,), None)])
+def test_an_axis_for_each_level(cluster: str, sizes: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+    assert unfolded(Cluster.parse(cluster).mesh(sizes)) == wanted
 
 
 @pytest.mark.parametrize(("room", "short"), [(1000.0, False), (1.0, True)])

@@ -108,3 +108,24 @@ def test_tokens_go_once_to_a_coordinate(chosen, outer, ranks):
     assert all([axis for axis, _ in rank] == [0, 1, 1, 0] for rank in seen)
     totals = [sum(rows) for rows in zip(*([rows for _, rows in rank] for rank in seen), strict=True)]
     assert totals == [4 * TOKEN_COUNT * times for times in (outer, ranks, ranks, outer)]
+
+
+def _mixed():
+    """Tokens of bfloat16 with gates of float32: the result of both, the dtypes of the gradients, and how far all are from one device."""
+    mesh = Mesh((2,), ("x",), "cpu")
+    torch.manual_seed(0)
+    hidden, up, down = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((TOKEN_COUNT, D), (E, D, 2 * F), (E, F, D)))
+    gates, chosen = torch.rand(TOKEN_COUNT, K, requires_grad=True), torch.randint(0, E, (TOKEN_COUNT, K))
+    wanted = ops.experts(hidden, chosen, gates, up, down, GATED)
+    wanted.sum().backward()
+    local = [own(x.detach(), ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_() for x in (hidden, gates, up, down)]
+    got = experts_on_ranks(lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)), local[0], own(chosen, ("S0",), mesh.sizes, mesh.coord),
+                           local[1], experts=E, axes=(0,), dispatch=(0,), mesh=mesh)
+    got.sum().backward()
+    pairs = [(got.detach(), wanted.detach()), *((part.grad, whole.grad) for part, whole in zip(local, (hidden, gates, up, down), strict=True))]
+    return [(here.dtype == there.dtype, float((here - (cut := own(there, ("S0",), mesh.sizes, mesh.coord))).abs().max() / cut.abs().max())) for here, there in pairs]
+
+
+def test_results_travel_in_the_dtype_of_tokens():
+    for rank in on_ranks(2, _mixed):
+        assert all(alike and error < 2e-2 for alike, error in rank), rank

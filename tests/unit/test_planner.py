@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.onestage import SIMPLER, _short_of_memory, _simplest
+from autopar.onestage import SIMPLER, _short_of_memory, _simplest, _unfolded
 from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution
@@ -55,6 +55,13 @@ def test_the_outermost_of_three_axes_has_no_more_ranks_than_samples(samples: int
                                                           ("h100:8x8", (2, 16, 2), None), ("cpu:1x4", (4,), None)])
 def test_an_axis_for_each_level(cluster: str, sizes: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
     assert unfolded(Cluster.parse(cluster).mesh(sizes)) == wanted
+
+
+def test_only_what_is_near_the_best_is_unfolded_and_nothing_twice() -> None:
+    cluster = Cluster.parse("h100:8x8")
+    seen = [replace(candidate("search", time_s), mesh=cluster.mesh(sizes)) for time_s, sizes in ((1.0, (8, 8)), (1.05, (4, 16)), (1.08, (16, 4)), (2.0, (2, 32)))]
+    assert _unfolded(seen, 1.0, [(8, 2, 4)]) == [(4, 2, 8)]
+    assert _unfolded(seen, 0.5, []) == []
 
 
 @pytest.mark.parametrize(("room", "short"), [(1000.0, False), (1.0, True)])

@@ -59,6 +59,14 @@ def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: in
     assert priced > 10
 
 
+def test_a_proof_covers_the_mesh_of_the_answer() -> None:
+    who = subject("gpt")
+    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:8x2"), Settings("train")))
+    always, own = set(Prover(inner).shapes()), (4, 2, 2)
+    assert set(Prover(inner, mesh=own).shapes()) - always == {Shape(1, own, 1)}
+    assert len(Prover(inner, mesh=(8, 2)).shapes()) == len(Prover(inner).shapes())
+
+
 def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beginning() -> None:
     who = subject("hf-gpt2")
     prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), Meter(100.0))

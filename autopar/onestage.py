@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import fx
@@ -262,8 +263,11 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
     bounds: list[float] = []
     if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
         known = min(known, elsewhere.asked(known))  # recipes say little
-    looks = list(meshes)
-    for sizes in looks:
+
+    def nearest() -> Iterator[tuple[int, ...]]:
+        yield from _unfolded(seen, known, meshes) if request.mesh is None else ()
+
+    for sizes in chain(meshes, nearest()):
         if known < math.inf and timer.skips():
             bounds.append(0.0)  # of what was not looked at nothing is proven
             break
@@ -272,8 +276,6 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
             glance = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=known)
             seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
             known = min(known, seen[-1].cost.time_s)
-        if sizes == looks[-1] and request.mesh is None:
-            looks += _unfolded(seen, known, looks)
     fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
     if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
         known = min(known, elsewhere.asked(known))
@@ -296,10 +298,10 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
     return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
 
 
-def _unfolded(seen: Sequence[Candidate], known_s: float, looks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The meshes, unfolded, of what may become the fastest: those that were not looked at."""
+def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The meshes, unfolded, of what may become the fastest: those that are not among `meshes`."""
     near = sorted((c for c in seen if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
-    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in looks]
+    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in meshes]
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer) -> list[Candidate]:

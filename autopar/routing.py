@@ -10,8 +10,10 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from functools import cache
 
 
+@cache
 def parts_of_token(experts: int, copies: int, parts: int) -> float:
     """Of `parts` equal parts of `experts`, how many have one of the `copies` different experts of a token, any of which is as likely: on the mean
     parts (1 - C(E - E/parts, k) / C(E, k)), at most k. Parts may be fractions of an expert."""

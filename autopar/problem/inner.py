@@ -47,10 +47,10 @@ def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Se
             times = 0 if each.hidden or (each.reorders and settings.dealt) else each.times(site)
             if times:
                 beside = each.parts(site) if settings.tokens_in_parts else {}
-                nbytes = each.nbytes(site) * (each.apart(site) if settings.rows_apart else 1.0)
+                nbytes = each.nbytes(site) * (each.apart(site) if settings.rows_to == "experts" else 1.0)
                 sent = [(each.kind, site.axis, nbytes / math.prod(site.sizes[axis] for axis in beside))]
                 sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
                 for kind, axis, nbytes in sent:
-                    link = sent_once(mesh.axes[axis], each.coordinates(site)) if settings.rows_once and axis == site.axis else mesh.axes[axis]
+                    link = sent_once(mesh.axes[axis], each.coordinates(site)) if settings.rows_to == "nodes" and axis == site.axis else mesh.axes[axis]
                     found.append(Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last))
     return tuple(found)

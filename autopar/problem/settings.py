@@ -13,6 +13,11 @@ OFFLOADED = ("", "optimizer", "parameters")
 too, with their gradients, so that the optimizer steps there."""
 
 
+ROWS_TO = ("ranks", "experts", "nodes")
+"""A token goes once to each rank of an axis that has some of its experts; once to each of its experts; once to each part of a cluster with such ranks, and
+is copied inside."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
@@ -23,8 +28,7 @@ class Settings:
     the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
     `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there.
-    `rows_apart`: a token goes to each of its experts by itself, not once to a rank. `rows_once`: it goes once to each part of a cluster, however many ranks there
-    are to have it, and is copied inside. Emitted programs do nothing of this.
+    `rows_to` (ROWS_TO): to what of its experts a token goes once. Emitted programs do nothing of this but to send it once to a rank.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
 
@@ -40,8 +44,7 @@ class Settings:
     attention: float = 1.0
     dealt: bool = False
     tokens_in_parts: bool = False
-    rows_apart: bool = False
-    rows_once: bool = False
+    rows_to: str = "ranks"
     offload: str = ""
 
     @staticmethod

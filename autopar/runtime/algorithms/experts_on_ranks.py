@@ -34,12 +34,12 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 def experts_on_ranks(compute: Compute, hidden: Tensor, chosen: Tensor, gates: Tensor, *, experts: int,
                      axes: Sequence[int], dispatch: Sequence[int], mesh: Mesh) -> Tensor:
-    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that gates and results promote to.
+    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that tokens and gates promote to.
 
     `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are whole and the
     result is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on rows sorted by
     expert; those of expert i end before `ends[i]`. Any number of rows, none included, may come to a rank. Sums are of float32 at least; they travel in
-    the dtype of the results.
+    the dtype of the tokens.
     """
     flat, numbers, weights = (tensor.flatten(0, -2) for tensor in (hidden, chosen, gates))
     layer = _Layer(compute, experts, mesh, mesh.span(experts, axes), _places(experts, axes, mesh, chosen.device))
@@ -47,8 +47,8 @@ def experts_on_ranks(compute: Compute, hidden: Tensor, chosen: Tensor, gates: Te
     for axis in owners:
         numbers = layer.here(numbers, axis)
     nominal = rows_sent(len(flat), experts, chosen.shape[-1], [mesh.sizes[a] for a in dispatch], math.prod(mesh.sizes[a] for a in owners))
-    out, dtype = layer.reach(flat, numbers, weights, list(zip(dispatch, nominal, strict=True)))
-    return out.to(torch.promote_types(dtype, gates.dtype)).view(*chosen.shape[:-1], out.shape[1])
+    out = layer.reach(flat, numbers, weights, list(zip(dispatch, nominal, strict=True)))
+    return out.to(torch.promote_types(hidden.dtype, gates.dtype)).view(*chosen.shape[:-1], out.shape[1])
 
 
 def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device) -> dict[int, Tensor]:
@@ -81,8 +81,8 @@ class _Layer:
     def _at(self, numbers: Tensor, axis: int) -> Tensor:
         return self.places[axis][numbers.clamp(max=self.experts)]
 
-    def reach(self, hidden: Tensor, numbers: Tensor, gates: Tensor, trips: Sequence[tuple[int, float]]) -> tuple[Tensor, torch.dtype]:
-        """The sum over the experts of each token, and the dtype of results; `trips` are the axes still to go along, with the rows that a rank sends there
+    def reach(self, hidden: Tensor, numbers: Tensor, gates: Tensor, trips: Sequence[tuple[int, float]]) -> Tensor:
+        """The sum over the experts of each token; `trips` are the axes still to go along, with the rows that a rank sends there
         where routing is balanced."""
         if not trips:
             return self._computed(hidden, numbers, gates)
@@ -90,16 +90,16 @@ class _Layer:
         place, token = self._wanted(numbers, axis).nonzero(as_tuple=True)
         trip = _Trip.plan(torch.bincount(place, minlength=self.mesh.sizes[axis]), axis, self.mesh, nominal)
         hidden_there, gates_there, numbers_there = _Travel.apply(trip, hidden[token], gates[token], numbers[token])
-        out, dtype = self.reach(hidden_there, self.here(numbers_there, axis), gates_there, further)
-        (back,) = _Travel.apply(trip.back, out.to(dtype))
-        return _summed(back, token, len(hidden)), dtype
+        out = self.reach(hidden_there, self.here(numbers_there, axis), gates_there, further)
+        (back,) = _Travel.apply(trip.back, out.to(hidden.dtype))
+        return _summed(back, token, len(hidden))
 
     def _wanted(self, numbers: Tensor, axis: int) -> Tensor:
         """Whether some expert of each token is at each coordinate: `[ways, tokens]`."""
         found = numbers.new_zeros(self.mesh.sizes[axis] + 1, len(numbers), dtype=torch.bool)
         return found.scatter_(0, self._at(numbers, axis).remainder(len(found)).t(), True)[:-1]  # -1: behind the last coordinate
 
-    def _computed(self, hidden: Tensor, numbers: Tensor, gates: Tensor) -> tuple[Tensor, torch.dtype]:
+    def _computed(self, hidden: Tensor, numbers: Tensor, gates: Tensor) -> Tensor:
         """The pairs of a token and an expert of this rank, sorted by expert, through their experts."""
         own = numbers.flatten()
         picks = (own < self.experts).nonzero().squeeze(-1)
@@ -107,7 +107,7 @@ class _Layer:
         picks, start, stop = picks[order], *self.span
         token = picks // numbers.shape[1]
         out = self.compute(hidden[token], torch.bincount(sorted_numbers - start, minlength=stop - start).cumsum(0))
-        return _summed(out * gates.flatten()[picks].unsqueeze(-1), token, len(hidden)), out.dtype
+        return _summed(out * gates.flatten()[picks].unsqueeze(-1), token, len(hidden))
 
 
 def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:

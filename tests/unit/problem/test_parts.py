@@ -29,7 +29,7 @@ def _site(width: str) -> Site:
 @pytest.mark.parametrize("width", ["f", "o"])
 def test_rows_are_sent_in_parts_and_gathered(width: str) -> None:
     site, mesh = _site(width), Cluster.parse("h100:4x2").mesh(SIZES)
-    whole, parted = (waits([(site, FORWARD)], mesh, Settings(tokens_in_parts=parts, rows_apart=True)) for parts in (False, True))
+    whole, parted = (waits([(site, FORWARD)], mesh, Settings(tokens_in_parts=parts, rows_to="experts")) for parts in (False, True))
     assert [(each.kind, each.axis) for each in whole] == [("all_to_all", 0)] * 3
     assert [(each.kind, each.axis) for each in parted] == [("all_to_all", 0), ("all_to_all", 0), ("all_gather", 1), ("all_to_all", 0), ("reduce_scatter", 1)]
     assert [each.nbytes for each in parted if each.axis == 0] == [whole[0].nbytes, whole[1].nbytes / 2, whole[2].nbytes / 2]
@@ -38,7 +38,7 @@ def test_rows_are_sent_in_parts_and_gathered(width: str) -> None:
 
 def test_rows_go_once_to_each_node() -> None:
     site, mesh = _site("f"), Cluster.parse("h100:4x2").mesh(SIZES)
-    each, once = (waits([(site, FORWARD)], mesh, Settings(rows_once=on)) for on in (False, True))
+    each, once = (waits([(site, FORWARD)], mesh, Settings(rows_to=to)) for to in ("ranks", "nodes"))
     assert once[0] == each[0] and [wait.nbytes for wait in once] == [wait.nbytes for wait in each]  # numbers of rows are for one rank each
     assert all(fewer.seconds <= more.seconds for fewer, more in zip(once, each, strict=True))
 
@@ -46,6 +46,6 @@ def test_rows_go_once_to_each_node() -> None:
 def test_rows_go_to_each_expert_by_themselves() -> None:
     """Of 8 experts each rank of 4 has two: both of a token are on one in 1 of 7 cases."""
     site, mesh = _site("f"), Cluster.parse("h100:4x2").mesh(SIZES)
-    once, apart = (waits([(site, FORWARD)], mesh, Settings(rows_apart=on)) for on in (False, True))
+    once, apart = (waits([(site, FORWARD)], mesh, Settings(rows_to=to)) for to in ("ranks", "experts"))
     assert apart[0] == once[0]
     assert [more.nbytes / fewer.nbytes for fewer, more in zip(once[1:], apart[1:], strict=True)] == pytest.approx([CHOSEN / (13 / 7)] * 2)

@@ -22,7 +22,7 @@ from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
-from autopar.capture.failures import advice, says, source, why_static
+from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
@@ -43,7 +43,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims as it allows: a dim that it fixes becomes
     static, with a note. `training`: gradients are to be right. Gives the notes, and what outputs are that leave the graph, by name.
 
-    Raises CaptureError with the model's source line when it cannot be exported at all.
+    Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is because the model does not run.
     """
     notes: list[str] = []
     flat, tree = pytree.tree_flatten((args, kwargs))
@@ -65,6 +65,8 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                   _as_differentiated(kept) if training else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
+            if failure is None:
+                _refuse_what_does_not_run(fresh(), args, kwargs, dims)
             failure = failure or error
             continue
         if tried.loose:
@@ -84,6 +86,13 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     assert failure is not None
     place = source(failure, model)
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
+
+
+def _refuse_what_does_not_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims) -> None:
+    """Raise CaptureError if the model fails on its inputs without being traced: no other dims would help."""
+    if own := as_it_is(model, args, kwargs):
+        raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{source(own, model)}; it was called as it is, not traced: "
+                           f"look at the config and at the inputs, got {described(args, kwargs)}") from own
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

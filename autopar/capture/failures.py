@@ -5,16 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
+from autopar._torch import export_errors
+from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _FROM_VALUES = "data-dependent"
+_NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
@@ -43,6 +49,28 @@ def advice(error: BaseException, place: str = "") -> str:
                 "not given (masks, positions, caches); pass it as an input, or rewrite that line")
     return ("rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
             "depends on values), or pass what it computes as an input")
+
+
+def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there."""
+    with on_meta(), torch.no_grad():
+        try:
+            model(*args, **kwargs)
+        except export_errors() as error:
+            return None if isinstance(error, NotImplementedError) or _NO_VALUES in str(error) else error
+    return None
+
+
+def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Inputs by name or number, tensors by dtype and sizes: `input_ids int64[8, 16], labels int64[8, 16]`."""
+    named = [*((f"input {number}", value) for number, value in enumerate(args)), *kwargs.items()]
+    return ", ".join(f"{name} {_described(value)}" for name, value in named) or "none"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:

@@ -72,9 +72,9 @@ WORDS: dict[str, Any] = {"len": _length, "list": _List}
 
 def _joining(original: Callable[..., Tensor], *, merged: bool) -> Callable[..., Tensor]:
     """torch.cat (`merged`) or torch.stack, also of Rows along their own dim."""
-    def join(tensors: Sequence[Tensor] | Rows, dim: int = 0, **settings: Any) -> Tensor:
-        if isinstance(tensors, Rows) and dim == 0 and not settings:
+    def join(tensors: Sequence[Tensor] | Rows, *dim: int, **settings: Any) -> Tensor:
+        if isinstance(tensors, Rows) and (*dim, *settings.values()) in ((), (0,)):  # `axis` is another name of `dim`
             return tensors.whole.flatten(0, 1) if merged else tensors.whole
-        return original(tensors, dim, **settings)
+        return original(tensors, *dim, **settings)
 
     return join

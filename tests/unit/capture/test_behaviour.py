@@ -260,7 +260,7 @@ class Wrong(nn.Module):
 
 
 def test_an_error_of_the_model_itself_names_its_line():
-    with pytest.raises(CaptureError, match=r"(?s)Wrong cannot be exported.*test_behaviour.py:\d+: return \(x @"):
+    with pytest.raises(CaptureError, match=r"(?s)Wrong does not run on these inputs.*test_behaviour.py:\d+: return \(x @"):
         capture(Wrong(), (torch.zeros(3, 4),))
 
 

@@ -69,7 +69,11 @@ class Lists(nn.Module):
         return self.use(rows).square().sum() if isinstance(rows, list) and list(range(2)) == [0, 1] else x.sum()
 
 
-@pytest.mark.parametrize(("use", "shape"), [(lambda rows: torch.cat(rows, dim=0), (24, 3)), (lambda rows: torch.cat(rows), (24, 3)), (lambda rows: torch.stack(rows), (6, 4, 3))])
+@pytest.mark.parametrize(("use", "shape"), [
+    (lambda rows: torch.cat(rows, dim=0), (24, 3)), (lambda rows: torch.cat(rows), (24, 3)), (lambda rows: torch.cat(rows, axis=0), (24, 3)), (lambda rows: torch.cat(tensors=rows), (24, 3)),
+    (lambda rows: torch.stack(rows), (6, 4, 3)),
+    (lambda rows: torch.cat([torch.cat(rows), torch.cat(rows)], axis=1), (24, 6)), (lambda rows: torch.stack((torch.cat(rows),), -1), (24, 3, 1)),
+])
 def test_rows_that_are_put_together_again_stay_symbolic(use, shape) -> None:
     found: list[Tensor] = []
     model = Lists(lambda rows: found.append(use(rows)) or found[-1])

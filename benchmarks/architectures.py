@@ -83,12 +83,16 @@ def shrink(config: Any) -> None:
             setattr(config, name, SMALL[name])
         elif name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 1 if "eos" in name else 0)
+        elif name.endswith("layerdrop") and isinstance(value, float):
+            setattr(config, name, 0.0)  # a graph has all layers in every step
         elif name in BY_LAYER and isinstance(value, list):
             kept = list(dict.fromkeys(value))
             setattr(config, name, (kept * 2)[:max(2, min(len(kept), 3))])
             config.num_hidden_layers = len(getattr(config, name))
         elif hasattr(value, "to_dict"):
             shrink(value)
+    if getattr(config, "is_encoder_decoder", False):
+        config.decoder_start_token_id = 0  # which most default configs leave out
 
 
 def made(kind: str, name: str, folder: Path) -> str:

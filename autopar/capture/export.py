@@ -66,7 +66,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             if failure is None:
-                _refuse_what_does_not_run(fresh(), args, kwargs, dims)
+                _refuse_what_does_not_run(fresh, args, kwargs, dims, (tuple(inputs), named))
             failure = failure or error
             continue
         if tried.loose:
@@ -88,9 +88,10 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
 
 
-def _refuse_what_does_not_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims) -> None:
-    """Raise CaptureError if the model fails on its inputs without being traced: no other dims would help."""
-    if own := as_it_is(model, args, kwargs):
+def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims, small: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+    """Raise CaptureError if a model fails on its inputs without being traced: no other dims would help. Inputs of `small` sizes are tried first: those of the user may
+    be long."""
+    if as_it_is(fresh(), *small) and (own := as_it_is(model := fresh(), args, kwargs)):
         raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{source(own, model)}; it was called as it is, not traced: "
                            f"look at the config and at the inputs, got {described(args, kwargs)}") from own
 

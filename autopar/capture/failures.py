@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import export_errors
+from autopar._torch import export_errors, fake_mode
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 
@@ -52,12 +52,13 @@ def advice(error: BaseException, place: str = "") -> str:
 
 
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there."""
-    with on_meta(), torch.no_grad():
+    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
+    Its tensors are fake, so that code which asks for values only where these are known does not."""
+    with fake_mode(), on_meta(), torch.no_grad():
         try:
             model(*args, **kwargs)
         except export_errors() as error:
-            return None if isinstance(error, NotImplementedError) or _NO_VALUES in str(error) else error
+            return None if isinstance(error, NotImplementedError) or type(error).__module__.startswith("torch.") or _NO_VALUES in str(error) else error
     return None
 
 

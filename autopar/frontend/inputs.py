@@ -29,6 +29,8 @@ LABELS = {
     "ForSequenceClassification": "classes",
     "ForImageClassification": "classes",
 }
+HEADS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+"""Where transformers lists models whose labels are token ids, also those whose names do not say it (MarianMTModel)."""
 POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
 MARKS = ("token_type_ids", "mm_token_type_ids")  # which tokens are those of images, where models want to be told
 MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image
@@ -53,7 +55,7 @@ class _Maker:
 
     def tokens(self) -> Tensor:
         """Token ids [b, s]."""
-        return self.integers(of_text(self.config).vocab_size, self.b, self.s)
+        return self.integers(_number(of_text(self.config), "vocab_size"), self.b, self.s)
 
     def pixels(self) -> Tensor:
         """Images [b, channels, height, width], float32."""
@@ -64,7 +66,7 @@ class _Maker:
 
     def features(self) -> Tensor:
         """Spectra [b, mel bins, frames] of sound as long as the encoder's positions, two frames each, float32."""
-        return self.normal(self.b, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+        return self.normal(self.b, _number(self.config, "num_mel_bins"), 2 * _number(self.config, "max_source_positions"))
 
     def normal(self, *shape: int) -> Tensor:
         """Normally distributed, float32; on meta only the shape."""
@@ -86,22 +88,21 @@ class _Maker:
         """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids without labels."""
         if not isinstance(labels, Tensor):
             return self.tokens()
-        start, pad = self.special("decoder_start_token_id"), self.special("pad_token_id")
+        start, pad = _number(self.config, "decoder_start_token_id"), _number(self.config, "pad_token_id")
         shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
         return shifted.where(shifted != IGNORED, pad)
-
-    def special(self, name: str) -> int:
-        """The id of a special token of the config. Raises CaptureError if it has none."""
-        value = getattr(self.config, name, None)
-        if isinstance(value, int):
-            return value
-        raise CaptureError(
-            f"decoder inputs need {name}, which the config lacks (got {value!r}): set it, or {PASS_THEM}"
-        )
 
 
 MAIN: dict[str, Callable[[_Maker], Tensor]] = {"input_ids": _Maker.tokens, "pixel_values": _Maker.pixels, "input_features": _Maker.features}
 """What models read, by the name of the argument."""
+
+
+def _number(config: Any, name: str) -> int:
+    """A number that a config says. Raises CaptureError if it does not."""
+    value = getattr(config, name, None)
+    if isinstance(value, int):
+        return value
+    raise CaptureError(f"inputs need {name}, which the config lacks ({type(config).__name__}, got {value!r}): set it, or {PASS_THEM}")
 
 
 def ignored_places(batch: int, seq: int) -> list[int]:
@@ -145,7 +146,8 @@ def inputs_for(
         kwargs[MATCHES] = True
     elif labels:
         kwargs["labels"] = make.labels(label_kind(model, accepted))
-    if config.is_encoder_decoder and "decoder_input_ids" in accepted:
+    shifts = "labels" in kwargs and getattr(config, "decoder_start_token_id", None) is None  # as mBART does, whose decoder starts with the last token of each sample
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted and not shifts:
         kwargs["decoder_input_ids"] = make.decoder_ids(kwargs.get("labels"))
     if _takes("use_cache", accepted, config) and getattr(of_text(config), "use_cache", False):
         kwargs["use_cache"] = False
@@ -189,13 +191,20 @@ def is_hugging_face(model: nn.Module) -> bool:
 def label_kind(model: nn.Module, accepted: Mapping[str, object]) -> str:
     """What the labels of a model are, a value of LABELS. Raises CaptureError for a model without a known loss."""
     name = type(model).__name__
-    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), None)
+    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), "token ids" if _is_listed(name) else None)
     if kind is not None and "labels" in accepted:
         return kind
     raise CaptureError(
         f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes labels. Ask "
         f"for no labels and give the loss as loss_fn=, or {PASS_THEM}"
     )
+
+
+def _is_listed(name: str) -> bool:
+    """Whether transformers lists a class under HEADS."""
+    transformers: Any = sys.modules["transformers"]
+    listed = [getattr(transformers.models.auto.modeling_auto, head).values() for head in HEADS]
+    return name in {cls for names in listed for each in names for cls in ((each,) if isinstance(each, str) else each)}
 
 
 def max_positions(model: nn.Module) -> int | None:

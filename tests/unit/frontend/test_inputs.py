@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.frontend import inputs_for, load
 from autopar.frontend.inputs import IGNORED, ignored_places
@@ -135,8 +136,36 @@ def test_other_models_are_refused():
         inputs_for(speech, batch=2, seq=4)
 
 
-def test_a_decoder_without_a_start_token_is_said():
+def test_a_decoder_without_a_start_token_makes_its_own_inputs_or_says_that_it_cannot():
+    mbart = hugging_face("MBartForConditionalGeneration", "MBartConfig", vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    args, kwargs = inputs_for(mbart, batch=2, seq=4, device="cpu")
+    assert "labels" in kwargs and "decoder_input_ids" not in kwargs and capture(mbart, args, kwargs).input_names[:1] == ("input_ids",)
     t5 = model("hf-t5")
     t5.config.decoder_start_token_id = None
-    with pytest.raises(CaptureError, match="need decoder_start_token_id, which the config lacks"):
+    args, kwargs = inputs_for(t5, batch=2, seq=4, device="cpu")
+    with pytest.raises(CaptureError, match=r"(?s)T5ForConditionalGeneration does not run on these inputs: .*decoder_start_token_id has to be defined"):
+        capture(t5, args, kwargs)
+
+
+def test_labels_of_heads_that_transformers_lists_are_token_ids():
+    marian = hugging_face("MarianMTModel", "MarianConfig", vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                          encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1)
+    _, kwargs = inputs_for(marian, batch=2, seq=4)
+    assert kwargs["labels"].shape == kwargs["decoder_input_ids"].shape == (2, 4)
+
+
+def test_a_config_without_a_vocabulary_is_said():
+    import transformers
+
+    small = transformers.BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small, small)
+    with pytest.raises(CaptureError, match=r"need vocab_size, which the config lacks \(EncoderDecoderConfig, got None\)"):
+        inputs_for(transformers.EncoderDecoderModel(both), batch=2, seq=4)
+
+
+def test_a_decoder_without_a_padding_token_is_said():
+    t5 = model("hf-t5")
+    t5.config.pad_token_id = None
+    with pytest.raises(CaptureError, match="need pad_token_id, which the config lacks"):
         inputs_for(t5, batch=2, seq=4, device="cpu")

@@ -66,7 +66,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             if failure is None:
-                _refuse_what_does_not_run(fresh, args, kwargs, dims, (tuple(inputs), named))
+                _refuse_what_does_not_run(fresh, args, kwargs, dims, (tuple(inputs), named), error)
             failure = failure or error
             continue
         if tried.loose:
@@ -88,12 +88,17 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
 
 
-def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims, small: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
-    """Raise CaptureError if a model fails on its inputs without being traced: no other dims would help. Inputs of `small` sizes are tried first: those of the user may
-    be long."""
-    if as_it_is(fresh(), *small) and (own := as_it_is(model := fresh(), args, kwargs)):
-        raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{source(own, model)}; it was called as it is, not traced: "
-                           f"look at the config and at the inputs, got {described(args, kwargs)}") from own
+def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims,
+                              small: tuple[tuple[Any, ...], Mapping[str, Any]], failure: Exception) -> None:
+    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line: no other dims would help. Inputs of `small` sizes
+    are tried first: those of the user may be long."""
+    model = fresh()
+    for inputs, named in (small, (args, kwargs)):
+        own = as_it_is(fresh(), inputs, named)
+        if own is None or type(own) is not type(failure) or source(own, model) != source(failure, model):
+            return
+    raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{source(own, model)}; it was called as it is, not traced: "
+                       f"look at the config and at the inputs, got {described(args, kwargs)}") from own
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -52,6 +52,13 @@ class Eight(Net):
         return x + self.shift  # the line
 
 
+class EightTraced(Eight):
+    def change(self, x):
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("there is no kernel for this")
+        return super().change(x)
+
+
 class SixOr(Net):
     def change(self, x):
         return x.view(6, 4) if x.shape[0] == 6 else x.view(8, 4)
@@ -104,7 +111,7 @@ def test_a_batch_that_the_model_has_conditions_of(kind, span, notes):
     assert captured.hints == {"b": 8} and list(captured.notes) == notes and facts.spans(captured.gm) == {"b": span}
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
+@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (EightTraced, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
 def test_a_size_that_the_model_fixes(kind, why):
     captured = capture(kind(), batch())
     (note,) = captured.notes

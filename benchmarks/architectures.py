@@ -28,11 +28,13 @@ from huggingface_hub.errors import StrictDataclassError
 from tabulate import tabulate
 
 from autopar.errors import AutoparError, RunError
+from autopar.frontend.inputs import HEADS
 from autopar.plan import write_atomic
+from autopar.recipes import RECIPES
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import planned, subject
 
-KINDS = {"causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"}
+KINDS = dict(zip(("causal", "masked", "seq2seq"), HEADS, strict=True))
 """Where transformers lists its architectures of a kind."""
 
 PLANS = ("searched", "random 0", "random 1", "zero3")
@@ -116,7 +118,7 @@ def architectures(kind: str) -> dict[str, str]:
     """The class of each architecture of a kind, by its name."""
     from transformers.models.auto import modeling_auto
 
-    return {name: cls if isinstance(cls, str) else cls[0] for name, cls in getattr(modeling_auto, KINDS[kind]).items()}
+    return dict(getattr(modeling_auto, KINDS[kind]))
 
 
 def one(kind: str, name: str, plans: Sequence[str], folder: Path) -> Found:
@@ -131,8 +133,8 @@ def one(kind: str, name: str, plans: Sequence[str], folder: Path) -> Found:
     try:
         for how in plans:
             who = subject(name)
-            report = who.verified(planned(who, (2, 2) if how.split()[0] in ("searched", "thrifty", "few", "random") else (4,), how))
-            worst = max(worst, *(row.error for row in report.rows if row.kind != "collectives"))
+            report = who.verified(planned(who, (4,) if how in RECIPES else (2, 2), how))
+            worst = max(worst, report.value_error)
             if not report.ok:
                 return Found(kind, name, "wrong", f"{how}: {report.first}", worst, time.perf_counter() - begin)
     except RunError as error:

@@ -33,9 +33,8 @@ def one(entry: Entry | Piped) -> dict[str, object]:
         report = entry.run()
     except AutoparError as error:
         return row | {"ok": "NO", "first": str(error).strip().splitlines()[-1][:80]}
-    values = [r.error for r in report.rows if r.kind != "collectives"]
     wrong = sum(r.error for r in report.rows if r.kind == "collectives")
-    return row | {"ok": "yes" if report.ok else "NO", "worst error": max(values), "collectives": report.collectives,
+    return row | {"ok": "yes" if report.ok else "NO", "worst error": report.value_error, "collectives": report.collectives,
                   "not as priced": int(wrong), "seconds": time.perf_counter() - start, "first": report.first}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
         except export_errors() as error:
             if failure is None:
-                _refuse_what_does_not_run(fresh, args, kwargs, dims, (tuple(inputs), named), error)
+                _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
             failure = failure or error
             continue
         if tried.loose:
@@ -88,16 +88,16 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
 
 
-def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims,
-                              small: tuple[tuple[Any, ...], Mapping[str, Any]], failure: Exception) -> None:
-    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line: no other dims would help. Inputs of `small` sizes
-    are tried first: those of the user may be long."""
-    model = fresh()
-    for inputs, named in (small, (args, kwargs)):
-        own = as_it_is(fresh(), inputs, named)
-        if own is None or type(own) is not type(failure) or source(own, model) != source(failure, model):
+def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], sizes: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]], dims: Dims, failure: Exception) -> None:
+    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line: no other dims would help. `sizes` are the inputs
+    at small sizes and, for these may be long, last at those of the user."""
+    for args, kwargs in sizes:
+        model = fresh()
+        own = as_it_is(model, args, kwargs)
+        place = source(own, model)
+        if own is None or type(own) is not type(failure) or place != source(failure, model):
             return
-    raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{source(own, model)}; it was called as it is, not traced: "
+    raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not traced: "
                        f"look at the config and at the inputs, got {described(args, kwargs)}") from own
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from autopar._torch import export_errors, fake_mode
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
+from autopar.capture.outer import fake
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
@@ -54,12 +55,18 @@ def advice(error: BaseException, place: str = "") -> str:
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
     Its tensors are fake, so that code which asks for values only where these are known does not."""
-    with fake_mode(), on_meta(), torch.no_grad():
+    with torch.no_grad(), fake_mode(), on_meta():
+        args, kwargs = fake((args, kwargs))
         try:
             model(*args, **kwargs)
         except export_errors() as error:
-            return None if isinstance(error, NotImplementedError) or type(error).__module__.startswith("torch.") or _NO_VALUES in str(error) else error
+            return None if _of_no_values(error) else error
     return None
+
+
+def _of_no_values(error: Exception) -> bool:
+    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked for or an operator has no rule for them."""
+    return isinstance(error, NotImplementedError) or type(error).__module__.startswith("torch.") or _NO_VALUES in str(error)
 
 
 def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

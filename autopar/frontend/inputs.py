@@ -191,7 +191,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 def label_kind(model: nn.Module, accepted: Mapping[str, object]) -> str:
     """What the labels of a model are, a value of LABELS. Raises CaptureError for a model without a known loss."""
     name = type(model).__name__
-    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), "token ids" if _is_listed(name) else None)
+    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), None) or ("token ids" if _is_listed(name) else None)
     if kind is not None and "labels" in accepted:
         return kind
     raise CaptureError(
@@ -203,8 +203,7 @@ def label_kind(model: nn.Module, accepted: Mapping[str, object]) -> str:
 def _is_listed(name: str) -> bool:
     """Whether transformers lists a class under HEADS."""
     transformers: Any = sys.modules["transformers"]
-    listed = [getattr(transformers.models.auto.modeling_auto, head).values() for head in HEADS]
-    return name in {cls for names in listed for each in names for cls in ((each,) if isinstance(each, str) else each)}
+    return any(name in getattr(transformers.models.auto.modeling_auto, head).values() for head in HEADS)
 
 
 def max_positions(model: nn.Module) -> int | None:

@@ -42,6 +42,11 @@ class Report:
         """The comparison that is farthest beyond, or nearest to, its tolerance."""
         return max(self.rows, key=lambda row: (not row.ok, row.error))
 
+    @property
+    def value_error(self) -> float:
+        """The largest error of any value: of all comparisons but the numbers of collectives."""
+        return max((row.error for row in self.rows if row.kind != "collectives"), default=0.0)
+
     def to_json(self) -> str:
         """Every tensor's error as JSON."""
         data = {"ok": self.ok, "mesh": list(self.mesh), "first": self.first, "collectives": self.collectives,

@@ -1,6 +1,6 @@
 """Which architectures of transformers plans are right for: each made narrow and shallow, on four gloo ranks against one device, in float64.
 
-    python -m benchmarks.architectures [--kinds causal masked seq2seq] [--only llama bert ...] [--plans searched "random 0" ...] [--json FILE]
+    python -m benchmarks.architectures [--kinds causal images ...] [--only llama bert ...] [--plans searched "random 0" ...] [--json FILE]
 
 Configs are the defaults of their classes with every size that SIZES names made small, whatever the architecture. Some cannot be made so: their constructor
 or their validation refuses the sizes, or what is left is still large. Those that can are captured and run under each of the plans (tests/helpers/verify.py says
@@ -28,13 +28,22 @@ from huggingface_hub.errors import StrictDataclassError
 from tabulate import tabulate
 
 from autopar.errors import AutoparError, RunError
-from autopar.frontend.inputs import HEADS
+from autopar.frontend.labels import HEADS
 from autopar.plan import write_atomic
 from autopar.recipes import RECIPES
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import planned, subject
 
-KINDS = dict(zip(("causal", "masked", "seq2seq"), HEADS, strict=True))
+KINDS = {
+    **dict(zip(("causal", "masked", "seq2seq"), HEADS, strict=True)),
+    "answers": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "texts": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "images": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "pixels": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "videos": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+    "sounds": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+}
 """Where transformers lists its architectures of a kind."""
 
 PLANS = ("searched", "random 0", "random 1", "zero3")
@@ -42,7 +51,7 @@ REFUSALS = (AssertionError, AttributeError, ImportError, KeyError, RuntimeError,
 """What constructors and validations of transformers raise where they do not take the sizes."""
 
 LIMIT_S = 240.0
-LARGE = 3_000_000
+LARGE = 12_000_000
 """Parameters of a model that was not made small."""
 
 SIZES: dict[int, str] = {
@@ -62,6 +71,11 @@ SIZES: dict[int, str] = {
 """What a size becomes, by what configs call it."""
 
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+PICTURE_SIDE, FRAMES = 64, 4  # pixels and frames of images and videos
+AT_RANDOM = ("layerdrop", "apply_spec_augment")
+"""What is turned off: layers left out, or numpy's random masks, which a graph would have alike in every step."""
+BY_STAGE = ("depths", "depth", "num_block_repeats")
+"""How many layers each stage of an image model has: one is kept."""
 BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
 """Lists of what each layer is: one layer of each kind is kept, two at least."""
 
@@ -80,13 +94,22 @@ class Found:
 
 def shrink(config: Any) -> None:
     """Make a config of transformers small, the configs inside it too."""
+    staged = next((name for name in BY_STAGE if isinstance(getattr(config, name, None), (list, tuple))), None)
     for name, value in list(vars(config).items()):
-        if name in SMALL and type(value) is int:
+        if name == "image_size" and value:
+            config.image_size = [PICTURE_SIDE] * len(value) if isinstance(value, (list, tuple)) else PICTURE_SIDE
+        elif name == "num_frames" and isinstance(value, int):
+            config.num_frames = FRAMES
+        elif name == staged:
+            setattr(config, name, [1] * len(value))
+        elif staged and not hasattr(value, "to_dict"):
+            continue  # widths go with lists of others
+        elif name in SMALL and type(value) is int:
             setattr(config, name, SMALL[name])
         elif name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 1 if "eos" in name else 0)
-        elif name.endswith("layerdrop") and isinstance(value, float):
-            setattr(config, name, 0.0)  # a graph has all layers in every step
+        elif name.endswith(AT_RANDOM):
+            setattr(config, name, type(value)(0))
         elif name in BY_LAYER and isinstance(value, list):
             kept = list(dict.fromkeys(value))
             setattr(config, name, (kept * 2)[:max(2, min(len(kept), 3))])
@@ -104,7 +127,8 @@ def made(kind: str, name: str, folder: Path) -> str:
 
     config = CONFIG_MAPPING[name]()
     shrink(config)
-    config = type(config).from_dict(config.to_dict())  # which looks at the sizes again
+    sizes = {size: value for size, value in config.to_dict().items() if size not in ("out_features", "out_indices")}  # of layers that may be gone
+    config = type(config).from_dict(sizes)  # which looks at the sizes again
     model = getattr(transformers, architectures(kind)[name])(config)
     count = sum(p.numel() for p in model.parameters())
     if count > LARGE:
@@ -118,7 +142,8 @@ def architectures(kind: str) -> dict[str, str]:
     """The class of each architecture of a kind, by its name."""
     from transformers.models.auto import modeling_auto
 
-    return dict(getattr(modeling_auto, KINDS[kind]))
+    listed = getattr(modeling_auto, KINDS[kind]).items()
+    return {name: found if isinstance(found, str) else found[0] for name, found in listed}
 
 
 def one(kind: str, name: str, plans: Sequence[str], folder: Path) -> Found:

@@ -17,6 +17,7 @@ from autopar._torch import code_when_asked, pytree
 from autopar.capture import alike, dims
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
+from autopar.capture.chance import draws
 from autopar.capture.constants import constants, fleeting
 from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
@@ -29,6 +30,7 @@ from autopar.frontend import max_positions
 from passes import facts
 
 
+@draws()  # a user's own random numbers go on where they were
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable[..., torch.Tensor] | None = None, mode: str = "train", dynamic_shapes: Any = None,
             fold: bool = True, progress: Callable[[str], None] | None = None) -> Captured:

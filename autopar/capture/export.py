@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from autopar._torch import export_errors, pytree, without_fake_cache
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
+from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
@@ -62,8 +63,10 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _plain_outputs(model, left_out)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
-                  _as_differentiated(kept) if training else nullcontext()):
+                  _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
+                if drawn:
+                    _refuse_draws(fresh(), tuple(inputs), named)
         except export_errors() as error:
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
@@ -99,6 +102,12 @@ def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], sizes: Iterable[tu
             return
     raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not traced: "
                        f"look at the config and at the inputs, got {described(args, kwargs)}") from own
+
+
+def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raise CaptureError, with the line where a model draws random numbers that its graph would repeat."""
+    raise CaptureError(f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its graph would have the same ones in every step\n"
+                       f"{where_drawn(model, args, kwargs) or 'where it is traced'}; draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input")
 
 
 def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,101 +12,13 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from autopar.frontend import images
+from autopar.frontend.draw import MAIN, PASS_THEM, Draw, number, of_text
+from autopar.frontend.labels import IGNORED, labels_for
 
-IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
-IMAGE_SIDE = 224  # pixels, where the config (ResNet's, for one) does not say: the size ImageNet models are trained on
-IMAGE_CHANNELS = 3  # where the config does not say: red, green, blue
-PASS_THEM = "pass example_inputs to compile, or name a factory that gives (model, args)"
-
-# What the labels are, by how the class name ends (Hugging Face's own convention for heads).
-LABELS = {
-    "LMHeadModel": "token ids",
-    "ForCausalLM": "token ids",
-    "ForMaskedLM": "token ids",
-    "ForConditionalGeneration": "token ids",
-    "ForTokenClassification": "token classes",
-    "ForSequenceClassification": "classes",
-    "ForImageClassification": "classes",
-}
-HEADS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
-"""Where transformers lists models whose labels are token ids, also those whose names do not say it (MarianMTModel)."""
 POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
 MARKS = ("token_type_ids", "mm_token_type_ids")  # which tokens are those of images, where models want to be told
 MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image
 Inputs = tuple[tuple[object, ...], dict[str, object]]
-
-
-@dataclass(frozen=True)
-class _Maker:
-    """Draws inputs for one model: b samples of s tokens."""
-
-    config: Any
-    b: int
-    s: int
-    device: torch.device
-    generator: torch.Generator
-
-    def integers(self, high: int, *shape: int) -> Tensor:
-        """Uniform in [0, high), int64; on meta only the shape."""
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=torch.int64, device=self.device)
-        return torch.randint(high, shape, generator=self.generator).to(self.device)
-
-    def tokens(self) -> Tensor:
-        """Token ids [b, s]."""
-        return self.integers(_number(of_text(self.config), "vocab_size"), self.b, self.s)
-
-    def pixels(self) -> Tensor:
-        """Images [b, channels, height, width], float32."""
-        config = getattr(self.config, "vision_config", self.config)
-        side = getattr(config, "image_size", None) or IMAGE_SIDE
-        height, width = side if isinstance(side, Iterable) else (side, side)
-        return self.normal(self.b, getattr(config, "num_channels", None) or IMAGE_CHANNELS, height, width)
-
-    def features(self) -> Tensor:
-        """Spectra [b, mel bins, frames] of sound as long as the encoder's positions, two frames each, float32."""
-        return self.normal(self.b, _number(self.config, "num_mel_bins"), 2 * _number(self.config, "max_source_positions"))
-
-    def normal(self, *shape: int) -> Tensor:
-        """Normally distributed, float32; on meta only the shape."""
-        if self.device.type == "meta":
-            return torch.empty(shape, device=self.device)
-        return torch.randn(shape, generator=self.generator).to(self.device)
-
-    def labels(self, kind: str) -> Tensor:
-        """Labels of one of the kinds in LABELS; those of tokens have ignored places, unevenly over the batch."""
-        if kind == "classes":
-            return self.integers(self.config.num_labels, self.b)
-        labels = self.tokens() if kind == "token ids" else self.integers(self.config.num_labels, self.b, self.s)
-        if self.device.type != "meta":
-            for row, ignored in enumerate(ignored_places(self.b, self.s)):
-                labels[row, :ignored] = IGNORED
-        return labels
-
-    def decoder_ids(self, labels: object) -> Tensor:
-        """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids without labels."""
-        if not isinstance(labels, Tensor):
-            return self.tokens()
-        start, pad = _number(self.config, "decoder_start_token_id"), _number(self.config, "pad_token_id")
-        shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
-        return shifted.where(shifted != IGNORED, pad)
-
-
-MAIN: dict[str, Callable[[_Maker], Tensor]] = {"input_ids": _Maker.tokens, "pixel_values": _Maker.pixels, "input_features": _Maker.features}
-"""What models read, by the name of the argument."""
-
-
-def _number(config: Any, name: str) -> int:
-    """A number that a config says. Raises CaptureError if it does not."""
-    value = getattr(config, name, None)
-    if isinstance(value, int):
-        return value
-    raise CaptureError(f"inputs need {name}, which the config lacks ({type(config).__name__}, got {value!r}): set it, or {PASS_THEM}")
-
-
-def ignored_places(batch: int, seq: int) -> list[int]:
-    """How many leading labels of each row are ignored: 1, 2, 3, 0, 1, ... but never a whole row."""
-    return [min((row + 1) % 4, seq - 1) for row in range(batch)]
 
 
 def inputs_for(
@@ -119,7 +30,7 @@ def inputs_for(
     seed: int = 0,
     labels: bool = True,
 ) -> Inputs:
-    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them, or put images into texts), or spectra of sound; decoder ids,
+    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them, or put images into texts), or sound; decoder ids,
     and labels that match its head.
 
     `device` None is the model's own. On "meta" the values mean nothing; elsewhere they follow from `seed`. There is no
@@ -132,11 +43,11 @@ def inputs_for(
         )
     config: Any = model.config
     device = torch.device(device or next(model.parameters()).device)
-    make = _Maker(config, batch, seq, device, torch.Generator().manual_seed(seed))
+    draw = Draw(config, batch, seq, device, torch.Generator().manual_seed(seed))
     accepted = inspect.signature(model.forward).parameters
     kwargs: dict[str, object] = {}
     for name in main_inputs(model, accepted):
-        made: Tensor = MAIN[name](make)
+        made: Tensor = MAIN[name](draw)
         kwargs[name] = made.to(next(model.parameters()).dtype) if made.is_floating_point() else made
     if "input_ids" in kwargs or config.is_encoder_decoder:
         check_positions(model, seq)
@@ -145,13 +56,22 @@ def inputs_for(
     if labels and MATCHES in accepted:
         kwargs[MATCHES] = True
     elif labels:
-        kwargs["labels"] = make.labels(label_kind(model, accepted))
+        kwargs |= labels_for(model, accepted, draw)
     shifts = "labels" in kwargs and getattr(config, "decoder_start_token_id", None) is None  # as mBART does, whose decoder starts with the last token of each sample
     if config.is_encoder_decoder and "decoder_input_ids" in accepted and not shifts:
-        kwargs["decoder_input_ids"] = make.decoder_ids(kwargs.get("labels"))
+        kwargs["decoder_input_ids"] = _decoder_ids(draw, kwargs.get("labels"))
     if _takes("use_cache", accepted, config) and getattr(of_text(config), "use_cache", False):
         kwargs["use_cache"] = False
     return (), kwargs
+
+
+def _decoder_ids(draw: Draw, labels: object) -> Tensor:
+    """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids where labels are not tokens."""
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return draw.tokens()
+    start, pad = number(draw.config, "decoder_start_token_id"), number(draw.config, "pad_token_id")
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.where(shifted != IGNORED, pad)
 
 
 def _takes(name: str, accepted: Mapping[str, inspect.Parameter], config: Any) -> bool:
@@ -188,24 +108,6 @@ def is_hugging_face(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def label_kind(model: nn.Module, accepted: Mapping[str, object]) -> str:
-    """What the labels of a model are, a value of LABELS. Raises CaptureError for a model without a known loss."""
-    name = type(model).__name__
-    kind = next((kind for suffix, kind in LABELS.items() if name.endswith(suffix)), None) or ("token ids" if _is_listed(name) else None)
-    if kind is not None and "labels" in accepted:
-        return kind
-    raise CaptureError(
-        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes labels. Ask "
-        f"for no labels and give the loss as loss_fn=, or {PASS_THEM}"
-    )
-
-
-def _is_listed(name: str) -> bool:
-    """Whether transformers lists a class under HEADS."""
-    transformers: Any = sys.modules["transformers"]
-    return any(name in getattr(transformers.models.auto.modeling_auto, head).values() for head in HEADS)
-
-
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a Hugging Face model's config allows, in tokens; None if it sets no bound.
 
@@ -214,11 +116,6 @@ def max_positions(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     each = [getattr(of_text(config), name, None) for name in POSITIONS]
     return min((allowed for allowed in each if isinstance(allowed, int) and allowed > 0), default=None)
-
-
-def of_text(config: Any) -> Any:
-    """The config of what reads text."""
-    return getattr(config, "text_config", None) or config
 
 
 def check_positions(model: nn.Module, seq: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.frontend import inputs_for, load
-from autopar.frontend.inputs import IGNORED, ignored_places
+from autopar.frontend.labels import IGNORED, ignored_places
 from tests.helpers.tiny import TINY
 
 
@@ -72,6 +72,37 @@ def test_sound():
         inputs_for(whisper, batch=2, seq=17)
 
 
+def test_waves_of_sound_become_as_many_frames_as_there_are_tokens():
+    config = {**SMALL, "conv_dim": (8, 8, 8), "conv_kernel": (10, 3, 2), "conv_stride": (5, 2, 2), "num_feat_extract_layers": 3, "num_labels": 7}
+    waves = hugging_face("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **config)
+    sound, labels = inputs_for(waves.eval(), batch=3, seq=6, device="cpu")[1].values()
+    assert labels.shape == (3,) and waves.wav2vec2(sound.to("meta")).last_hidden_state.shape == (3, 6, 32)
+    spectra = hugging_face("ASTForAudioClassification", "ASTConfig", **SMALL, max_length=64, num_mel_bins=16)
+    assert inputs_for(spectra, batch=3, seq=6)[1]["input_values"].shape == (3, 64, 16)
+
+
+def test_videos_and_classes_of_pixels():
+    videos = hugging_face("VideoMAEForVideoClassification", "VideoMAEConfig", **SMALL, image_size=32, patch_size=16, num_frames=4)
+    pixels, labels = inputs_for(videos, batch=3, seq=6)[1].values()
+    assert pixels.shape == (3, 4, 3, 32, 32) and labels.shape == (3,)
+    scenes = hugging_face("SegformerForSemanticSegmentation", "SegformerConfig", depths=[1] * 4, image_size=64, num_labels=5)
+    pixels, labels = inputs_for(scenes, batch=3, seq=6, device="cpu")[1].values()
+    assert pixels.shape == (3, 3, 64, 64) and labels.shape == (3, 64, 64) and labels.max() == 4
+
+
+def test_answers_are_places_in_the_text():
+    bert = hugging_face("BertForQuestionAnswering", "BertConfig", **SMALL, vocab_size=64)
+    kwargs = inputs_for(bert, batch=30, seq=6, device="cpu")[1]
+    assert list(kwargs) == ["input_ids", "start_positions", "end_positions"] and kwargs["end_positions"].shape == (30,) and kwargs["end_positions"].max() == 5
+
+
+def test_a_decoder_whose_labels_are_classes_reads_any_tokens():
+    bart = hugging_face("BartForSequenceClassification", "BartConfig", vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32)
+    kwargs = inputs_for(bart, batch=2, seq=4)[1]
+    assert kwargs["labels"].shape == (2,) and kwargs["decoder_input_ids"].shape == (2, 4)
+
+
 def test_texts_that_belong_to_images():
     text, vision = {**SMALL, "vocab_size": 100, "max_position_embeddings": 16}, {**SMALL, "image_size": 32, "patch_size": 8}
     clip = hugging_face("CLIPModel", "CLIPConfig", text_config=text, vision_config=vision, projection_dim=16)
@@ -131,9 +162,13 @@ def test_too_long_a_sequence_is_said():
 def test_other_models_are_refused():
     with pytest.raises(CaptureError, match=r"inputs for Linear cannot be made.*pass example_inputs"):
         inputs_for(torch.nn.Linear(2, 2), batch=2, seq=4)
+    anything = hugging_face("PerceiverForSequenceClassification", "PerceiverConfig", d_latents=16, num_latents=4, d_model=16, num_blocks=1)
+    with pytest.raises(CaptureError, match=r"inputs for PerceiverForSequenceClassification cannot be made .*its forward takes inputs, "):
+        inputs_for(anything, batch=2, seq=4)
     speech = hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL)
-    with pytest.raises(CaptureError, match=r"inputs for Wav2Vec2ForCTC cannot be made .*input_values"):
+    with pytest.raises(CaptureError, match=r"labels for Wav2Vec2ForCTC cannot be made: wanted a class named .*ForQuestionAnswering whose forward takes labels"):
         inputs_for(speech, batch=2, seq=4)
+    assert list(inputs_for(speech, batch=2, seq=4, labels=False)[1]) == ["input_values"]
 
 
 def test_a_decoder_without_a_start_token_makes_its_own_inputs_or_says_that_it_cannot():

@@ -1,0 +1,69 @@
+"""Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would have the same ones in every step."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from autopar.capture.failures import as_it_is, place_of, users
+
+State = tuple[Any, ...]
+
+
+def _state() -> State:
+    """Where both generators are, as what can be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+
+
+class Draws:
+    """Whether anything was drawn since."""
+
+    def __init__(self) -> None:
+        self._before = _state()
+
+    def __bool__(self) -> bool:
+        return _state() != self._before
+
+
+@contextmanager
+def draws() -> Iterator[Draws]:
+    """Says whether numbers are drawn inside; afterwards the generators are where they were."""
+    python, array = random.getstate(), np.random.get_state()
+    try:
+        yield Draws()
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+
+
+def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x = random.random()`; "" where none does."""
+    found: list[str] = []
+    with draws() as drawn:
+        last = ""
+
+        def line(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal last
+            if drawn and not found:
+                found.append(last)
+            last = place_of(frame)
+            return None if found else line
+
+        def call(frame: FrameType, event: str, _: object) -> Any:
+            return line if users(frame.f_code.co_filename) and not found else None
+
+        before = sys.gettrace()
+        sys.settrace(call)
+        try:
+            as_it_is(model, args, kwargs)
+        finally:
+            sys.settrace(before)
+    return next(iter(found), "")

@@ -1,0 +1,88 @@
+"""What the labels of a Hugging Face model are, by the name of its class."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.frontend.draw import PASS_THEM, Draw
+
+IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
+HEADS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+"""Where transformers lists models whose labels are token ids, also those whose names do not say it (MarianMTModel)."""
+
+Made = dict[str, Tensor]
+Maker = Callable[[Draw], Made]
+
+
+def labels_for(model: nn.Module, accepted: Mapping[str, object], draw: Draw) -> Made:
+    """The labels of `model`, whose forward takes `accepted`, by argument. Raises CaptureError for a model without a known loss."""
+    name = type(model).__name__
+    maker = next((maker for suffix, maker in LABELS.items() if name.endswith(suffix)), None) or (_token_ids if _is_listed(name) else None)
+    made = maker(draw) if maker is not None else {}
+    if made and made.keys() <= accepted.keys():
+        return made
+    raise CaptureError(
+        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes {' and '.join(made) or 'labels'}. Ask "
+        f"for no labels and give the loss as loss_fn=, or {PASS_THEM}"
+    )
+
+
+def _token_ids(draw: Draw) -> Made:
+    return {"labels": _with_ignored(draw.tokens())}
+
+
+def _token_classes(draw: Draw) -> Made:
+    return {"labels": _with_ignored(draw.integers(draw.config.num_labels, draw.b, draw.s))}
+
+
+def _classes(draw: Draw) -> Made:
+    return {"labels": draw.integers(draw.config.num_labels, draw.b)}
+
+
+def _pixel_classes(draw: Draw) -> Made:
+    return {"labels": draw.integers(draw.config.num_labels, draw.b, *draw.sides())}
+
+
+def _places(draw: Draw) -> Made:
+    """Where the answer begins and ends."""
+    return {name: draw.integers(draw.s, draw.b) for name in ("start_positions", "end_positions")}
+
+
+LABELS: dict[str, Maker] = {
+    "LMHeadModel": _token_ids,
+    "ForCausalLM": _token_ids,
+    "ForMaskedLM": _token_ids,
+    "ForConditionalGeneration": _token_ids,
+    "ForTokenClassification": _token_classes,
+    "ForSequenceClassification": _classes,
+    "ForImageClassification": _classes,
+    "ForVideoClassification": _classes,
+    "ForAudioClassification": _classes,
+    "ForSemanticSegmentation": _pixel_classes,
+    "ForQuestionAnswering": _places,
+}
+"""By how the class name ends: Hugging Face's own convention for heads (its sound classifiers are named ForSequenceClassification)."""
+
+
+def _with_ignored(labels: Tensor) -> Tensor:
+    """Labels [b, s] of tokens, some places of which are ignored, unevenly over the batch."""
+    if not labels.is_meta:
+        for row, ignored in enumerate(ignored_places(*labels.shape)):
+            labels[row, :ignored] = IGNORED
+    return labels
+
+
+def ignored_places(batch: int, seq: int) -> list[int]:
+    """How many leading labels of each row are ignored: 1, 2, 3, 0, 1, ... but never a whole row."""
+    return [min((row + 1) % 4, seq - 1) for row in range(batch)]
+
+
+def _is_listed(name: str) -> bool:
+    """Whether transformers lists a class under HEADS."""
+    transformers: Any = sys.modules["transformers"]
+    return any(name in getattr(transformers.models.auto.modeling_auto, head).values() for head in HEADS)

@@ -108,7 +108,7 @@ def shrink(config: Any) -> None:
             setattr(config, name, SMALL[name])
         elif name.endswith("token_id") and isinstance(value, int):
             setattr(config, name, 1 if "eos" in name else 0)
-        elif name.endswith(AT_RANDOM):
+        elif name.endswith(AT_RANDOM) and value:
             setattr(config, name, type(value)(0))
         elif name in BY_LAYER and isinstance(value, list):
             kept = list(dict.fromkeys(value))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -21,13 +22,14 @@ from autopar._torch import export_errors, pytree, without_fake_cache
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
+from autopar.capture.counters import Numbers, counters, kept_numbers
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
-from autopar.capture.shadow import WithLoss
+from autopar.capture.shadow import WithLoss, without_loss
 from autopar.capture.spans import TRIED, Fixed, span
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check
@@ -61,12 +63,15 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _name_keywords(model, kwargs)
         _one_size(model, tried)
         _plain_outputs(model, left_out)
+        seen = _what_it_keeps(model)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
-                program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
+                trace = partial(torch_export, model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
+                program, counted = counters(without_loss(model), seen, trace)
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
+                kept += counted
         except export_errors() as error:
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
@@ -160,6 +165,19 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
     _becomes(model, plain, inspect.signature(forward))
 
 
+def _what_it_keeps(model: nn.Module) -> list[Numbers]:
+    """A list to which `forward` adds, whenever it ran, the numbers that `model` keeps then."""
+    forward, seen = model.forward, []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        seen.append(kept_numbers(without_loss(model)))
+        return outputs
+
+    _becomes(model, keeping, inspect.signature(forward))
+    return seen
+
+
 @contextmanager
 def _no_new_buffers(model: nn.Module) -> Iterator[None]:
     """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first input."""
@@ -191,8 +209,7 @@ def _as_differentiated(notes: list[str]) -> Iterator[None]:
 
 
 def _class(model: nn.Module) -> str:
-    """The user's class, also where a loss function was added."""
-    return type(getattr(model, WithLoss.INNER, model)).__name__
+    return type(without_loss(model)).__name__
 
 
 def _functions(model: nn.Module) -> list[Callable[..., Any]]:

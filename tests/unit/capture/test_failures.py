@@ -207,3 +207,49 @@ class DrawsByTorch(Net):
 def test_draws_of_torch_are_operators_of_the_graph():
     captured = capture(DrawsByTorch(), batch())
     assert any("rand" in str(node.target) for node in captured.gm.graph.nodes)
+
+
+class Counts(Net):
+    """Counts its steps: to tell, to warm up, or the longest so far."""
+
+    use = staticmethod(lambda steps: 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.steps, self.longest = 0, 0
+
+    def change(self, x):
+        self.linear.steps += 1
+        self.longest = max(self.longest, int(x.shape[1]))
+        return x * self.use(self.linear.steps)
+
+
+class WarmsUp(Counts):
+    use = staticmethod(lambda steps: min(1.0, steps / 10))
+
+
+def test_a_step_that_depends_on_how_many_there_were_is_refused():
+    model = WarmsUp()
+    with pytest.raises(CaptureError, match=r"WarmsUp cannot be captured: its step depends .*\nlinear.steps \(0, 1, 2, ...\): make it a buffer"):
+        capture(model, batch())
+    assert model.linear.steps == 0
+
+
+def test_what_only_counts_steps_is_said_and_what_is_kept_from_the_first_is_not():
+    (note,) = capture(Counts(), batch()).notes
+    assert note == "linear.steps (0, 1, 2, ...) changes with every step of the model, and not in the sharded module"
+
+
+class Warming(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) / (1 + self.steps)
+
+
+def test_names_of_counters_are_the_models_where_a_loss_function_is_given():
+    with pytest.raises(CaptureError, match=r"Warming cannot be captured: (?s:.*)\nsteps \(0, 1, 2, ...\)"):
+        capture(Warming(4, 4), batch(), loss_fn=nn.functional.mse_loss)

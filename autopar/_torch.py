@@ -186,6 +186,19 @@ def export_errors() -> tuple[type[Exception], ...]:
     return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was said before."""
+    from torch.distributions import Distribution
+
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def fake_mode() -> AbstractContextManager[object]:
     """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in it.
 

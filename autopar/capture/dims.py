@@ -1,6 +1,7 @@
 """Which dims of the inputs are symbolic: the batch `b`, the sequence `s`.
 
-Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence.
+Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence, but for
+the classes [b, h, w] of the places of images [b, c, h, w].
 Export runs on stand-in sizes where the user's own would be specialised (1, or batch equal to sequence).
 """
 
@@ -82,12 +83,14 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
     if len(leading) == 1:
         found.hints["b"] = leading.pop()
         found.of = {i: {0: "b"} for i in tensors}
-    second = {x.shape[1] for x in tensors.values() if x.ndim > 1 and not x.is_floating_point()}
+    tokens = {i: x for i, x in tensors.items() if x.ndim > 1 and not x.is_floating_point()}
+    if any(x.ndim > 3 and x.is_floating_point() for x in tensors.values()) and all(x.ndim > 2 for x in tokens.values()):
+        tokens = {}  # classes of the places of images
+    second = {x.shape[1] for x in tokens.values()}
     if len(second) == 1 and (size := second.pop()) > 1:
         found.hints["s"] = size
-        for i, x in tensors.items():
-            if x.ndim > 1 and not x.is_floating_point():
-                found.of.setdefault(i, {})[1] = "s"
+        for i in tokens:
+            found.of.setdefault(i, {})[1] = "s"
         if max_positions is not None:
             found.limits["s"] = max_positions
     return found

@@ -27,6 +27,7 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
 from autopar.capture.hooks import refusing_hooks
+from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss, without_loss
@@ -66,13 +67,15 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         seen = _what_it_keeps(model)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
-                  _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
+                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
                 trace = partial(torch_export, model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 program, counted = counters(without_loss(model), seen, trace)
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
                 kept += counted
         except export_errors() as error:
+            if why := why_untraced(error, taken):
+                raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
             failure = failure or error

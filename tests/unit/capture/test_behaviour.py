@@ -339,3 +339,19 @@ def test_inputs_that_go_into_kwargs(kwargs: dict[str, Any]) -> None:
     rows, notes = graph_rows(model, captured, (x,), kwargs, training=True)
     assert not notes and max(row.error for row in rows) < 1e-6
     assert "forward" not in vars(model)
+
+
+class Scenes(nn.Module):
+    """The loss of classes of places, whose maps are made as large as images are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.out = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.interpolate(self.out(F.relu(self.down(images))), size=images.shape[2:], mode="bilinear"), classes)
+
+
+def test_classes_of_the_places_of_images_are_no_sequences():
+    captured = capture(Scenes(), (torch.randn(4, 3, 16, 16), torch.randint(5, (4, 16, 16))))
+    assert dict(captured.hints) == {"b": 4}

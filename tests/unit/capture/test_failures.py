@@ -199,6 +199,28 @@ def test_draws_that_a_graph_would_repeat_are_refused_and_not_kept(kind, mode):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
+class TakesGradients(Net):
+    def change(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def test_gradients_in_forward_are_refused():
+    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_failures.py:\d+; they are not operators"):
+        capture(TakesGradients(), batch())
+
+
+class Likely(Net):
+    def change(self, x):
+        return torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1).log_prob(x)
+
+
+def test_distributions_are_asked_without_looking_at_values_and_look_again_afterwards():
+    assert capture(Likely(), batch()).hints == {"b": 8}
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
 class DrawsByTorch(Net):
     def change(self, x):
         return x * torch.rand(x.shape[1])

@@ -1,0 +1,37 @@
+"""What models do in forward that no graph of operators has: they look at values to complain of them, and take gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from autopar._torch import unvalidated_distributions
+from autopar.capture.failures import caller
+
+UNTRACED = "fake tensor in the exported program constant's list"
+"""What torch.export says of results of a backward, which it does not trace."""
+
+
+@contextmanager
+def traced_forward() -> Iterator[list[str]]:
+    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took gradients, as `caller` says them."""
+    original, taken = torch.autograd.grad, list[str]()
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        taken.append(caller())
+        return original(*args, **kwargs)
+
+    with unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad):
+        yield taken
+
+
+def why_untraced(error: BaseException, taken: list[str]) -> str:
+    """What to say of an `error` whose cause is that gradients were `taken` in forward; "" where it is another."""
+    if not taken or UNTRACED not in str(error):
+        return ""
+    return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: write them out as a formula, "
+            "or compile the part of the model that takes none")

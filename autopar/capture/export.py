@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -22,7 +21,6 @@ from autopar._torch import export_errors, pytree, without_fake_cache
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
-from autopar.capture.counters import Numbers, counters, kept_numbers
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
@@ -64,15 +62,12 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _name_keywords(model, kwargs)
         _one_size(model, tried)
         _plain_outputs(model, left_out)
-        seen = _what_it_keeps(model)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
-                trace = partial(torch_export, model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
-                program, counted = counters(without_loss(model), seen, trace)
+                program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
-                kept += counted
         except export_errors() as error:
             if why := why_untraced(error, taken):
                 raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
@@ -166,19 +161,6 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
         return pytree.tree_map_with_path(known, forward(*args, **kwargs))
 
     _becomes(model, plain, inspect.signature(forward))
-
-
-def _what_it_keeps(model: nn.Module) -> list[Numbers]:
-    """A list to which `forward` adds, whenever it ran, the numbers that `model` keeps then."""
-    forward, seen = model.forward, []
-
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        seen.append(kept_numbers(without_loss(model)))
-        return outputs
-
-    _becomes(model, keeping, inspect.signature(forward))
-    return seen
 
 
 @contextmanager

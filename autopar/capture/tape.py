@@ -1,0 +1,169 @@
+"""What a model computes when it runs without values, as numbers: equal ones are equal expressions of weights and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import fake_mode, pytree, tracing
+from autopar.capture.alike import INNER
+from autopar.capture.devices import changes, on_meta
+from autopar.capture.failures import caller
+from autopar.capture.flags import FLAGS
+from autopar.capture.outer import fake
+from passes.noises import DRAWN, VALUE, kind_of
+
+UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
+"""What a model raises that cannot run without values, or not in the other mode."""
+
+
+NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+"""What arguments are compared by value; of others the type is."""
+
+DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
+SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like")
+"""They read the sizes of their operand only."""
+PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
+QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
+
+
+def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None, *, leaving_out: bool = False,
+           kept: Tape | None = None) -> Tape:
+    """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on other tapes with the same `numbers`; what another
+    run on the tape `kept` has made and left is what it was. Where some numbers are `known`, the tape says what is not."""
+    tape = Tape(numbers, known, leaving_out, kept)
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in named.items():
+        tape.begin(tensor, ("weight", name))
+    for name, module in model.named_modules():
+        for i, leaf in enumerate(pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})):
+            if isinstance(leaf, torch.Tensor):
+                tape.begin(leaf, ("attribute", name, i))
+    with torch.no_grad(), fake_mode(), tracing(), on_meta():
+        args, kwargs = fake(inputs)
+        for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+            if isinstance(leaf, torch.Tensor):
+                tape.begin(leaf, ("input", i))
+        with tape:
+            result = model(*args, **kwargs)
+    tape.result = [tape.number(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
+    return tape
+
+
+class Tape(TorchFunctionMode):
+    """Numbers what is computed: equal ones are equal expressions of weights and inputs, flags aside.
+
+    result   the numbers of the tensors that the model gives
+    states   the buffers that change, and a number for what they become
+    made     the numbers of all that functions gave
+    on       the first function with a flag on, in words
+    other    the first function whose number is not among the `known` ones, and the line that calls it
+    noises   the products with random factors, which have the numbers of what is multiplied where they are left out
+    """
+
+    def __init__(self, numbers: dict[Hashable, int], known: Mapping[int, None] | None, leaving_out: bool, kept: Tape | None = None) -> None:
+        super().__init__()
+        self.result: list[int] = []
+        self.states: dict[str, int] = {}
+        self.made: dict[int, None] = {}
+        self.on = self.other = ""
+        self.noises = 0
+        self._numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
+        self._kinds: dict[int, int] = {}
+        self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
+        self._of: dict[int, int] = {}
+        self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
+        self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
+
+    def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
+        """Number what is there before anything runs, and has no number by another name or from a run before."""
+        if self._had(tensor) is None:
+            self._note(tensor, self._number(key))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of what `tensor` holds."""
+        found = self._had(tensor)
+        if found is None:
+            found = self._number(("unknown", tuple(tensor.shape), tensor.dtype))
+        state = self.state(tensor)
+        return found if state is None else self._made(("changed", found, state), (found, state))
+
+    def _had(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor of this run or of the one before; None for any other."""
+        found = self._of.get(id(tensor))
+        if found is None and self._kept is not None:
+            found = self._kept._of.get(id(tensor))
+            if found is not None:
+                self._kinds.setdefault(found, self._kept._kinds[found])
+        return found
+
+    def state(self, tensor: torch.Tensor) -> int | None:
+        """What was done in place to the memory of `tensor`; None for nothing."""
+        return self._changed.get(tensor.untyped_storage()._cdata)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        flag = FLAGS.get(name)
+        read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
+        before = read[0] if flag is not None and flag.drops else None
+        result = func(*args, **kwargs)
+        if before is None and self._leaving_out and name in PRODUCTS:
+            before = self._multiplied(read, args, result)
+        if flag is not None and not self.on and flag.is_on(args, kwargs):
+            self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
+        made = self._made(key, () if name in SHAPED else read, drawn=name in DRAWING) if before is None else before
+        in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
+        if in_place and before is None:
+            target = kwargs.get("out", args[0])
+            self._changed[target.untyped_storage()._cdata] = self._made(("in place", self.state(target), made), (made,))
+        if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
+            self._whole[made] = read[0]
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for i, tensor in enumerate(tensors):
+            if self._had(tensor) is None:
+                self._note(tensor, made if before is not None or tensor is result else self._made((made, i), (made,)))
+        if (tensors or in_place) and before is None:
+            self.made[made] = None
+            if self._known is not None and made not in self._known and not self.other:
+                self.other = self._says(name)
+        return result
+
+    def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
+        """The number of the value of which `result` is the product with a random factor; None where it is no such product."""
+        kinds = [self._kinds[number] for number in read]
+        if sorted(kinds) != [VALUE, DRAWN]:
+            return None
+        number, x = read[kinds.index(VALUE)], args[kinds.index(VALUE)]
+        if (x.shape, x.dtype) != (result.shape, result.dtype):
+            return None
+        self.noises += 1
+        return self._whole.get(number, number)
+
+    def _made(self, key: Hashable, read: Sequence[int], *, drawn: bool = False) -> int:
+        """The number of what is made of what has the numbers `read`."""
+        number = self._number(key)
+        self._kinds[number] = kind_of((self._kinds[one] for one in read), drawn=drawn)
+        return number
+
+    def _says(self, what: str) -> str:
+        return f"{what} ({caller()})" if self._known is not None else what
+
+    def _note(self, tensor: torch.Tensor, number: int) -> None:
+        self._of[id(tensor)] = number
+        self._alive.append(tensor)
+
+    def _number(self, key: Hashable) -> int:
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self._kinds.setdefault(number, VALUE)
+        return number
+
+    def _flat(self, tree: Any) -> list[Hashable]:
+        return [self.number(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
+                for leaf in pytree.tree_leaves(tree)]

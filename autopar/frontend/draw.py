@@ -56,7 +56,10 @@ class Draw:
         return height, width
 
     def features(self) -> Tensor:
-        """Spectra of sound, float32: [b, mel bins, frames] as long as the encoder's positions, two frames each."""
+        """Spectra of sound, float32: [b, mel bins, frames] as long as the encoder's positions, two frames each (Whisper's), or [b, s, features] where the config says
+        how many features each frame has (wav2vec2-BERT's)."""
+        if hasattr(self.config, "feature_projection_input_dim"):
+            return self.normal(self.b, self.s, number(self.config, "feature_projection_input_dim"))
         return self.normal(self.b, number(self.config, "num_mel_bins"), 2 * number(self.config, "max_source_positions"))
 
     def sound(self) -> Tensor:

@@ -79,6 +79,8 @@ def test_waves_of_sound_become_as_many_frames_as_there_are_tokens():
     assert labels.shape == (3,) and waves.wav2vec2(sound.to("meta")).last_hidden_state.shape == (3, 6, 32)
     spectra = hugging_face("ASTForAudioClassification", "ASTConfig", **SMALL, max_length=64, num_mel_bins=16)
     assert inputs_for(spectra, batch=3, seq=6)[1]["input_values"].shape == (3, 64, 16)
+    frames = hugging_face("Wav2Vec2BertForSequenceClassification", "Wav2Vec2BertConfig", **SMALL, feature_projection_input_dim=12)
+    assert inputs_for(frames, batch=3, seq=6)[1]["input_features"].shape == (3, 6, 12)
 
 
 def test_videos_and_classes_of_pixels():

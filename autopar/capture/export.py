@@ -240,6 +240,10 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     number = 0
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         spec = specs[node.name]
+        if spec.kind not in ROLES:
+            readers = ", ".join(str(user.target) for user in node.users)
+            raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
+                               "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
         node.meta["role"] = ROLES[spec.kind]
         if node.meta["role"] == "input" and not isinstance(spec.arg, TensorArgument):
             fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False): it is part of the graph

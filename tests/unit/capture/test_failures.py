@@ -229,3 +229,17 @@ class DrawsByTorch(Net):
 def test_draws_of_torch_are_operators_of_the_graph():
     captured = capture(DrawsByTorch(), batch())
     assert any("rand" in str(node.target) for node in captured.gm.graph.nodes)
+
+
+class DrawsByItsOwn(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def change(self, x):
+        return x * torch.rand(4, generator=self.generator)
+
+
+def test_a_generator_of_ones_own_is_refused():
+    with pytest.raises(CaptureError, match=r"aten.rand.generator in forward reads a .*Generator, which is neither a tensor nor a plain value .*torch.Generator is left out"):
+        capture(DrawsByItsOwn(), batch())

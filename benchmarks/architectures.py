@@ -63,7 +63,8 @@ SIZES: dict[int, str] = {
     8: """head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim sliding_window mamba_d_state state_size d_kv linear_key_head_dim linear_value_head_dim
           index_head_dim ssm_state_size mamba_state_dim attention_head_dim local_window linear_head_dim""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts num_local_experts n_routed_experts mamba_n_heads
-          linear_num_value_heads linear_num_heads index_n_heads moe_num_experts num_key_value_heads num_kv_heads kv_n_heads rotary_dim""",
+          linear_num_value_heads linear_num_heads index_n_heads moe_num_experts num_key_value_heads num_kv_heads kv_n_heads rotary_dim
+          num_frames frames_per_clip""",
     2: """num_hidden_layers n_layer n_layers num_layers num_layers_per_stack encoder_layers decoder_layers num_decoder_layers num_experts_per_tok moe_k moe_top_k experts_per_token
           num_experts_per_token linear_num_key_heads num_experts_per_topk moe_topk""",
     1: "n_shared_experts num_shared_experts first_k_dense_replace n_group topk_group mamba_n_groups n_groups",
@@ -71,7 +72,7 @@ SIZES: dict[int, str] = {
 """What a size becomes, by what configs call it."""
 
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-PICTURE_SIDE, FRAMES = 64, 4  # pixels and frames of images and videos
+PICTURE_SIDE = 64  # pixels
 AT_RANDOM = ("layerdrop", "apply_spec_augment")
 """What is turned off: layers left out, or numpy's random masks, which a graph would have alike in every step."""
 BY_STAGE = ("depths", "depth", "num_block_repeats")
@@ -98,8 +99,6 @@ def shrink(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if name == "image_size" and value:
             config.image_size = [PICTURE_SIDE] * len(value) if isinstance(value, (list, tuple)) else PICTURE_SIDE
-        elif name == "num_frames" and isinstance(value, int):
-            config.num_frames = FRAMES
         elif name == staged:
             setattr(config, name, [1] * len(value))
         elif staged and not hasattr(value, "to_dict"):

@@ -24,7 +24,8 @@ from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
 from autopar.capture.shadow import WithLoss, shadow
-from autopar.capture.steps import another_step
+from autopar.capture.steps import one_step
+from autopar.capture.tape import Tape
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import CaptureError
 from autopar.frontend import max_positions
@@ -58,8 +59,10 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
     with clock("evaluation"):
-        _refuse_other_steps(model, twin, loss_fn, *pytree.tree_unflatten(known.stand_ins(flat), tree))
-        evaluating = _evaluation(twin, runs, loss_fn, *pytree.tree_unflatten(known.stand_ins(flat), tree)) if mode == "train" else Evaluation()
+        given, keywords = pytree.tree_unflatten(known.stand_ins(flat), tree)
+        given = given[:len(given) - _targets(loss_fn)]  # the loss function is not asked
+        step = one_step(shadow(twin), type(model).__name__, given, keywords)
+        evaluating = _evaluation(twin, runs, step, given, keywords) if mode == "train" else Evaluation()
     if evaluating.differs and not model.training:
         notes.append("the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone")
     with clock("passes"), code_when_asked():
@@ -104,17 +107,10 @@ def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, inp
     return twin if loss_fn is None else WithLoss(twin, loss_fn, targets, inputs - targets)
 
 
-def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How the model of which `twin` is the short shadow evaluates; the loss function is not asked."""
-    found = evaluation(twin, args[:len(args) - _targets(loss_fn)], kwargs)
+def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
+    """How the model of which `twin` is the short shadow evaluates."""
+    found = evaluation(twin, step, args, kwargs)
     return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
-
-
-def _refuse_other_steps(model: nn.Module, twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError where the second step of the model of which `twin` is the short shadow is not the first one; the loss function is not asked."""
-    if where := another_step(shadow(twin), args[:len(args) - _targets(loss_fn)], kwargs):
-        raise CaptureError(f"{type(model).__name__} cannot be captured: its second step computes something else than the first one, from {where} on, and a graph has one step; "
-                           "what is kept from step to step must be a buffer (a tensor that is changed in place) or an input; where only a first step differs, run that before")
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None) -> None:

@@ -14,34 +14,32 @@ from torch import nn
 
 from autopar.capture.failures import as_it_is, place_of, users
 
-State = tuple[Any, ...]
-
-
-def _state() -> State:
-    """Where both generators are, as what can be compared."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
-
 
 class Draws:
-    """Whether anything was drawn since."""
+    """Where both generators were, and so whether anything was drawn since."""
 
     def __init__(self) -> None:
-        self._before = _state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)
 
     def __bool__(self) -> bool:
-        return _state() != self._before
+        now: Any = np.random.get_state(legacy=True)
+        return random.getstate() != self._python or any(not np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+
+    def undo(self) -> None:
+        """Put both generators back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 @contextmanager
 def draws() -> Iterator[Draws]:
     """Says whether numbers are drawn inside; afterwards the generators are where they were."""
-    python, array = random.getstate(), np.random.get_state()
+    drawn = Draws()
     try:
-        yield Draws()
+        yield drawn
     finally:
-        random.setstate(python)
-        np.random.set_state(array)
+        drawn.undo()
 
 
 def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.shadow import shadow
-from autopar.capture.tape import UNTOLD, played
+from autopar.capture.tape import UNTOLD, Tape, played
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Evaluation:
     differs: bool = False
 
 
-def evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is."""
-    inputs, numbers = (args, dict(kwargs)), dict[Hashable, int]()
+def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
+    """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is. `step` is the tape of its training step on them, where there is one."""
+    inputs, numbers = (args, dict(kwargs)), step.numbers if step is not None else dict[Hashable, int]()
     try:
         evaluated = played(shadow(model).eval(), inputs, numbers)
         for leaving_out in (False, True):
-            trained = played(shadow(model), inputs, numbers, leaving_out=leaving_out)
+            trained = step if step is not None and not leaving_out else played(shadow(model), inputs, numbers, leaving_out=leaving_out)
             same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
             if same and not evaluated.on:
                 differs = bool(trained.on or trained.noises or trained.states.keys() - evaluated.states.keys())
                 return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
-        again = played(shadow(model).eval(), inputs, numbers, known=dict.fromkeys(trained.made))
+        again = played(shadow(model).eval(), inputs, numbers, known=trained.made)
     except UNTOLD as error:
         return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}", differs=True)
-    other = again.other and f"{again.other} computes something that training does not"
+    other = again.other and f"{again.other} computes something that training does not ({again.where})"
     return Evaluation(again.on or other or "evaluation leaves out parts of what training computes", differs=True)

@@ -28,7 +28,7 @@ from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.own_backwards import own_backwards
-from autopar.capture.shadow import WithLoss, without_loss
+from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check
@@ -194,7 +194,8 @@ def _as_differentiated(notes: list[str]) -> Iterator[None]:
 
 
 def _class(model: nn.Module) -> str:
-    return type(without_loss(model)).__name__
+    """The user's class, also where a loss function was added."""
+    return type(getattr(model, WithLoss.INNER, model)).__name__
 
 
 def _functions(model: nn.Module) -> list[Callable[..., Any]]:

@@ -79,12 +79,6 @@ class WithLoss(nn.Module):
         self.forward = forward
 
 
-def without_loss(model: nn.Module) -> nn.Module:
-    """The user's own model, also where a loss function was added."""
-    own: nn.Module = getattr(model, WithLoss.INNER, model)
-    return own
-
-
 def _signature(model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: int, targets: int) -> inspect.Signature | None:
     """`(x, y, *, mask=None)` for a model that takes (x, mask=None) and a loss that takes (outputs, y); None where the model does not
     name its inputs."""

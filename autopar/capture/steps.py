@@ -10,22 +10,26 @@ is made once) is the expression that it was.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.tape import UNTOLD, played
+from autopar.capture.tape import UNTOLD, Tape, played
+from autopar.errors import CaptureError
 
 
-def another_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Where the second step of `model`, which is on meta and changes, first computes something that the first one does not: `mul (model.py:12)`; "" where results and
-    buffers are alike, or it does not run without values."""
-    numbers: dict[Hashable, int] = {}
+def one_step(model: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tape | None:
+    """The tape of the first step of `model`, which is on meta and changes; None where it does not run without values, so that nothing can be told of its steps.
+    Raises CaptureError, which calls the model `name`, where the results or the buffers of the second step are others."""
+    inputs = (args, dict(kwargs))
     try:
-        first = played(model, (args, dict(kwargs)), numbers)
-        second = played(model, (args, dict(kwargs)), numbers, known=dict.fromkeys(first.made), kept=first)
+        first = played(model, inputs, {})
+        second = played(model, inputs, first.numbers, known=first.made, kept=first)
     except UNTOLD:
-        return ""
-    same = (first.result, first.states) == (second.result, second.states)
-    return "" if same else second.other or "what it gives"
+        return None
+    if (first.result, first.states) == (second.result, second.states):
+        return first
+    where = f"{second.other} ({second.where})" if second.other else "what it gives"
+    raise CaptureError(f"{name} cannot be captured: its second step computes something else than the first one, from {where} on, and a graph has one step; "
+                       "what is kept from step to step must be a buffer (a tensor that is changed in place) or an input; where only a first step differs, run that before")

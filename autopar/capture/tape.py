@@ -20,7 +20,6 @@ from passes.noises import DRAWN, VALUE, kind_of
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
 """What a model raises that cannot run without values, or not in the other mode."""
 
-
 NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 """What arguments are compared by value; of others the type is."""
 
@@ -58,11 +57,12 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
 class Tape(TorchFunctionMode):
     """Numbers what is computed: equal ones are equal expressions of weights and inputs, flags aside.
 
+    numbers  of all expressions so far, on other tapes too
     result   the numbers of the tensors that the model gives
     states   the buffers that change, and a number for what they become
     made     the numbers of all that functions gave
     on       the first function with a flag on, in words
-    other    the first function whose number is not among the `known` ones, and the line that calls it
+    other    the first function whose number is not among the `known` ones, and `where` it is called
     noises   the products with random factors, which have the numbers of what is multiplied where they are left out
     """
 
@@ -71,9 +71,9 @@ class Tape(TorchFunctionMode):
         self.result: list[int] = []
         self.states: dict[str, int] = {}
         self.made: dict[int, None] = {}
-        self.on = self.other = ""
+        self.on = self.other = self.where = ""
         self.noises = 0
-        self._numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
+        self.numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
         self._kinds: dict[int, int] = {}
         self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
         self._of: dict[int, int] = {}
@@ -132,7 +132,7 @@ class Tape(TorchFunctionMode):
         if (tensors or in_place) and before is None:
             self.made[made] = None
             if self._known is not None and made not in self._known and not self.other:
-                self.other = self._says(name)
+                self.other, self.where = name, caller()
         return result
 
     def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
@@ -160,7 +160,7 @@ class Tape(TorchFunctionMode):
         self._alive.append(tensor)
 
     def _number(self, key: Hashable) -> int:
-        number = self._numbers.setdefault(key, len(self._numbers))
+        number = self.numbers.setdefault(key, len(self.numbers))
         self._kinds.setdefault(number, VALUE)
         return number
 

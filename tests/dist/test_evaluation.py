@@ -203,7 +203,7 @@ def _refused(source: str, light: Light) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square (test_evaluation.py:"), (Switching, "mul (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
+@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square computes something that training does not (test_evaluation.py:"), (Switching, "mul computes something that training does not (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
 def test_what_no_flag_turns_off_is_refused(kind: type[nn.Module], why: str) -> None:
     model = kind()
     who = Subject("refused", "train", capture(model, (data().float(),)), model.state_dict())

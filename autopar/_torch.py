@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -244,6 +244,59 @@ def getitem_modes() -> list[Any]:
     from torch.overrides import _get_current_function_mode_stack
 
     return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, TransformGetItemToIndex)]
+
+
+def items_are_indices() -> AbstractContextManager[None]:
+    """Inside, an index that is a tensor of no dims is not read as a number; flex_attention enters it around the functions that it is given."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    mode: AbstractContextManager[None] = TransformGetItemToIndex()
+    return mode
+
+
+def copied(function: Any, **names: Any) -> Any:
+    """A function in Python as it is now, with other things behind some of the names that it reads."""
+    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def flex_attention_by(own: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, torch's flex_attention, with `attend(query, key, value, score_mod, block_mask, scale, kernel_options)` in place of its kernels, on any device. It gives the
+    attention, and the logarithm of the sum of the scores and the largest one, to the base 2. What it checks and gives has no other public name."""
+    found: Callable[..., Any] = copied(own, flex_attention_hop=attend, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True)
+    return found
+
+
+def _instead(*_: Any, **__: Any) -> Any:
+    """What `_elsewhere` calls, by the name that it is given."""
+
+
+def _elsewhere(*args: Any, **kwargs: Any) -> Any:
+    return _instead(*args, **kwargs)
+
+
+@contextmanager
+def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a function in Python calls `to`, under whatever name somebody imported it. Changing its code is all that reaches such names."""
+    code, defaults, named = function.__code__, function.__defaults__, function.__kwdefaults__
+    place = f"_instead_of_{function.__name__}"
+    function.__globals__[place] = to
+    function.__code__, function.__defaults__, function.__kwdefaults__ = _elsewhere.__code__.replace(co_names=(place,)), None, None
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, named
+        del function.__globals__[place]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of; of one sample inside `torch.vmap`, that of all samples."""
+    from torch._C import _functorch
+
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

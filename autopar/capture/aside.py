@@ -15,6 +15,7 @@ from autopar._torch import below_autograd, pytree
 from autopar.capture.devices import on_meta
 
 detach = torch.ops.aten.detach.default
+cast = torch.ops.aten._to_copy.default
 
 
 def aside(call: Callable[..., Any], args: Sequence[Any], modes: Sequence[AbstractContextManager[Any]] = (), *, detaching: bool = True) -> Any:
@@ -50,7 +51,17 @@ def _program(body: Callable[..., Any], inputs: Sequence[Any], modes: Sequence[Ab
     with on_meta(), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
-        return below_autograd(body, inputs)
+        return _plain_numbers(below_autograd(body, inputs))
+
+
+def _plain_numbers(program: fx.GraphModule) -> fx.GraphModule:
+    """Numbers that torch.vmap casts to the dtype of the tensor that they meet, as the numbers they are."""
+    for node in program.graph.find_nodes(op="call_function", target=cast):
+        if isinstance(node.args[0], bool | int | float):
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+    program.recompile()
+    return program
 
 
 class _Unrecorded(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from autopar._torch import getitem_modes, vmap_replaced
 from autopar.capture.aside import aside
-from autopar.capture.failures import caller
+from autopar.capture.lines import caller
 from autopar.capture.own_backwards import is_torchs
 from autopar.errors import CaptureError
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autopar.capture.failures import as_it_is, place_of, users
+from autopar.capture.failures import as_it_is
+from autopar.capture.lines import place_of, users
 
 
 class Draws:

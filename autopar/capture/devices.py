@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
+from autopar.capture.flexible import plain_flex_attention
 
 LITERALS = (torch.tensor, torch.as_tensor)
 DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a property in C, which stubs have as a plain attribute
@@ -75,7 +76,8 @@ def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Everything that is made or met inside is on meta. Batch norms have the statistics of all ranks as they are: those that would ask for them do not, for they want ranks on
-    GPUs to ask."""
+    GPUs to ask. What torch.compile was asked to compile runs as it is written."""
     with (torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
-          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)):
+          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward), plain_flex_attention(),
+          torch.compiler.set_stance("force_eager")):
         yield

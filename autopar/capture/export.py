@@ -23,10 +23,11 @@ from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
-from autopar.capture.failures import advice, as_it_is, described, says, source, why_static
+from autopar.capture.failures import advice, as_it_is, described, says, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.lengths import Rows, symbolic_lengths
+from autopar.capture.lines import source
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span
@@ -69,7 +70,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
         except export_errors() as error:
-            if why := why_untraced(error, taken):
+            if why := why_untraced(error, taken, dict(inspect.signature(model.forward).bind(*inputs, **named).arguments)):
                 raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import re
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,9 +12,9 @@ from torch import nn
 from autopar._torch import export_errors, fake_mode
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
+from autopar.capture.lines import source
 from autopar.capture.outer import fake
 
-LIBRARY = str(Path(inspect.__file__).parent) + "/"
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
@@ -95,33 +90,3 @@ def _named(guard: str, names: dict[str, str]) -> str:
     for place, name in names.items():
         guard = guard.replace(place, name)
     return guard.replace("IntInfinity()", "infinity")
-
-
-def source(error: BaseException | None, model: nn.Module) -> str:
-    """The last frame outside torch: the user's own line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None) if users(f.filename)]
-    if frames:
-        return f"at {_short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
-    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
-    return f"at {_short(found.group(1))}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
-
-
-def place_of(frame: FrameType) -> str:
-    """The line that runs in a frame, as `source` says it."""
-    path = frame.f_code.co_filename
-    return f"at {_short(path)}:{frame.f_lineno}: {linecache.getline(path, frame.f_lineno).strip()}"
-
-
-def caller() -> str:
-    """The user's line that is running, `model.py:12`."""
-    frames = [f for f in traceback.extract_stack() if users(f.filename)]
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "called by torch"
-
-
-def users(path: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor of Python's own library."""
-    return "/torch/" not in path and "/autopar/" not in path and ("/site-packages/" in path or not path.startswith(LIBRARY))
-
-
-def _short(path: str) -> str:
-    return path.rsplit("/", 1)[-1]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.failures import caller
+from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
 REGISTERED = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -1,19 +1,22 @@
-"""What models do in forward that no graph of operators has: they look at values to complain of them, and take gradients."""
+"""What models do in forward that no graph of operators has: they look at values to complain of them, take gradients, and read objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
-from autopar._torch import unvalidated_distributions
-from autopar.capture.failures import caller
+from autopar._torch import pytree, unvalidated_distributions
+from autopar.capture.lines import caller
 
 UNTRACED = "fake tensor in the exported program constant's list"
 """What torch.export says of results of a backward, which it does not trace."""
+
+UNKNOWN = "Unsupported input type"
+KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 
 @contextmanager
@@ -29,8 +32,12 @@ def traced_forward() -> Iterator[list[str]]:
         yield taken
 
 
-def why_untraced(error: BaseException, taken: list[str]) -> str:
-    """What to say of an `error` whose cause is that gradients were `taken` in forward; "" where it is another."""
+def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:
+    """What to say of an `error` whose cause is that gradients were `taken` in forward, or that `inputs` hold objects; "" where it is another."""
+    if UNKNOWN in str(error):
+        kinds = {name: type(leaf).__name__ for name, value in inputs.items() for leaf in pytree.tree_leaves(value) if not isinstance(leaf, KNOWN)}
+        return (f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes tensors and numbers; "
+                "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)")
     if not taken or UNTRACED not in str(error):
         return ""
     return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: write them out as a formula, "

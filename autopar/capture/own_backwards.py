@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture.aside import aside
-from autopar.capture.failures import caller
+from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
 TOLERANCE = 1e-4

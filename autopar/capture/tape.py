@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import fake_mode, pytree, tracing
+from autopar._torch import fake_mode, memory_of, pytree, tracing, vmap_replaced
 from autopar.capture.alike import INNER
 from autopar.capture.devices import changes, on_meta
-from autopar.capture.failures import caller
 from autopar.capture.flags import FLAGS
+from autopar.capture.lines import caller
 from autopar.capture.outer import fake
 from passes.noises import DRAWN, VALUE, kind_of
 
@@ -44,14 +44,17 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
                 tape.begin(leaf, ("attribute", name, i))
     with torch.no_grad(), fake_mode(), tracing(), on_meta():
         args, kwargs = fake(inputs)
-        for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
-            if isinstance(leaf, torch.Tensor):
-                tape.begin(leaf, ("input", i))
-        with tape:
+        for i, leaf in enumerate(_tensors((args, kwargs))):
+            tape.begin(leaf, ("input", i))
+        with tape, vmap_replaced(tape.mapped):
             result = model(*args, **kwargs)
-    tape.result = [tape.number(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tape.result = [tape.number(leaf) for leaf in _tensors(result)]
     tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
     return tape
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Tape(TorchFunctionMode):
@@ -78,6 +81,7 @@ class Tape(TorchFunctionMode):
         self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
         self._of: dict[int, int] = {}
         self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
+        self._depth = 0  # of functions of single samples, one in the other
         self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
 
     def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
@@ -93,6 +97,27 @@ class Tape(TorchFunctionMode):
         state = self.state(tensor)
         return found if state is None else self._made(("changed", found, state), (found, state))
 
+    def mapped(self, original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of what `torch.vmap` gave: functions inside see one sample, and what leaves it none of them has made."""
+        outside = [self.number(leaf) for leaf in _tensors((args, kwargs))]
+        made: list[int] = []
+        self._depth += 1
+
+        def one(*args: Any, **kwargs: Any) -> Any:
+            for i, (leaf, number) in enumerate(zip(_tensors((args, kwargs)), outside, strict=True)):
+                self.begin(leaf, ("sample", self._depth, i, number, repr(settings)))
+            result = func(*args, **kwargs)
+            made.extend(self.number(leaf) for leaf in _tensors(result))
+            return result
+
+        try:
+            result = original(one, *settings, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        for leaf, number in zip(_tensors(result), made, strict=False):
+            self._note(leaf, self._made(("samples", self._depth, number, repr(settings)), (number,)))
+        return result
+
     def _had(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor of this run or of the one before; None for any other."""
         found = self._of.get(id(tensor))
@@ -104,13 +129,13 @@ class Tape(TorchFunctionMode):
 
     def state(self, tensor: torch.Tensor) -> int | None:
         """What was done in place to the memory of `tensor`; None for nothing."""
-        return self._changed.get(tensor.untyped_storage()._cdata)
+        return self._changed.get(memory_of(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         flag = FLAGS.get(name)
-        read = [self.number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        read = [self.number(leaf) for leaf in _tensors((args, kwargs))]
         key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
         before = read[0] if flag is not None and flag.drops else None
         result = func(*args, **kwargs)
@@ -122,10 +147,10 @@ class Tape(TorchFunctionMode):
         in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
         if in_place and before is None:
             target = kwargs.get("out", args[0])
-            self._changed[target.untyped_storage()._cdata] = self._made(("in place", self.state(target), made), (made,))
+            self._changed[memory_of(target)] = self._made(("in place", self.state(target), made), (made,))
         if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
             self._whole[made] = read[0]
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(result)
         for i, tensor in enumerate(tensors):
             if self._had(tensor) is None:
                 self._note(tensor, made if before is not None or tensor is result else self._made((made, i), (made,)))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture import Captured, lift
 from autopar.capture.export import named_leaves
 from autopar.capture.flags import undropped
+from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.own_backwards import once
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
@@ -83,7 +84,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     """The tensors that the model gives, in order, but for those that are `left_out`, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
     leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _cast(dict(model.named_parameters()), dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
-    with _running_once(), torch.set_grad_enabled(bool(kinds)):
+    with _as_captured(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, {**leaves, **buffers}, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype))
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for name, leaf in named_leaves(result).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
@@ -111,7 +112,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _running_once() -> Iterator[None]:
-    """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then."""
-    with mock.patch.object(CheckpointFunction, "apply", once):
+def _as_captured() -> Iterator[None]:
+    """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then. flex_attention has gradients."""
+    with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention(), torch.compiler.set_stance("force_eager"):
         yield

@@ -210,12 +210,22 @@ def test_gradients_in_forward_are_refused():
         capture(TakesGradients(), batch())
 
 
+def test_objects_among_inputs_are_told_by_name():
+    class Reads(nn.Module):
+        def forward(self, x, how):
+            return x.square().mean()
+
+    with pytest.raises(CaptureError, match=r"^Reads cannot be exported: of its inputs how is a device, and a graph takes tensors and numbers; make it in forward"):
+        capture(Reads(), (batch()[0], torch.device("cpu")))
+
+
 class Likely(Net):
     def change(self, x):
         return torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1).log_prob(x)
 
 
 def test_distributions_are_asked_without_looking_at_values_and_look_again_afterwards():
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile, wherever it was called, turns it off
     assert capture(Likely(), batch()).hints == {"b": 8}
     with pytest.raises(ValueError, match="scale"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))

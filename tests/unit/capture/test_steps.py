@@ -53,6 +53,12 @@ class Decays(Keeping):
         return x * self.kept["scale"]  # the line
 
 
+class Maps(Keeping):
+    def keep(self, x):
+        self.steps += 1
+        return torch.vmap(lambda row: row * self.steps)(x)  # the line
+
+
 class CountsElsewhere(Keeping):
     def keep(self, x):
         self.there.count += 1
@@ -85,7 +91,7 @@ class BeginsOtherwise(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [WarmsUp, Lists, Decays, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise])
+@pytest.mark.parametrize("kind", [WarmsUp, Lists, Decays, Maps, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise])
 def test_steps_that_differ_are_refused_with_the_line(kind: type[Keeping], mode: str) -> None:
     model = kind()
     with pytest.raises(CaptureError, match=rf"{kind.__name__} cannot be captured: its second step .* from \w+ \(test_steps.py:(\d+)\) on") as caught:
@@ -126,6 +132,12 @@ class LongestSoFar(Keeping):
         return x / self.steps
 
 
+class MasksBySamples(Keeping):
+    def keep(self, x):
+        shown = torch.vmap(torch.vmap(lambda row, i: row.sum() + i >= 0, (None, 0)), (0, None))(x, torch.arange(4, device=x.device))
+        return x * shown
+
+
 class Averages(Keeping):
     def keep(self, x):
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
@@ -138,7 +150,7 @@ class Drops(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [Tells, MasksOnce, MasksBySize, LongestSoFar, Averages, Drops])
+@pytest.mark.parametrize("kind", [Tells, MasksOnce, MasksBySize, MasksBySamples, LongestSoFar, Averages, Drops])
 def test_what_is_kept_and_changes_no_step_is_captured(kind: type[Keeping], mode: str) -> None:
     assert capture(kind(), (torch.randn(8, 4),), mode=mode).hints == {"b": 8}
 

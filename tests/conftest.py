@@ -10,6 +10,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers import tiers
+
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)  # of `make test`, which judges a change: the same examples every time
 settings.load_profile("without deadlines")  # of all else, which looks for what is wrong: new examples every time
@@ -23,6 +25,15 @@ def what_stays_is_not_garbage() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the list are slow."""
+    long = tiers.listed()
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
 
 
 class TogetherOnRanks(LoadFileScheduling):

@@ -1,16 +1,18 @@
-"""What models do in forward that no graph of operators has: they look at values to complain of them, take gradients, and read objects."""
+"""What models do in forward that no graph of operators has: they look at values to complain of them, take gradients, seed generators, and read objects."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
-from autopar._torch import pytree, unvalidated_distributions
+from autopar._torch import pytree, redirected, unvalidated_distributions
 from autopar.capture.lines import caller
+from autopar.errors import CaptureError
 
 UNTRACED = "fake tensor in the exported program constant's list"
 """What torch.export says of results of a backward, which it does not trace."""
@@ -21,15 +23,22 @@ KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 @contextmanager
 def traced_forward() -> Iterator[list[str]]:
-    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took gradients, as `caller` says them."""
+    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took gradients, as `caller` says them.
+    Raises CaptureError, inside, where torch's generator is seeded."""
     original, taken = torch.autograd.grad, list[str]()
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         taken.append(caller())
         return original(*args, **kwargs)
 
-    with unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad):
+    with (unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad), redirected(inspect.unwrap(torch.manual_seed), _refuse_seed),
+          redirected(inspect.unwrap(torch.seed), _refuse_seed)):
         yield taken
+
+
+def _refuse_seed(*_: Any) -> NoReturn:
+    raise CaptureError(f"{caller()} seeds torch's generator in forward, and a graph has no seeds: what it draws would be other numbers in every step; "
+                       "draw them once, when the model is made, and keep them as a buffer")
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:

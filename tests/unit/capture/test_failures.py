@@ -199,6 +199,26 @@ def test_draws_that_a_graph_would_repeat_are_refused_and_not_kept(kind, mode):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
+class Seeds(Net):
+    def change(self, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return x + torch.randn(4)
+
+
+class SeedsByTime(Net):
+    def change(self, x):
+        torch.random.seed()
+        return x + torch.randn(4)
+
+
+@pytest.mark.parametrize("kind", [Seeds, SeedsByTime])
+def test_seeds_in_forward_are_refused(kind):
+    with pytest.raises(CaptureError, match=r"^test_failures.py:\d+ seeds torch's generator in forward.*keep them as a buffer"):
+        capture(kind(), batch())
+    torch.manual_seed(1)
+
+
 class TakesGradients(Net):
     def change(self, x):
         x = x.detach().requires_grad_()

@@ -59,20 +59,36 @@ def _reshape(node: fx.Node) -> fx.Node:
     return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node)))
 
 
-def reshape_sizes(operand: fx.Node, node: fx.Node) -> list[int | fx.Node]:
-    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1.
+def _as_another(node: fx.Node) -> fx.Node:
+    """To the sizes of another tensor."""
+    operand, other = node.args
+    assert isinstance(operand, fx.Node) and isinstance(other, fx.Node)
+    return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: edit.size(other, dim))))
 
-    Raises ValueError when two symbolic sizes of the result are no sizes of the operand.
+
+def _unflattened(node: fx.Node) -> fx.Node:
+    """One dim as several."""
+    given = edit.args_of(node)
+    operand, first = given["self"], given["dim"] % len(facts.shape(given["self"]))
+    return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: given["sizes"][dim - first])))
+
+
+def reshape_sizes(operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None) -> list[int | fx.Node]:
+    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1, others are what is `given` for the dim.
+
+    Raises ValueError when two symbolic sizes of the result are no sizes of the operand, and none are given.
     """
     before, after = facts.shape(operand), facts.shape(node)
     sizes: list[int | fx.Node] = []
-    for wanted in after:
+    for dim, wanted in enumerate(after):
         if isinstance(wanted, int):
             sizes.append(wanted)
         elif wanted in before:
             sizes.append(edit.size(operand, before.index(wanted)))
         elif -1 not in sizes:
             sizes.append(-1)
+        elif given is not None:
+            sizes.append(given(dim))
         else:
             raise ValueError(f"cannot spell {node.name} ({facts.where(node)}) as a reshape from {before} to {after}")
     return sizes
@@ -216,8 +232,8 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.to.dtype_layout: _cast,
     aten.to.other: _cast,
     aten.type_as.default: _cast,
-    aten.unflatten.int: _reshape,
+    aten.unflatten.int: _unflattened,
     aten.view.default: _same_args(aten.reshape.default, 2),
-    aten.view_as.default: _reshape,
-    aten.reshape_as.default: _reshape,
+    aten.view_as.default: _as_another,
+    aten.reshape_as.default: _as_another,
 }

@@ -316,6 +316,19 @@ def test_sizes_of_another_tensor_are_an_expansion():
     assert "aten.expand_as.default" not in targets(gm)
 
 
+@pytest.mark.parametrize("back", [
+    lambda flat, x: flat.unflatten(0, (x.shape[0], x.shape[1])),
+    lambda flat, x: flat.unflatten(0, (x.shape[0], -1)),
+    lambda flat, x: flat.unflatten(0, (-1, x.shape[1])),
+    lambda flat, x: flat.mT.unflatten(-1, x.shape[:2]).permute(1, 2, 0),
+    lambda flat, x: flat.reshape_as(x),
+    lambda flat, x: flat.view_as(x),
+], ids=["all sizes", "samples", "positions", "last", "reshape as", "view as"])
+def test_samples_and_positions_are_one_dim_and_two_again(back):
+    gm = normalized(lambda m, x, y: back(x.flatten(0, 1) @ m.w, x) * x, data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert not {"aten.unflatten.int", "aten.reshape_as.default", "aten.view_as.default"} & set(targets(gm))
+
+
 def test_copies_for_each_sample_are_expanded():
     gm = normalized(lambda m, x, y: (m.w.reshape(2, 3, 6).repeat(x.size(0), 1, 1).reshape(-1, 6, 6) @ x.mT).sum(), data(4, 5, 6), dims={"x": {0: B, 1: S}})
     assert "aten.repeat.default" not in targets(gm) and targets(gm).count("aten.expand.default") == 1

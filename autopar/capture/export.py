@@ -23,7 +23,7 @@ from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
-from autopar.capture.failures import advice, as_it_is, described, says, why_static
+from autopar.capture.failures import advice, as_it_is, described, made_numbers, says, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.lengths import Rows, symbolic_lengths
@@ -51,9 +51,9 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     notes: list[str] = []
     flat, tree = pytree.tree_flatten((args, kwargs))
     failure: BaseException | None = None
-    numbers: set[str] = set()  # sizes that the model makes numbers: their loops over positions are not traced at the user's own size once more
+    numbers: set[str] = set()  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
     for tried in _weaker(dims):
-        if tried.loose and not numbers.isdisjoint(tried.hints):
+        if not numbers.isdisjoint(tried.hints):
             continue
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
         shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
@@ -75,6 +75,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
             failure = failure or error
+            numbers |= made_numbers(error)
             continue
         if tried.loose:
             try:

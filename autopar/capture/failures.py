@@ -18,6 +18,7 @@ from autopar.capture.outer import fake
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
+_NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant")
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
@@ -33,9 +34,16 @@ def says(error: BaseException | None, dims: Dims) -> str:
         return f"the model works only where {guards[0].strip()}"
     lines = [line.strip() for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines()) if line.strip()]
     line = lines[0][:300] if lines else type(error).__name__
+    if number := _NUMBER.search(line):
+        line = f"the model makes a number of {number.group(1)} (int(), a key of a cache, a library that wants plain sizes)"
     if _FROM_VALUES in line:
         line = f"control flow or a size depends on the values of a tensor, which are not known ({line})"
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
+
+
+def made_numbers(error: BaseException) -> set[str]:
+    """The sizes that the model turned into numbers, where torch says so."""
+    return set(_NUMBER.findall(str(error)))
 
 
 def advice(error: BaseException, place: str = "") -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import torch
 
-from autopar._torch import pytree, redirected, unvalidated_distributions
+from autopar._torch import copied, pytree, redirected, unvalidated_distributions
 from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
@@ -31,14 +32,23 @@ def traced_forward() -> Iterator[list[str]]:
         taken.append(caller())
         return original(*args, **kwargs)
 
-    with (unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad), redirected(inspect.unwrap(torch.manual_seed), _refuse_seed),
-          redirected(inspect.unwrap(torch.seed), _refuse_seed)):
+    with unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad), _refusing_seeds(torch.manual_seed), _refusing_seeds(torch.seed):
         yield taken
 
 
-def _refuse_seed(*_: Any) -> NoReturn:
-    raise CaptureError(f"{caller()} seeds torch's generator in forward, and a graph has no seeds: what it draws would be other numbers in every step; "
-                       "draw them once, when the model is made, and keep them as a buffer")
+@contextmanager
+def _refusing_seeds(function: Callable[..., Any]) -> Iterator[None]:
+    tracing, function = threading.current_thread(), inspect.unwrap(function)
+    original = copied(function)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not tracing:  # code that is tried aside
+            return original(*args, **kwargs)
+        raise CaptureError(f"{caller()} seeds torch's generator in forward, and a graph has no seeds: what it draws would be other numbers in every step; "
+                           "draw them once, when the model is made, and keep them as a buffer")
+
+    with redirected(function, refuse):
+        yield
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:

@@ -26,6 +26,8 @@ NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
 SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like")
 """They read the sizes of their operand only."""
+WHOLE = ("__getitem__", "expand", "expand_as", "narrow", "reshape", "reshape_as", "view", "view_as")
+"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is as long."""
 PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
 QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 
@@ -55,6 +57,13 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether the result of a function of WHOLE is all of its operand: as large, and cut by slices if at all."""
+    if name == "__getitem__" and not all(isinstance(part, slice | type(...)) for part in (args[1] if isinstance(args[1], tuple) else args[1:])):
+        return False
+    return isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (args[0].shape, args[0].dtype)
 
 
 class Tape(TorchFunctionMode):
@@ -139,6 +148,8 @@ class Tape(TorchFunctionMode):
         key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
         before = read[0] if flag is not None and flag.drops else None
         result = func(*args, **kwargs)
+        if name in WHOLE and _is_all(name, args, result):
+            before = read[0]
         if before is None and self._leaving_out and name in PRODUCTS:
             before = self._multiplied(read, args, result)
         if flag is not None and not self.on and flag.is_on(args, kwargs):

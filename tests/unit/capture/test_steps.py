@@ -59,6 +59,15 @@ class Maps(Keeping):
         return torch.vmap(lambda row: row * self.steps)(x)  # the line
 
 
+class CutsAnother(Keeping):
+    def keep(self, x):
+        mask = self.kept.setdefault("mask", torch.arange(8.0, device=x.device))
+        if self.ready:
+            return x * mask[4:]  # the line
+        self.ready = True
+        return x * mask[:4]
+
+
 class CountsElsewhere(Keeping):
     def keep(self, x):
         self.there.count += 1
@@ -91,7 +100,7 @@ class BeginsOtherwise(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [WarmsUp, Lists, Decays, Maps, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise])
+@pytest.mark.parametrize("kind", [WarmsUp, Lists, Decays, Maps, CutsAnother, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise])
 def test_steps_that_differ_are_refused_with_the_line(kind: type[Keeping], mode: str) -> None:
     model = kind()
     with pytest.raises(CaptureError, match=rf"{kind.__name__} cannot be captured: its second step .* from \w+ \(test_steps.py:(\d+)\) on") as caught:
@@ -132,6 +141,17 @@ class LongestSoFar(Keeping):
         return x / self.steps
 
 
+class CutsALongerMask(Keeping):
+    """As ALiBi of x-transformers: what is made in the first step, later cut from what was made."""
+
+    def keep(self, x):
+        rows, columns = x.shape[-2] + 2, x.shape[-1]
+        if "mask" not in self.kept:
+            self.kept["mask"] = torch.arange(rows * columns, device=x.device).view(rows, columns)
+            return x + self.kept["mask"][:x.shape[-2]]
+        return x + self.kept["mask"][..., -rows:, -columns:].expand(rows, columns)[:x.shape[-2]]
+
+
 class MasksBySamples(Keeping):
     def keep(self, x):
         shown = torch.vmap(torch.vmap(lambda row, i: row.sum() + i >= 0, (None, 0)), (0, None))(x, torch.arange(4, device=x.device))
@@ -150,7 +170,7 @@ class Drops(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [Tells, MasksOnce, MasksBySize, MasksBySamples, LongestSoFar, Averages, Drops])
+@pytest.mark.parametrize("kind", [Tells, MasksOnce, MasksBySize, CutsALongerMask, MasksBySamples, LongestSoFar, Averages, Drops])
 def test_what_is_kept_and_changes_no_step_is_captured(kind: type[Keeping], mode: str) -> None:
     assert capture(kind(), (torch.randn(8, 4),), mode=mode).hints == {"b": 8}
 

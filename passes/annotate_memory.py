@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.beside import beside, product
 from passes.facts import Size
 from passes.grads import needs_grad
 from passes.ordered import copied
@@ -21,9 +22,6 @@ GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.
 
 BAGS = (ops.bag, ops.ragged_bags)
 """Read a row of their first operand for each number of the second."""
-
-STATISTIC_BYTES = 4
-"""Attention and normalisation keep float32 statistics per row."""
 
 
 def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
@@ -47,7 +45,7 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
 def _saved(node: fx.Node, grads: list[bool]) -> Saved:
     positions = saved_positions(node.target, grads)
     copies = copied(node, positions)
-    return Saved(tuple(position for position in positions if position not in copies), copies, _extra(node))
+    return Saved(tuple(position for position in positions if position not in copies), copies, beside(node))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -86,23 +84,6 @@ def _looked_up(node: fx.Node, written: Size) -> Size:
     return facts.numel(chosen) * facts.shape(table)[1] * facts.dtype(table).itemsize if node.target in BAGS else written
 
 
-def _extra(node: fx.Node) -> Size:
-    """Dropout: its mask in the dtype of the result (runtime/algorithms/dropout.py); pooling: an index each; attention: one
-    statistic per row; norms: two."""
-    if node.target is aten.dropout.default:
-        return facts.nbytes(node)
-    if node.target is aten.max_pool2d.default:
-        return 8 * facts.numel(node)
-    if node.target is aten.scaled_dot_product_attention.default:
-        shape = facts.shape(node)
-        return STATISTIC_BYTES * _product(shape[:-1])
-    if node.target in (aten.layer_norm.default, aten.rms_norm.default):
-        sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
-        rows = _product(facts.shape(node)[: -len(sizes)])
-        return (2 if node.target is aten.layer_norm.default else 1) * STATISTIC_BYTES * rows
-    return 0
-
-
 def _unfused_on_cpu(node: fx.Node, grads: list[bool]) -> bool:
     """Whether the fused kernel of the CPU refuses: it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp)."""
     given = edit.args_of(node)
@@ -114,12 +95,5 @@ def _unfused(node: fx.Node) -> Saved:
     products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too."""
     given = edit.args_of(node)
     itemsize = facts.dtype(node).itemsize
-    scores = itemsize * _product((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
+    scores = itemsize * product((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
     return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1))
-
-
-def _product(sizes: tuple[Size, ...]) -> Size:
-    result: Size = 1
-    for size in sizes:
-        result = result * size
-    return result

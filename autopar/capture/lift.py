@@ -52,8 +52,8 @@ def _lift(item: Any, dtype: torch.dtype) -> Any:
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-        return value.to(dtype)
-    if isinstance(value, torch.Tensor) and value.is_complex():
-        return value.to(dtype.to_complex())
-    return value
+    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a reshape copies says what can be kept."""
+    if not isinstance(value, torch.Tensor) or not (value.is_complex() or value.is_floating_point()):
+        return value
+    wanted = dtype.to_complex() if value.is_complex() else dtype
+    return value if value.dtype == wanted else value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)

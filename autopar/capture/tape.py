@@ -26,8 +26,8 @@ NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
 SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like")
 """They read the sizes of their operand only."""
-WHOLE = ("__getitem__", "expand", "expand_as", "narrow", "reshape", "reshape_as", "view", "view_as")
-"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is as long."""
+WHOLE = ("__getitem__", "clone", "contiguous", "expand", "expand_as", "narrow", "reshape", "reshape_as", "view", "view_as")
+"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is as long, what is in another order in training."""
 PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
 QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 

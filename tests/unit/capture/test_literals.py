@@ -64,3 +64,20 @@ def test_what_is_lifted_has_the_dtypes_that_it_says() -> None:
             ran[node] = node.target(*args, **kwargs)
             assert ran[node].dtype == node.meta["val"].dtype, node.format_node()
     assert {value.dtype for value in ran.values()} >= {torch.float64, torch.complex128}
+
+
+def test_what_is_lifted_lies_in_memory_as_it_did() -> None:
+    """Whether a reshape copies, and so whether its result can be kept, is read off the order of what it reads."""
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h[:, None].expand(-1, 3, -1).reshape(-1, 4).square().mean() + h.T.exp().mean()
+
+    captured = capture(Repeats(), (torch.zeros(4, 4),)).gm
+    nodes = [(one, other) for one, other in zip(captured.graph.nodes, lift(captured).graph.nodes, strict=True) if one.op != "output"]
+    pairs = [(a, b) for one, other in nodes for a, b in zip(facts.tensors(one), facts.tensors(other), strict=True)]
+    assert all(str(a.stride()) == str(b.stride()) and a.requires_grad == b.requires_grad for a, b in pairs) and any(0 in a.stride() for a, _ in pairs)

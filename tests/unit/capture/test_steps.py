@@ -175,6 +175,18 @@ def test_what_is_kept_and_changes_no_step_is_captured(kind: type[Keeping], mode:
     assert capture(kind(), (torch.randn(8, 4),), mode=mode).hints == {"b": 8}
 
 
+class OrdersInTraining(Keeping):
+    """As convolutions of diffusers, for DDP."""
+
+    def keep(self, x):
+        return torch.tanh(x.T.contiguous() if self.training else x.T)
+
+
+def test_what_is_only_in_another_order_when_it_trains_evaluates_alike() -> None:
+    evaluation = capture(OrdersInTraining(), (torch.randn(8, 4),)).evaluation
+    assert evaluation.why == "" and not evaluation.differs
+
+
 def test_a_model_whose_first_step_is_behind_it_is_captured() -> None:
     model = BeginsOtherwise()
     model(torch.randn(8, 4))

@@ -1,0 +1,121 @@
+"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as formulas in the symbols of the sizes.
+
+An operator with a row here is not left out where a block is run again, although nobody needs its result: its backward needs what running it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.facts import Size
+
+aten = torch.ops.aten
+
+STATISTIC_BYTES = 4
+"""Attention and normalisation keep float32 statistics."""
+COUNT_BYTES = 8
+"""Indices and counts are int64."""
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """All sizes multiplied."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
+    """One for each element of the result."""
+    return lambda node: itemsize * facts.numel(node)
+
+
+def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
+    """Of each row that is normalized."""
+    def keeps(node: fx.Node) -> Size:
+        sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
+        return statistics * STATISTIC_BYTES * product(facts.shape(node)[: -len(sizes)])
+
+    return keeps
+
+
+def _groups(node: fx.Node) -> Size:
+    """Mean and deviation of each group of each sample."""
+    return 2 * STATISTIC_BYTES * facts.shape(node)[0] * edit.args_of(node)["num_groups"]
+
+
+def _channels(node: fx.Node) -> Size:
+    """Mean and deviation of each channel."""
+    return 2 * STATISTIC_BYTES * facts.shape(node)[1]
+
+
+def _channels_of_samples(node: fx.Node) -> Size:
+    return _channels(node) * facts.shape(node)[0]
+
+
+def _attention(node: fx.Node) -> Size:
+    """The logarithm of the sum of each row."""
+    return STATISTIC_BYTES * product(facts.shape(node)[:-1])
+
+
+def _bags(node: fx.Node) -> Size:
+    """Of each row in a bag whose it is; of each bag where its rows are, how many, and a maximum."""
+    chosen = edit.tensor_operands(node)[1]
+    bags = product(facts.shape(node)[:-1]) if node.target is ops.bag else facts.shape(node)[0]
+    return COUNT_BYTES * (facts.numel(chosen) + 3 * bags)
+
+
+def _first(node: fx.Node) -> Size:
+    """As much as the first operand."""
+    return facts.nbytes(edit.tensor_operands(node)[0])
+
+
+def _second(node: fx.Node) -> Size:
+    """As much as the second operand."""
+    return facts.nbytes(edit.tensor_operands(node)[1])
+
+
+def _recurrent(each: int) -> Callable[[fx.Node], Size]:
+    """Gates and states of each layer at each position."""
+    return lambda node: each * edit.args_of(node)["num_layers"] * facts.nbytes(node)
+
+
+BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
+    aten._weight_norm.default: _second,
+    aten.batch_norm.default: _channels,
+    aten.dropout.default: facts.nbytes,  # the mask in the dtype of the result (autopar/runtime/algorithms/dropout.py)
+    aten.embedding_bag.padding_idx: _bags,
+    aten.group_norm.default: _groups,
+    aten.gru.input: _recurrent(4),
+    aten.instance_norm.default: _channels_of_samples,
+    aten.layer_norm.default: _normalized(2),
+    aten.log_sigmoid.default: facts.nbytes,
+    aten.lstm.input: _recurrent(6),
+    aten.margin_ranking_loss.default: _first,  # the differences, before it clamps them in place
+    aten.max_pool1d.default: _elements(COUNT_BYTES),
+    aten.max_pool2d.default: _elements(COUNT_BYTES),
+    aten.max_pool3d.default: _elements(COUNT_BYTES),
+    aten.multilabel_margin_loss.default: _first,
+    aten.native_layer_norm.default: _normalized(2),
+    aten.nll_loss.default: lambda node: STATISTIC_BYTES,
+    aten.nll_loss_nd.default: lambda node: STATISTIC_BYTES,
+    aten.cross_entropy_loss.default: _first,
+    aten.rms_norm.default: _normalized(1),
+    aten.rnn_relu.input: _recurrent(1),
+    aten.rnn_tanh.input: _recurrent(1),
+    aten.rrelu.default: facts.nbytes,
+    aten.scaled_dot_product_attention.default: _attention,
+    ops.bag: _bags,
+    ops.ragged_bags: _bags,
+}
+
+
+def beside(node: fx.Node) -> Size:
+    """Bytes that the backward of a call keeps beside operands and results."""
+    row = BESIDE.get(node.target)
+    return row(node) if row else 0

@@ -31,6 +31,10 @@ KEEPABLE = (
 )
 """Operators whose results can be kept although several readers or their own backward need them: one kernel makes all of them."""
 
+SOMETIMES_VIEWS = (aten.contiguous.default, aten.reshape.default)
+"""Operators that copy or look, as it comes: what copies in the whole may be a view of the shard of a rank, with one head left of several. Stored views would hold
+what they look at, so that views run again, and would look at what is not there."""
+
 
 @dataclass(frozen=True)
 class Rerun:
@@ -93,7 +97,7 @@ def saves_results(op: Op) -> bool:
 
 def keepable(op: Op) -> bool:
     """Whether the results of `op` can be kept: it computes something, in one kernel if its backward needs what comes of it."""
-    if op.role != "op" or looks(op) or op.copies or op.target in INSIDE or not op.graded:
+    if op.role != "op" or looks(op) or op.target in SOMETIMES_VIEWS or op.copies or op.target in INSIDE or not op.graded:
         return False
     if op.target is aten.scaled_dot_product_attention.default and given(op.call)["dropout_p"]:
         return False  # draws random numbers beside its kernel

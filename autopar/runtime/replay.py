@@ -48,7 +48,8 @@ _regions: list[_Region] = []  # `keep` and `skip` that are running
 
 
 def keep(run: Callable[[], T]) -> T:
-    """`run()`; its results are stored, so that the second time nothing is computed or sent."""
+    """`run()`; its results are stored, so that the second time nothing is computed or sent. Raises RunError where it is a view, which is not stored: the second time
+    it would look at what nobody has computed again."""
     return _marked(run, stores=True)
 
 
@@ -65,7 +66,10 @@ def _marked(run: Callable[[], T], *, stores: bool) -> T:
     _regions.append(region)
     try:
         with region:
-            return run()
+            result = run()
+        if stores and not region.part and any(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+            raise RunError("an operator whose result is to be kept for the backward gave a view, which is not stored; please report this plan")
+        return result
     finally:
         _regions.pop()
 

@@ -71,6 +71,15 @@ class Ordering(Block):
         return h + each.reshape(4, 3, WIDTH)
 
 
+class Looking(Block):
+    """What is kept is a view, of what nobody computes again: one head is left of several, and repeating it moves nothing."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        up = skip(lambda: h @ self.w["up"])
+        heads = keep(lambda: up[:, None].reshape(4, 3, WIDTH))
+        return torch.tanh(heads) @ self.w["down"]
+
+
 def made(kind: type[Block]) -> tuple[Block, Tensor]:
     """A block with weights, and an input."""
     generator = torch.Generator().manual_seed(0)
@@ -107,6 +116,11 @@ def test_copies_that_are_saved_instead_of_operands_are_made_again() -> None:
     wanted, _ = gradients(*made(Ordering), plainly)
     found, seen = gradients(*made(Ordering), remat)
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)) and seen["clone"] >= 1
+
+
+def test_views_are_not_kept() -> None:
+    with pytest.raises(RunError, match="gave a view, which is not stored"):
+        remat(*made(Looking))
 
 
 @pytest.mark.parametrize("kind", [Plain, Keeping, Skipping, Ordering])

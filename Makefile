@@ -1,6 +1,6 @@
 # make demo      set up .venv, plan GPT-2 small for 4 CPU ranks, run one training step, compare with one device
 # make test      set up .venv, lint, type-check, fast tests on the same examples every time
-# make test-all  as test, with the full matrix, on new examples
+# make test-all  as test, with the full matrix and what takes long (tests/long.txt), on new examples
 PY    ?= python3
 VENV  := .venv
 BIN   := $(VENV)/bin

@@ -30,6 +30,11 @@ def product(sizes: Iterable[Size]) -> Size:
     return result
 
 
+def _made(node: fx.Node) -> torch.Tensor:
+    """The first result."""
+    return facts.tensors(node)[0]
+
+
 def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
     """One for each element of the result."""
     return lambda node: itemsize * facts.numel(node)
@@ -39,7 +44,7 @@ def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
     """Of each row that is normalized."""
     def keeps(node: fx.Node) -> Size:
         sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
-        return statistics * STATISTIC_BYTES * product(facts.shape(node)[: -len(sizes)])
+        return statistics * STATISTIC_BYTES * product(_made(node).shape[: -len(sizes)])
 
     return keeps
 
@@ -66,7 +71,7 @@ def _attention(node: fx.Node) -> Size:
 def _bags(node: fx.Node) -> Size:
     """Of each row in a bag whose it is; of each bag where its rows are, how many, and a maximum."""
     chosen = edit.tensor_operands(node)[1]
-    bags = product(facts.shape(node)[:-1]) if node.target is ops.bag else facts.shape(node)[0]
+    bags = product(_made(node).shape[:-1])
     return COUNT_BYTES * (facts.numel(chosen) + 3 * bags)
 
 
@@ -82,7 +87,7 @@ def _second(node: fx.Node) -> Size:
 
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     """Gates and states of each layer at each position."""
-    return lambda node: each * edit.args_of(node)["num_layers"] * facts.nbytes(node)
+    return lambda node: each * edit.args_of(node)["num_layers"] * _made(node).element_size() * product(_made(node).shape)
 
 
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {

@@ -18,11 +18,11 @@ from xml.etree import ElementTree
 from autopar.plan import write_atomic
 
 LONG = Path(__file__).resolve().parents[1] / "long.txt"
-ALONE_S = 10.0
-"""Of the quickest case of a test; seconds of the run that was measured, which two workers share."""
-TOGETHER_S = 5.0
+ALONE_S = 6.0
+"""Of the quickest case of a test; in seconds of a run of two workers on two cores with nothing beside."""
+TOGETHER_S = 3.0
 """Of the cases of one test that stay, where it has several."""
-QUICK_S = 0.5
+QUICK_S = 0.3
 """Of a case that stays whatever the others take."""
 
 

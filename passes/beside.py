@@ -30,9 +30,9 @@ def product(sizes: Iterable[Size]) -> Size:
     return result
 
 
-def _made(node: fx.Node) -> torch.Tensor:
-    """The first result."""
-    return facts.tensors(node)[0]
+def _shape(node: fx.Node) -> tuple[Size, ...]:
+    """Sizes of the first result."""
+    return facts.shape(node, 0 if isinstance(facts.value(node), (tuple, list)) else None)
 
 
 def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
@@ -44,34 +44,34 @@ def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
     """Of each row that is normalized."""
     def keeps(node: fx.Node) -> Size:
         sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
-        return statistics * STATISTIC_BYTES * product(_made(node).shape[: -len(sizes)])
+        return statistics * STATISTIC_BYTES * product(_shape(node)[: -len(sizes)])
 
     return keeps
 
 
 def _groups(node: fx.Node) -> Size:
     """Mean and deviation of each group of each sample."""
-    return 2 * STATISTIC_BYTES * facts.shape(node)[0] * edit.args_of(node)["num_groups"]
+    return 2 * STATISTIC_BYTES * _shape(node)[0] * edit.args_of(node)["num_groups"]
 
 
 def _channels(node: fx.Node) -> Size:
     """Mean and deviation of each channel."""
-    return 2 * STATISTIC_BYTES * facts.shape(node)[1]
+    return 2 * STATISTIC_BYTES * _shape(node)[1]
 
 
 def _channels_of_samples(node: fx.Node) -> Size:
-    return _channels(node) * facts.shape(node)[0]
+    return _channels(node) * _shape(node)[0]
 
 
 def _attention(node: fx.Node) -> Size:
     """The logarithm of the sum of each row."""
-    return STATISTIC_BYTES * product(facts.shape(node)[:-1])
+    return STATISTIC_BYTES * product(_shape(node)[:-1])
 
 
 def _bags(node: fx.Node) -> Size:
     """Of each row in a bag whose it is; of each bag where its rows are, how many, and a maximum."""
     chosen = edit.tensor_operands(node)[1]
-    bags = product(_made(node).shape[:-1])
+    bags = product(_shape(node)[:-1])
     return COUNT_BYTES * (facts.numel(chosen) + 3 * bags)
 
 
@@ -87,7 +87,7 @@ def _second(node: fx.Node) -> Size:
 
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     """Gates and states of each layer at each position."""
-    return lambda node: each * edit.args_of(node)["num_layers"] * _made(node).element_size() * product(_made(node).shape)
+    return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * product(_shape(node))
 
 
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {

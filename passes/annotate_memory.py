@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 
 import torch
 from torch import fx
 
 from passes import edit, facts, ops
-from passes.beside import beside, product
+from passes.beside import beside
 from passes.facts import Size
 from passes.grads import needs_grad
 from passes.ordered import copied
@@ -95,5 +96,5 @@ def _unfused(node: fx.Node) -> Saved:
     products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too."""
     given = edit.args_of(node)
     itemsize = facts.dtype(node).itemsize
-    scores = itemsize * product((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
+    scores = itemsize * prod((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
     return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1))

@@ -5,7 +5,8 @@ An operator with a row here is not left out where a block is run again, although
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -22,14 +23,6 @@ COUNT_BYTES = 8
 """Indices and counts are int64."""
 
 
-def product(sizes: Iterable[Size]) -> Size:
-    """All sizes multiplied."""
-    result: Size = 1
-    for size in sizes:
-        result = result * size
-    return result
-
-
 def _shape(node: fx.Node) -> tuple[Size, ...]:
     """Sizes of the first result."""
     return facts.shape(node, 0 if isinstance(facts.value(node), (tuple, list)) else None)
@@ -42,11 +35,7 @@ def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
 
 def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
     """Of each row that is normalized."""
-    def keeps(node: fx.Node) -> Size:
-        sizes: tuple[int, ...] = tuple(node.args[1])  # type: ignore[arg-type]
-        return statistics * STATISTIC_BYTES * product(_shape(node)[: -len(sizes)])
-
-    return keeps
+    return lambda node: statistics * STATISTIC_BYTES * prod(_shape(node)[: -len(edit.args_of(node)["normalized_shape"])])
 
 
 def _groups(node: fx.Node) -> Size:
@@ -65,14 +54,13 @@ def _channels_of_samples(node: fx.Node) -> Size:
 
 def _attention(node: fx.Node) -> Size:
     """The logarithm of the sum of each row."""
-    return STATISTIC_BYTES * product(_shape(node)[:-1])
+    return STATISTIC_BYTES * prod(_shape(node)[:-1])
 
 
 def _bags(node: fx.Node) -> Size:
     """Of each row in a bag whose it is; of each bag where its rows are, how many, and a maximum."""
     chosen = edit.tensor_operands(node)[1]
-    bags = product(_shape(node)[:-1])
-    return COUNT_BYTES * (facts.numel(chosen) + 3 * bags)
+    return COUNT_BYTES * (facts.numel(chosen) + 3 * prod(_shape(node)[:-1]))
 
 
 def _first(node: fx.Node) -> Size:
@@ -87,7 +75,7 @@ def _second(node: fx.Node) -> Size:
 
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     """Gates and states of each layer at each position."""
-    return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * product(_shape(node))
+    return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
 
 
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {

@@ -78,6 +78,5 @@ def on_meta() -> Iterator[None]:
     """Everything that is made or met inside is on meta. Batch norms have the statistics of all ranks as they are: those that would ask for them do not, for they want ranks on
     GPUs to ask. What torch.compile was asked to compile runs as it is written."""
     with (torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
-          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward), plain_flex_attention(),
-          torch.compiler.set_stance("force_eager")):
+          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward), plain_flex_attention()):
         yield

@@ -114,5 +114,5 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_captured() -> Iterator[None]:
     """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then. flex_attention has gradients."""
-    with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention(), torch.compiler.set_stance("force_eager"):
+    with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention():
         yield

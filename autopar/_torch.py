@@ -383,6 +383,19 @@ class Watch(TorchDispatchMode):
         return result
 
 
+class Instead(TorchDispatchMode):
+    """What `found(operator, args)` gives instead of what an operator does, for every operator that runs inside; None leaves it as it is."""
+
+    def __init__(self, found: Callable[[Any, tuple[Any, ...]], Tensor | None]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the operator, or give what is there instead."""
+        given = self.found(func, args)
+        return func(*args, **(kwargs or {})) if given is None else given
+
+
 __all__ = ["OpOverload", "pytree"]
 
 

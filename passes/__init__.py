@@ -14,6 +14,7 @@ from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
+from passes.expert_loops import expert_loops
 from passes.experts import experts
 from passes.fills import fills
 from passes.fold_repeats import fold_repeats
@@ -58,6 +59,7 @@ NORMALIZE: tuple[Pass, ...] = (
     bags,
     fills,
     experts,
+    expert_loops,
     split_ops,
     losses,
     means,

@@ -33,9 +33,10 @@ FUNCTIONS: dict[Any, str] = {aten.clamp.default: "torch.clamp", aten.exp.default
 """Operators that have the same arguments under a shorter name."""
 
 
-def written(result: Any, source: Any) -> str | None:
-    """The function that makes `result` of `source [n, u]`, None where it is not one of those columns and pointwise operators."""
-    found = _Text(source)
+def written(result: Any, *sources: Any) -> str | None:
+    """The function that makes `result` of the columns of one source `[n, u]`, or of two that are the halves of one; None where it is not one of those
+    columns and pointwise operators."""
+    found = _Text(sources)
     try:
         body = found.of(result)
     except _OtherError:
@@ -53,10 +54,10 @@ class _OtherError(Exception):
 
 
 class _Text:
-    """Expressions of nodes; `kinds` are the ways in which columns of `source` were taken."""
+    """Expressions of nodes; `kinds` are the ways in which columns of `sources` were taken."""
 
-    def __init__(self, source: Any) -> None:
-        self.source = source
+    def __init__(self, sources: tuple[Any, ...]) -> None:
+        self.sources = sources
         self.kinds: dict[str, None] = {}
         self.named: dict[fx.Node, str] = {}
 
@@ -93,13 +94,15 @@ class _Text:
         return f"{FUNCTIONS.get(node.target, f'torch.ops.{node.target}')}({', '.join(given)})"
 
     def _column(self, node: fx.Node) -> tuple[str, int] | None:
-        """How `node` takes columns of the source, and which."""
-        if node is self.source:
-            return "x", 0
+        """How `node` takes columns of the sources, and which."""
+        if node in self.sources:
+            return ("x", 0) if len(self.sources) == 1 else ("halves", self.sources.index(node))
+        if len(self.sources) > 1:
+            return None
         if node.target is operator.getitem:
             cut: Any = node.args[0]
-            return ("halves", int(node.args[1])) if cut.target in CUTS and cut.args[0] is self.source and _in_halves(cut) else None  # type: ignore[arg-type]
-        if node.target is not aten.slice.Tensor or node.args[0] is not self.source:
+            return ("halves", int(node.args[1])) if cut.target in CUTS and cut.args[0] in self.sources and _in_halves(cut) else None  # type: ignore[arg-type]
+        if node.target is not aten.slice.Tensor or node.args[0] not in self.sources:
             return None
         given, width = edit.args_of(node), facts.shape(node.args[0])[-1]
         start, end, step = given["start"] or 0, LAST if given["end"] in (None, width) else given["end"], given["step"]

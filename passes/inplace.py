@@ -43,13 +43,18 @@ def _written_in_place(node: fx.Node) -> None:
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
     packet = target.overloadpacket
     twins = [twin for name in packet.overloads() for twin in [getattr(packet, name)]
-             if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments] == wanted]
+             if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments if not _about_what_is_made(a)] == wanted]
     if not twins or not isinstance(out, fx.Node):
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
     with edit.before(node):
         result = edit.call(node.graph, twins[0], node.args, kwargs, like=node)
         written = edit.call(node.graph, aten.copy_.default, (out, result), like=node)
     edit.replace(node, written)
+
+
+def _about_what_is_made(argument: Any) -> bool:
+    """Whether an argument says of what dtype, and where, a new tensor is, which `out` has already."""
+    return argument.kwarg_only and argument.has_default_value() and argument.name in ("device", "dtype", "layout", "pin_memory")
 
 
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:

@@ -24,7 +24,7 @@ CONTRACTIONS = (aten.linear.default, aten.matmul.default)
 
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias, every change of sizes spelled `reshape`.
-    does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes and top-k; cancels reshapes that undo each other.
+    does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes, gathers and top-k; cancels reshapes that undo each other.
     gives: matmuls that keep batch and sequence apart.
     """
     for node in edit.calls(gm):
@@ -37,6 +37,8 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
             _sink(node, list(node.all_input_nodes))
         elif _norm_of_last(node) or _keeps_last(node):
             _sink(node, [node.args[0]])
+        elif node.target is aten.gather.default and _last(node):
+            _sink(node, list(node.all_input_nodes))
         elif node.target is aten.topk.default:
             _sink_topk(node)
     return edit.finish(gm)
@@ -100,7 +102,7 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     if any(source is None and len(facts.shape(operand)) > 1 for operand, source in sources.items()):
         return
     args = fx.map_arg(node.args, lambda n: found.get(n, n))
-    if node.target in LAST_DIM:
+    if node.target in (*LAST_DIM, aten.gather.default):
         args = (args[0], -1, *args[2:])
     if node.target is aten.sum.dim_IntList:
         args = (args[0], [-1], *args[2:])

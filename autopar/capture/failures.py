@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import export_errors, fake_mode
+from autopar._torch import export_errors
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.lines import source
 from autopar.capture.outer import fake
+from autopar.capture.valueless import valueless
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
@@ -61,7 +62,7 @@ def advice(error: BaseException, place: str = "") -> str:
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
     Its tensors are fake, so that code which asks for values only where these are known does not."""
-    with torch.no_grad(), fake_mode(), on_meta():
+    with torch.no_grad(), valueless(), on_meta():
         args, kwargs = fake((args, kwargs))
         try:
             model(*args, **kwargs)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import Watch, fake_mode, pytree, tracing
+from autopar._torch import Watch, pytree, tracing
 from autopar.capture.devices import on_meta
 from autopar.capture.shadow import shadow
+from autopar.capture.valueless import valueless
 
 Block = tuple[str, int]  # (container, number of the block)
 
@@ -98,7 +99,7 @@ def play(model: nn.Module, keep: Mapping[str, Mapping[int, int]], training: bool
         container, children = twin.get_submodule(path), model.get_submodule(path)
         container._modules = {str(shown): Stub((path, shown), result_of((path, shown)), tape, children.get_submodule(str(n)))
                               for shown, n in numbers.items()}
-    with torch.no_grad(), fake_mode(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), on_meta():
         args, kwargs = fake(inputs)
         tape.name((args, kwargs), "input")
         with Watch(tape.operator):
@@ -115,7 +116,7 @@ def results(model: nn.Module, paths: list[str], inputs: Any) -> dict[Block, Any]
             def note(_: Any, __: Any, result: Any, key: Block = (path, int(name))) -> None:
                 found.setdefault(key, result)
             handles.append(child.register_forward_hook(note))
-    with torch.no_grad(), fake_mode(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), on_meta():
         args, kwargs = fake(inputs)
         model(*args, **kwargs)
     for handle in handles:

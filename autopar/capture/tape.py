@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import fake_mode, memory_of, pytree, tracing, vmap_replaced
+from autopar._torch import memory_of, pytree, tracing, vmap_replaced
 from autopar.capture.alike import INNER
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.lines import caller
 from autopar.capture.outer import fake
+from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
@@ -44,7 +45,7 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
         for i, leaf in enumerate(pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})):
             if isinstance(leaf, torch.Tensor):
                 tape.begin(leaf, ("attribute", name, i))
-    with torch.no_grad(), fake_mode(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), on_meta():
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(_tensors((args, kwargs))):
             tape.begin(leaf, ("input", i))

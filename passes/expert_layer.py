@@ -1,0 +1,65 @@
+"""A layer of experts as it was read, in whatever form, and the call of `ops.experts` that takes its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.sink_flatten import flattened, merge
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of the second layer, which is added outside:
+    the experts that are cut by width each have a part of a sum."""
+
+    hidden: fx.Node
+    chosen: fx.Node
+    gates: fx.Node
+    weights: tuple[fx.Node | str, ...]
+    bias: fx.Node | None
+
+
+def called(layer: Layer, like: fx.Node) -> fx.Node:
+    """The layer as one call at the insertion point, its tokens `[n, o]` flattened; of the dtype of `like`."""
+    tokens = _apart(layer.hidden, layer.chosen, layer.gates)
+    new = edit.call(like.graph, ops.experts, (*tokens, *layer.weights), like=like)
+    if layer.bias is not None:
+        more = edit.call(like.graph, ops.bag, (layer.bias, *tokens[1:]), like=like)
+        new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
+    if facts.dtype(new) != facts.dtype(like):
+        new = edit.call(like.graph, aten.to.dtype, (new, facts.dtype(like)), like=like)
+    return edit.call(like.graph, aten.reshape.default, (new, [-1, edit.size(new, -1)]), like=like)
+
+
+def put(node: fx.Node, new: fx.Node) -> None:
+    """`new`, tokens flattened, instead of `node`; where users undo the flattening both go away."""
+    users = list(node.users)
+    edit.replace(node, new)
+    for user in users:
+        if user.target is aten.reshape.default:
+            merge(user)
+
+
+def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
+    """The operands before batch and sequence were merged, where that was done to all of them alike."""
+    found = [source for node in flat if (source := flattened(node)) is not None]
+    alike = len(found) == len(flat) and len({facts.shape(source)[:-1] for source in found}) == 1
+    return tuple(found) if alike else flat
+
+
+def call_of(node: Any, *targets: Any) -> fx.Node | None:
+    """`node` where it is a call of one of `targets`, else None."""
+    return node if isinstance(node, fx.Node) and node.target in targets else None
+
+
+def uncast(node: Any) -> Any:
+    """What `node` casts to a dtype, or `node`."""
+    cast = call_of(node, aten.to.dtype)
+    return node if cast is None else cast.args[0]

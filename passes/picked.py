@@ -1,0 +1,122 @@
+"""Which rows a graph picks by what a tensor of numbers holds: `token, rank = torch.where(chosen == 3)` in all its spellings.
+
+    chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3]
+    torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0]
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.expert_layer import call_of, uncast
+
+aten = torch.ops.aten
+
+TOKEN, RANK, NUMBER = "token", "rank", "number"
+"""Dims of a mask: tokens, all in one; which of its choices; which number it is compared with."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where `chosen [..., k]`, or `[n]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are, dims of tokens that
+    are not merged by their position."""
+
+    chosen: fx.Node
+    number: int | None
+    dims: tuple[str | int, ...]
+
+
+def picked(index: Any) -> tuple[Mask, str] | None:
+    """The mask whose true places `index` is made of, and along which dim; None for any other index."""
+    found = _of_places(index)
+    mask = _mask(found[0]) if found is not None else None
+    if found is None or mask is None or mask.number is None or not {TOKEN} <= {*mask.dims} <= {TOKEN, RANK}:
+        return None
+    return mask, str(mask.dims[found[1]])
+
+
+def _of_places(index: Any) -> tuple[Any, int] | None:
+    """The tensor of whose true places `index` has one coordinate, and which."""
+    if (part := call_of(index, operator.getitem)) is not None:
+        source, dim = part.args
+        if call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
+            return source.args[0], dim  # type: ignore[return-value, union-attr]
+        columns = call_of(source, aten.unbind.int)
+        places = call_of(columns and edit.args_of(columns)["dim"] in (1, -1) and columns.args[0], aten.nonzero.default)
+        return None if places is None else (places.args[0], dim)  # type: ignore[return-value]
+    if (column := call_of(index, aten.select.int)) is not None:
+        places = call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
+        return None if places is None else (places.args[0], column.args[2])  # type: ignore[return-value]
+    return None
+
+
+def _mask(node: Any) -> Mask | None:
+    node = uncast(node)
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    if (compared := _compared(node)) is not None:
+        return compared
+    source = node.args[0].args[0] if node.target is operator.getitem else node.args and node.args[0]  # type: ignore[union-attr]
+    inner, moved = MOVES.get(node.target), _mask(source)
+    return None if inner is None or moved is None else inner(node, moved)
+
+
+def _compared(node: fx.Node) -> Mask | None:
+    if node.target is aten.eq.Scalar and isinstance(node.args[1], int):
+        return _fresh(node.args[0], node.args[1], ())  # type: ignore[arg-type]
+    if node.target is aten.one_hot.default:
+        return _fresh(node.args[0], None, (NUMBER,))  # type: ignore[arg-type]
+    if node.target is aten.eq.Tensor:
+        for one, other in (node.args, node.args[::-1]):
+            apart, numbers = call_of(one, aten.unsqueeze.default), call_of(other, aten.arange.default)
+            if apart is not None and numbers is not None and len(numbers.args) == 1 and apart.args[1] in (-1, len(facts.shape(apart)) - 1):
+                return _fresh(apart.args[0], None, (NUMBER,))  # type: ignore[arg-type]
+    return None
+
+
+def _fresh(chosen: fx.Node, number: int | None, more: tuple[str, ...]) -> Mask:
+    rank = len(facts.shape(chosen))
+    dims = {1: (TOKEN,), 2: (TOKEN, RANK)}.get(rank, (*range(rank - 1), RANK))
+    return Mask(chosen, number, (*dims, *more))
+
+
+def _permuted(node: fx.Node, mask: Mask) -> Mask:
+    return replace(mask, dims=tuple(mask.dims[dim] for dim in node.args[1]))  # type: ignore[union-attr, index]
+
+
+def _transposed(node: fx.Node, mask: Mask) -> Mask:
+    one, other, dims = int(node.args[1]), int(node.args[2]), list(mask.dims)  # type: ignore[arg-type]
+    dims[one], dims[other] = dims[other], dims[one]
+    return replace(mask, dims=tuple(dims))
+
+
+def _selected(node: fx.Node, mask: Mask) -> Mask | None:
+    return _of_one_number(mask, int(node.args[1]), int(node.args[2]))  # type: ignore[arg-type]
+
+
+def _unbound(node: fx.Node, mask: Mask) -> Mask | None:
+    cut = call_of(node.args[0], aten.unbind.int)
+    return None if cut is None else _of_one_number(mask, edit.args_of(cut)["dim"], int(node.args[1]))  # type: ignore[arg-type]
+
+
+def _of_one_number(mask: Mask, dim: int, number: int) -> Mask | None:
+    dim %= len(mask.dims)
+    return Mask(mask.chosen, number, mask.dims[:dim] + mask.dims[dim + 1:]) if mask.dims[dim] == NUMBER and number >= 0 else None
+
+
+def _merged(node: fx.Node, mask: Mask) -> Mask | None:
+    """Tokens made one dim, in their order."""
+    leads = mask.dims[:-1]
+    sizes, last = facts.shape(node), facts.shape(mask.chosen)[-1]
+    return replace(mask, dims=(TOKEN, RANK)) if mask.dims[-1] == RANK and leads == (*range(len(leads)),) and len(sizes) == 2 and sizes[1] == last else None
+
+
+MOVES: dict[Any, Any] = {aten.permute.default: _permuted, aten.transpose.int: _transposed, aten.select.int: _selected, operator.getitem: _unbound,
+                         aten.reshape.default: _merged}
+"""What an operator makes of a mask."""

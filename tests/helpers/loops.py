@@ -1,0 +1,105 @@
+"""Layers of experts written as loops over modules, in the spellings that models use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EXPERTS, HIDDEN, WIDTH, TOP = 5, 8, 12, 2
+
+
+class Gated(nn.Module):
+    """Three matrices, as in Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(HIDDEN, WIDTH, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, HIDDEN] -> [n, HIDDEN]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def plain() -> nn.Module:
+    """Two layers with biases."""
+    return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.GELU(), nn.Linear(WIDTH, HIDDEN))
+
+
+def mixtral(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """As Hugging Face wrote it, and many after them."""
+    out = torch.zeros((hidden.shape[0], HIDDEN), dtype=hidden.dtype, device=hidden.device)
+    mask = F.one_hot(chosen, num_classes=len(experts)).permute(2, 1, 0)
+    for number, expert in enumerate(experts):
+        rank, token = torch.where(mask[number])
+        rows = expert(hidden[None, token].reshape(-1, HIDDEN)) * gates[token, rank, None]
+        out.index_add_(0, token, rows.to(hidden.dtype))
+    return out
+
+
+def litgpt(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """Masks of all experts at once."""
+    masks = (chosen.unsqueeze(-1) == torch.arange(len(experts), device=chosen.device)).permute(2, 0, 1)
+    out = torch.zeros_like(hidden)
+    for mask, expert in zip(masks, experts, strict=True):
+        token, rank = torch.where(mask)
+        out[token] += gates[token, rank, None] * expert(hidden[token])
+    return out
+
+
+def mistral(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """A comparison for each expert."""
+    out = torch.zeros_like(hidden)
+    for number, expert in enumerate(experts):
+        token, rank = torch.where(chosen == number)
+        out[token] += gates[token, rank, None] * expert(hidden[token])
+    return out
+
+
+def nonzero(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """Places of a mask, added to what was there."""
+    out = hidden * 2
+    for number, expert in enumerate(experts):
+        token, rank = (chosen == number).nonzero(as_tuple=True)
+        out = out.index_add(0, token, expert(hidden[token]) * gates[token, rank].unsqueeze(-1))
+    return out
+
+
+def columns(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """Places as a matrix, masks turned, rows put with accumulation."""
+    out = hidden.new_zeros(hidden.shape)
+    for number, expert in enumerate(experts):
+        places = (chosen == number).transpose(0, 1).nonzero()
+        token, rank = places[:, 1], places[:, 0]
+        out = out.index_put((token,), gates[token, rank].view(-1, 1) * expert(hidden[token]), accumulate=True)
+    return out
+
+
+def switch(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """One expert for each token (https://arxiv.org/abs/2101.03961)."""
+    out, first, best = torch.zeros_like(hidden), gates[:, 0], chosen[:, 0]
+    for number, expert in enumerate(experts):
+        (token,) = torch.where(best == number)
+        out[token] += first[token, None] * expert(hidden[token])
+    return out
+
+
+LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {
+    loop.__name__: loop for loop in (mixtral, litgpt, mistral, nonzero, columns, switch)}
+
+
+class Looped(nn.Module):
+    """A router and a loop over experts: [b, s, HIDDEN] -> [b, s, HIDDEN]."""
+
+    def __init__(self, loop: Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor], expert: Callable[[], nn.Module] = Gated) -> None:
+        super().__init__()
+        self.loop, self.gate = loop, nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens, flattened, through their experts."""
+        hidden = x.view(-1, HIDDEN)
+        gates, chosen = torch.topk(self.gate(hidden).softmax(-1), TOP, dim=-1)
+        return self.loop(hidden, gates / gates.sum(-1, keepdim=True), chosen, self.experts).view(x.shape)

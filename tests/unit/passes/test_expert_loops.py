@@ -1,0 +1,137 @@
+"""Layers of experts that are written as loops: recognised in every spelling, and only where they are one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from passes import NORMALIZE, facts, ops, run
+from tests.helpers.export import B, S, assert_same, check_values, export_graph, targets
+from tests.helpers.loops import EXPERTS, HIDDEN, LOOPS, TOP, WIDTH, Gated, Looped, mistral, plain
+
+INNER = {Gated: "halves(lambda first, second: F.silu(first) * second)", plain: "lambda x: F.gelu(x)"}
+
+
+def normalized(model):
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 6, HIDDEN, dtype=torch.float64)}
+    gm = run(export_graph(model.double(), (), inputs, {"x": {0: B, 1: S}}), NORMALIZE)
+    return gm, inputs
+
+
+def layers(gm):
+    return [node for node in gm.graph.nodes if node.target is ops.experts]
+
+
+@pytest.mark.parametrize("expert", INNER)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_experts_is_one_op_on_tokens_that_stay_apart(loop, expert):
+    model = Looped(LOOPS[loop], expert)
+    gm, inputs = normalized(model)
+    check_values(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    (layer,) = layers(gm)
+    assert layer.args[ops.INNER] == INNER[expert] and len(layer.args) == ops.BIAS + (expert is plain)
+    first = 2 * WIDTH if expert is Gated else WIDTH
+    assert [facts.shape(node) for node in layer.args[3:5]] == [(EXPERTS, HIDDEN, first), (EXPERTS, WIDTH, HIDDEN)]
+    assert [len(facts.shape(node)) for node in layer.args[:3]] == [3, 3, 3] or loop in ("switch", "columns", "nonzero")
+    assert sum(node.target is ops.bag for node in gm.graph.nodes) == (expert is plain)
+    assert not {"aten.where.default", "aten.nonzero.default", "aten.index.Tensor"} & set(targets(gm))
+
+
+def looped(number=int, gates=lambda gates, token, rank: gates[token, rank, None], chosen=lambda chosen: chosen, into=lambda out, token, rows: out.index_add(0, token, rows)):
+    """A loop that is not quite one over experts, by what is different."""
+    def loop(hidden, weights, choice, experts):
+        out, choice = torch.zeros_like(hidden), chosen(choice)
+        for at, expert in enumerate(experts):
+            token, rank = torch.where(choice == number(at))
+            out = into(out, token, gates(weights, token, rank) * expert(hidden[token]))
+        return out
+    return loop
+
+
+def put(out, token, rows):
+    """Rows that are named twice are added once."""
+    return out.index_put((token,), out[token] + rows)
+
+
+def others(hidden, gates, chosen, experts):
+    """Each expert adds to what all before it gave, of which it reads."""
+    out = torch.zeros_like(hidden)
+    for at, expert in enumerate(experts):
+        token, rank = torch.where(chosen == at)
+        out = out.index_add(0, token, gates[token, rank, None] * expert(hidden[token]))
+        hidden = hidden + out.sum()
+    return out
+
+
+class Normed(Gated):
+    """Rows are normed between the layers, which columns cannot be by themselves."""
+
+    def forward(self, x):
+        return self.down(F.layer_norm(self.gate(x), [WIDTH]))
+
+
+class Deep(Gated):
+    """Three layers, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.more(F.silu(self.gate(x)))))
+
+
+OTHERS = {
+    "left out": (looped(number=lambda at: at + 1), Gated),
+    "twice": (looped(number=lambda at: at // 2), Gated),
+    "other gates": (looped(gates=lambda gates, token, rank: gates[token, rank * 0, None]), Gated),
+    "turned gates": (looped(gates=lambda gates, token, rank: gates.t()[rank, token, None]), Gated),
+    "scaled": (looped(into=lambda out, token, rows: out.index_add(0, token, rows, alpha=2)), Gated),
+    "not added": (looped(into=lambda out, token, rows: out.index_put((token,), rows)), Gated),
+    "twice the same": (looped(chosen=lambda chosen: chosen // 2, into=put), Gated),
+    "one after the other": (others, Gated),
+    "normed": (mistral, Normed),
+    "deep": (mistral, Deep),
+}
+"""What is no layer of experts: which loop and which expert."""
+
+
+@pytest.mark.parametrize("twist", OTHERS)
+def test_anything_else_stays(twist):
+    gm, _ = normalized(Looped(*OTHERS[twist]))
+    assert not layers(gm) and "aten.where.default" in targets(gm)
+
+
+def test_choices_that_may_be_the_same_twice_are_added_as_often():
+    """`index_add` adds every row: what is chosen twice counts twice, with any choice."""
+    model = Looped(looped(chosen=lambda chosen: chosen // 2))
+    gm, inputs = normalized(model)
+    assert layers(gm)
+    assert_same(gm, model, inputs, 1e-10)
+
+
+def test_what_is_no_layer_is_refused_with_the_line():
+    with pytest.raises(CaptureError, match=r"experts\.0\.gate.*depends on what tensors hold"):
+        capture(Scored(Normed), (torch.randn(4, 6, HIDDEN),))
+
+
+class Scored(Looped):
+    """With a loss."""
+
+    def __init__(self, expert=Gated):
+        super().__init__(mistral, expert)
+
+    def forward(self, x):
+        return (super().forward(x) ** 2).mean()
+
+
+def test_experts_are_layers_that_evaluate_alike():
+    captured = capture(Scored(), (torch.randn(4, 6, HIDDEN),))
+    assert not captured.evaluation.differs and not captured.evaluation.why
+    assert TOP == facts.shape(layers(captured.gm)[0].args[1])[-1]

@@ -370,30 +370,18 @@ def flash_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside."""
+    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside. What `instead(operator, args)` gives, if it does, is the result."""
 
-    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, seen: Callable[..., None] = lambda *_: None, instead: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda *_: None) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen, self.instead = seen, instead
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run the operator and report it."""
-        result = func(*args, **(kwargs or {}))
+        result: Any = self.instead(func, args)
+        result = func(*args, **(kwargs or {})) if result is None else result
         self.seen(func, args, kwargs or {}, result)
         return result
-
-
-class Instead(TorchDispatchMode):
-    """What `found(operator, args)` gives instead of what an operator does, for every operator that runs inside; None leaves it as it is."""
-
-    def __init__(self, found: Callable[[Any, tuple[Any, ...]], Tensor | None]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator, or give what is there instead."""
-        given = self.found(func, args)
-        return func(*args, **(kwargs or {})) if given is None else given
 
 
 __all__ = ["OpOverload", "pytree"]

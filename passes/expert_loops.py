@@ -10,6 +10,7 @@ which stay parameters of their own, are stacked where they are used.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,11 @@ from torch import fx
 
 from passes import edit, facts
 from passes.expert_layer import Layer, call_of, called, put, uncast
-from passes.inner import written
+from passes.one_expert import Linear, expert_of, gates_of
 from passes.picked import RANK, TOKEN, Mask, picked
 
 aten = torch.ops.aten
 
-Linear = tuple[fx.Node, fx.Node | None]
-"""Weight `[o, i]` and bias `[o]`."""
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsqueeze.default)
 DISTINCT = (aten.topk.default, aten.sort.default)
@@ -57,10 +56,8 @@ def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
     gives: `ops.experts` on tokens that keep batch and sequence apart, and stacks of weights; loops of any other form stay as they are.
     """
     for node in reversed(list(edit.calls(gm, aten.index_add.default, aten.index_put.default))):
-        if node.graph is not gm.graph or not node.users:
-            continue
-        terms, start = _terms(node)
-        if not terms or not _one_layer(terms):
+        terms, start = _terms(node) if node.users else ([], node)
+        if not _one_layer(terms):
             continue
         with edit.before(node):
             new = called(_layer(terms, node), node)
@@ -75,7 +72,7 @@ def _terms(last: fx.Node) -> tuple[list[_Term], fx.Node]:
     """What was added one after the other, up to `last`, and what it was added to."""
     found: list[_Term] = []
     node, above = last, None
-    while (read := _written(node)) is not None and (above is None or {*node.users} <= above) and (term := _term(*read)) is not None:
+    while (read := _written(node)) is not None and (above is None or {*node.users} <= above) and (term := _term(*read[1:])) is not None:
         found.append(term)
         above = {node, *(user for user in read[0].users if user.target is aten.index.Tensor and user.args[1] == [read[1]])}
         node = read[0]
@@ -102,110 +99,42 @@ def _written(node: fx.Node) -> tuple[fx.Node, Any, Any, bool] | None:
     return None
 
 
-def _term(_: fx.Node, token: Any, rows: Any, adds: bool) -> _Term | None:
+def _term(token: Any, rows: Any, adds: bool) -> _Term | None:
     found, product = picked(token), call_of(uncast(rows), aten.mul.Tensor)
     if found is None or found[1] != TOKEN or product is None:
         return None
     for one, other in (product.args, product.args[::-1]):
-        gates, layers = _gates(other, token, found[0]), _expert(one, token)
+        gates, layers = gates_of(other, token, found[0]), expert_of(one, token)
         if gates is not None and layers is not None:
             return _Term(found[0], layers[0], gates, *layers[1:], adds)
     return None
 
 
-def _gates(node: Any, token: Any, mask: Mask) -> fx.Node | None:
-    """Of `gates[token, rank, None]` the gates `[n, k]`, or `[n]` where a token chooses one."""
-    node = uncast(node)
-    if call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
-        node = node.args[0]
-    taken = call_of(node, aten.index.Tensor)
-    if taken is None:
-        return None
-    gates, apart = taken.args[0], call_of(taken.args[0], aten.unsqueeze.default)
-    if apart is not None and facts.shape(apart)[-1] == 1:
-        gates = apart.args[0]
-    first, *more = taken.args[1]  # type: ignore[misc]
-    ranks = [picked(index) for index in more]
-    known = first is token and all(rank == (mask, RANK) for rank in ranks) and len(more) == mask.dims.count(RANK)
-    return gates if known and len(facts.shape(gates)) == 1 + len(more) else None  # type: ignore[return-value, arg-type]
-
-
-def _expert(node: Any, token: Any) -> tuple[fx.Node, tuple[Linear, ...], Linear, str] | None:
-    """Tokens, the layers before and behind what is pointwise, and that as a text."""
-    second = _linear(_flat(node))
-    if second is None:
-        return None
-    sources = sorted(_firsts(second[0].args[0], token, {}))
-    linears = [linear for source in sources if (linear := _linear(source)) is not None]
-    hiddens = {_tokens(linear.args[0], token) for linear, _ in linears}
-    inner = written(second[0].args[0], *sources) if 1 <= len(sources) <= 2 else None
-    if len(hiddens) != 1 or inner is None:
-        return None
-    return hiddens.pop(), tuple(map(_weights, linears)), _weights(second), inner  # type: ignore[return-value]
-
-
-def _firsts(node: Any, token: Any, seen: dict[Any, None]) -> list[fx.Node]:
-    """The results of the layers that read tokens, on the way from `node` to them."""
-    if node in seen or not isinstance(node, fx.Node):
-        return []
-    seen[node] = None
-    linear = _linear(node)
-    if linear is not None and _tokens(linear[0].args[0], token) is not None:
-        return [node]
-    return [found for operand in node.all_input_nodes for found in _firsts(operand, token, seen)]
-
-
-def _tokens(node: Any, token: Any) -> fx.Node | None:
-    """The tokens `[n, d]` of which `node` has the rows at `token`: `hidden[token]` or `hidden[None, token]`."""
-    rows = call_of(_flat(node), aten.index.Tensor)
-    if rows is None:
-        return None
-    hidden, indices = rows.args
-    if indices == [None, token] and (whole := call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
-        hidden, indices = whole.args[0], [token]
-    return hidden if indices == [token] and len(facts.shape(hidden)) == 2 else None  # type: ignore[return-value, arg-type]
-
-
-def _flat(node: Any) -> Any:
-    """What is behind a reshape from `[1, n, d]` to `[n, d]` or back."""
-    shaped = call_of(node, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
-    alike = shaped is not None and [size for size in facts.shape(shaped) if size != 1] == [size for size in facts.shape(shaped.args[0]) if size != 1]  # type: ignore[arg-type]
-    return shaped.args[0] if shaped is not None and alike else node
-
-
-def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
-    """The contraction that `node` is, or is the sum of with a bias, and that bias."""
-    total = call_of(node, aten.add.Tensor)
-    for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
-        linear = call_of(one, aten.linear.default)
-        if linear is not None and len(linear.args) == 2 and (other is None or (isinstance(other, fx.Node) and len(facts.shape(other)) == 1)):
-            return linear, other  # type: ignore[return-value]
-    return None
-
-
-def _weights(linear: tuple[fx.Node, fx.Node | None]) -> Linear:
-    return linear[0].args[1], linear[1]  # type: ignore[return-value]
-
-
 def _one_layer(terms: list[_Term]) -> bool:
     """Whether the terms are those of experts 0, 1, ..., each once, of one choice."""
     numbers = sorted(number for term in terms if (number := term.mask.number) is not None)
-    once = all(term.adds for term in terms) or _distinct(terms[0].mask)
-    return len(terms) > 1 and numbers == [*range(len(terms))] and once and all(term.shared == terms[0].shared for term in terms)
+    if len(terms) < 2 or numbers != [*range(len(terms))]:
+        return False
+    return all(term.shared == terms[0].shared for term in terms) and (all(term.adds for term in terms) or _distinct(terms[0].mask))
 
 
 def _distinct(mask: Mask) -> bool:
     """Whether no token chooses an expert twice."""
-    part = mask.chosen
-    while (seen := call_of(part, aten.reshape.default, aten.slice.Tensor)) is not None and facts.shape(seen)[-1] <= facts.shape(seen.args[0])[-1]:  # type: ignore[arg-type]
-        part = seen.args[0]  # type: ignore[assignment]
-    return RANK not in mask.dims or (len(part.args) == 2 and part.args[1] == 1 and call_of(part.args[0], *DISTINCT) is not None)
+    part: Any = mask.chosen
+    while (seen := call_of(part, aten.reshape.default, aten.slice.Tensor)) is not None and (seen.target is aten.slice.Tensor or _last(seen) == _last(seen.args[0])):
+        part = seen.args[0]
+    ranked = call_of(part.args[0], *DISTINCT) if part.target is operator.getitem and part.args[1] == 1 else None
+    return RANK not in mask.dims or (ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1))
+
+
+def _last(node: Any) -> facts.Size:
+    return facts.shape(node)[-1]
 
 
 def _zeros(node: fx.Node) -> bool:
     while (source := call_of(node, *SPREAD)) is not None:
         node = source.args[0]  # type: ignore[assignment]
-    return node.target in ZEROS
+    return call_of(node, *ZEROS) is not None
 
 
 def _layer(terms: list[_Term], like: fx.Node) -> Layer:

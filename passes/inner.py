@@ -104,7 +104,7 @@ class _Text:
             return ("halves", int(node.args[1])) if cut.target in CUTS and cut.args[0] in self.sources and _in_halves(cut) else None  # type: ignore[arg-type]
         if node.target is not aten.slice.Tensor or node.args[0] not in self.sources:
             return None
-        given, width = edit.args_of(node), facts.shape(node.args[0])[-1]
+        given, width = edit.args_of(node), facts.shape(node.args[0])[-1]  # type: ignore[arg-type]
         start, end, step = given["start"] or 0, LAST if given["end"] in (None, width) else given["end"], given["step"]
         if given["dim"] not in (-1, 1) or not isinstance(width, int):
             return None

@@ -50,7 +50,8 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
+    """What is sparse is dense there, as it is on ranks."""
+    empty = torch.empty_like(tensor, device="meta") if tensor.layout is torch.strided else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

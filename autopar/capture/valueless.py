@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import Instead, fake_mode
+from autopar._torch import Watch, fake_mode
 
 PICKED = 5
 """Rows that any mask picks."""
@@ -20,7 +20,7 @@ PICKED = 5
 @contextmanager
 def valueless() -> Iterator[None]:
     """Tensors made inside have no values; masks pick `PICKED` rows."""
-    with fake_mode(), Instead(_picked):
+    with fake_mode(), Watch(instead=_picked):
         yield
 
 

@@ -21,7 +21,7 @@ from autopar.runtime.params import Held, distribute
 @torch.no_grad()
 def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
               held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
-    """Copy each rank's own pieces out of whole tensors; no communication. Names in `held_already` may be missing; `elsewhere`
+    """Copy each rank's own pieces out of whole tensors, sparse ones made dense; no communication. Names in `held_already` may be missing; `elsewhere`
     names what other places of a pipeline hold.
 
     Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
@@ -41,7 +41,8 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
     for h in held:
         value = found[h.name]
         if value is not None:
-            h.local.copy_(own(value.detach(), h.info.entries, mesh.sizes, mesh.coord))
+            dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+            h.local.copy_(own(dense, h.info.entries, mesh.sizes, mesh.coord))
 
 
 @torch.no_grad()

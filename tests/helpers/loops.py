@@ -14,12 +14,12 @@ EXPERTS, HIDDEN, WIDTH, TOP = 5, 8, 12, 2
 class Gated(nn.Module):
     """Three matrices, as in Mixtral."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(HIDDEN, WIDTH, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up, self.gate, self.down = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False), nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, HIDDEN] -> [n, HIDDEN]."""
+        """[n, hidden] -> [n, hidden]."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -30,11 +30,11 @@ def plain() -> nn.Module:
 
 def mixtral(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
     """As Hugging Face wrote it, and many after them."""
-    out = torch.zeros((hidden.shape[0], HIDDEN), dtype=hidden.dtype, device=hidden.device)
+    out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     mask = F.one_hot(chosen, num_classes=len(experts)).permute(2, 1, 0)
     for number, expert in enumerate(experts):
         rank, token = torch.where(mask[number])
-        rows = expert(hidden[None, token].reshape(-1, HIDDEN)) * gates[token, rank, None]
+        rows = expert(hidden[None, token].reshape(-1, hidden.shape[-1])) * gates[token, rank, None]
         out.index_add_(0, token, rows.to(hidden.dtype))
     return out
 
@@ -91,15 +91,15 @@ LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {
 
 
 class Looped(nn.Module):
-    """A router and a loop over experts: [b, s, HIDDEN] -> [b, s, HIDDEN]."""
+    """A router and a loop over experts: [b, s, hidden] -> [b, s, hidden]."""
 
-    def __init__(self, loop: Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor], expert: Callable[[], nn.Module] = Gated) -> None:
+    def __init__(self, loop: Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor], expert: Callable[[], nn.Module] = Gated, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.loop, self.gate = loop, nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.loop, self.gate = loop, nn.Linear(hidden, EXPERTS, bias=False)
         self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens, flattened, through their experts."""
-        hidden = x.view(-1, HIDDEN)
+        hidden = x.view(-1, x.shape[-1])
         gates, chosen = torch.topk(self.gate(hidden).softmax(-1), TOP, dim=-1)
         return self.loop(hidden, gates / gates.sum(-1, keepdim=True), chosen, self.experts).view(x.shape)

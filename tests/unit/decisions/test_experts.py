@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.capture import capture
+from autopar.cluster import Cluster
 from autopar.codegen.edges import edges
 from autopar.layout import is_shard
+from autopar.onestage import plan
+from autopar.problem.settings import Settings
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE
+from autopar.request import Request
+from tests.helpers.loops import Gated, Looped, mistral
 from tests.unit.decisions.planning import Planned, Work, planned
 
 MIXTRAL = Work("mixtral-8x7b", 16, 2048, torch.bfloat16)
@@ -80,3 +86,20 @@ def test_search_spreads_the_experts_of_mixtral() -> None:
     assert made.step_ms <= made.recipes_ms["ep"] < 0.9 * made.recipes_ms["zero3"], str(made)
     assert not {"tp", "tp_sp", "megatron", "ddp"} & set(made.recipes_ms), str(made)
     assert {weight.layout for name, weight in made.weights.items() if name.endswith(STACKS)} == {"S0"}, str(made)
+
+
+def test_experts_that_are_modules_of_their_own_are_cut_by_width() -> None:
+    """Written as a loop over modules: their first layers are cut by rows, their second ones by columns, as Megatron cuts any two layers."""
+    class Scored(Looped):
+        """With a loss."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) ** 2).mean()
+
+    hidden, width = 1024, 4096
+    with torch.device("meta"):
+        model = Scored(mistral, lambda: Gated(hidden, width), hidden).bfloat16()
+        captured = capture(model, (torch.randn(16, 1024, hidden, dtype=torch.bfloat16),))
+    made = plan(captured.gm, captured.hints, Request(Cluster.parse("h100:1x4"), Settings("train"), recipe="tp", mesh=(4,)), model="loop", graph_hash=captured.graph_hash)
+    rests = {name.removeprefix("p_experts_3_"): node.outs[0].split("|")[0] for name, node in made.nodes.items() if name.startswith("p_experts_3_")}
+    assert rests == {"up_weight": "S0", "gate_weight": "S0", "down_weight": "S1"}

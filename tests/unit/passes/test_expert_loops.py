@@ -134,4 +134,4 @@ class Scored(Looped):
 def test_experts_are_layers_that_evaluate_alike():
     captured = capture(Scored(), (torch.randn(4, 6, HIDDEN),))
     assert not captured.evaluation.differs and not captured.evaluation.why
-    assert TOP == facts.shape(layers(captured.gm)[0].args[1])[-1]
+    assert facts.shape(layers(captured.gm)[0].args[1])[-1] == TOP

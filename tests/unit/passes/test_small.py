@@ -343,6 +343,15 @@ def test_what_is_written_to_a_given_tensor_is_its_new_value():
     assert not [name for name in targets(gm) if "out" in name]
 
 
+def test_what_is_made_in_a_given_tensor_is_its_new_value():
+    def function(m, x, y):
+        h = x @ m.w
+        return h @ torch.eye(6, out=torch.empty_like(m.w)) + torch.arange(6, out=h.new_empty(6))
+
+    gm = normalized(function, data(4, 6), dims={"x": {0: B}})
+    assert not [name for name in targets(gm) if "out" in name]
+
+
 def test_what_is_written_over_all_of_a_tensor_is_that():
     def function(m, x, y):
         h = torch.zeros_like(x)

@@ -1,0 +1,62 @@
+"""Layers of experts that are written as loops over modules, on ranks against one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.verify import case_of, verify
+from passes import ops
+from tests.helpers.loops import HIDDEN, LOOPS, Gated, Looped, plain
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_stages, planned
+
+EXPERT = {"gated": Gated, "plain": plain}
+
+
+class Blocks(nn.Module):
+    """Two layers of experts with residuals, and a loss."""
+
+    def __init__(self, loop: str, expert: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Looped(LOOPS[loop], EXPERT[expert]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, HIDDEN] -> []."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x ** 2).mean()
+
+
+@cache
+def subject(loop: str, expert: str) -> Subject:
+    torch.manual_seed(0)
+    model = Blocks(loop, expert)
+    captured = capture(model, (torch.randn(4, 6, HIDDEN),))
+    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2
+    return Subject(loop, "train", captured, model.state_dict())
+
+
+CASES = [("mixtral", "gated", (2, 2), "random 0"), ("mixtral", "gated", (4,), "tp"), ("litgpt", "gated", (4,), "ep"), ("mistral", "plain", (2, 2), "random 1"),
+         ("mistral", "plain", (2,), "tp"), ("nonzero", "plain", (2,), "zero3"), ("columns", "gated", (2,), "ep"), ("switch", "plain", (2, 2), "searched")]
+
+
+def compared(who: Subject, made) -> None:
+    report = verify(case_of(who.captured, made, who.weights, {"x": torch.randn(4, 6, HIDDEN, generator=torch.Generator().manual_seed(1))}), ranks=living(made.ranks))
+    assert report.ok, (report.first, report.worst)
+
+
+@pytest.mark.parametrize(("loop", "expert", "sizes", "how"), CASES)
+def test_equals_one_device(loop: str, expert: str, sizes: tuple[int, ...], how: str) -> None:
+    who = subject(loop, expert)
+    compared(who, planned(who, sizes, how))
+
+
+@pytest.mark.parametrize(("loop", "expert"), [("mixtral", "gated"), ("mistral", "plain")])
+def test_stages_equal_one_device(loop: str, expert: str) -> None:
+    who = subject(loop, expert)
+    compared(who, by_stages(who, (2,), "zero3", 2, 2, "1f1b"))

@@ -183,7 +183,8 @@ def export_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError,
+            AssertionError, ArithmeticError)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from autopar.capture.alike import AlikeRun
 from autopar.capture.outer import Call, Tape, play, results
 from autopar.capture.watched import Watched
 
-SHORTENED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError)
+SHORTENED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 """What outer code raises that cannot live with fewer blocks, with stubs, or with tensors that have no values."""
 
 

@@ -296,7 +296,7 @@ def _buckets(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]
             continue
         members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
         members.append(h)
-        if sum(m.leaf.numel() * m.leaf.element_size() for m in members) >= limit_bytes:
+        if sum(m.leaf_bytes(mesh) for m in members) >= limit_bytes:
             buckets.append(Bucket(moves, tuple(members)))
             members.clear()
     return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]

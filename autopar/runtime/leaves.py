@@ -129,7 +129,7 @@ def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_b
     for h in held:
         way = gathered_by(h, mesh)
         here = (*(step.axis for step in way), h.leaf.dtype) if way else None
-        size = sum(m.leaf.numel() * m.leaf.element_size() for m in filling)
+        size = sum(m.leaf_bytes(mesh) for m in filling)
         new_reader = bool(filling) and first[filling[-1].name] != first[h.name]
         if filling and (here != key or size >= limit_bytes or (new_reader and (2 * size >= limit_bytes or first[filling[-1].name] < 0))):
             yield _bucket(filling, mesh)

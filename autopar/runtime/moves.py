@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import profiling
-from autopar.layout import Layout, Step, crosses, dim_of, is_placed, legs, local_shape, placed_on, steps
+from autopar.layout import Layout, Step, crosses, dim_of, is_placed, legs, local_shape, most_elements, placed_on, steps
 from autopar.runtime.collectives import (
     Later,
     start_all_gather,
@@ -45,8 +45,8 @@ class Chain:
     def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
         self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
-        self.nbytes = x.numel() * x.element_size()
-        """Bytes of what the collective that runs takes, or of what is there."""
+        self.nbytes = most_elements(shape, src, mesh.sizes) * x.element_size()
+        """Bytes of what the collective that runs takes, or of what is there, on the rank that has most of it: all ranks go by it."""
         *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
         self._legs.reverse()
         self._come: Later = lambda: x  # what is there, or is to come
@@ -60,7 +60,7 @@ class Chain:
         """Wait for the collective that runs; begin the next one. One is yet to begin (`more`)."""
         *local, last = self._legs.pop()
         x = self._do(self._come(), local)
-        self.nbytes = x.numel() * x.element_size()
+        self.nbytes = most_elements(self.shape, last.before, self.mesh.sizes) * x.element_size()
         _note(x, last, self.shape, self.mesh, self.name)
         marked = _marked(x, last, self.shape, self.mesh)
         with mark(*marked):

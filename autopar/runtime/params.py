@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar._torch import as_parameter, keeping_version, local_of, wrap_like
 from autopar.errors import RunError
-from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, parse, sections_of
+from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, most_elements, parse, sections_of
 from autopar.runtime.mesh import Mesh
 
 
@@ -119,6 +119,10 @@ class Held:
     def local(self) -> Tensor:
         """The local part of the registered tensor."""
         return local_of(self.tensor)
+
+    def leaf_bytes(self, mesh: Mesh) -> int:
+        """Bytes of the leaf on the rank that has most of it: what all ranks go by where they decide which collectives follow each other."""
+        return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.leaf.element_size()
 
     def stale(self) -> bool:
         """Whether the registered tensor no longer is the one that `leaf` is made of (moved, cast, frozen, replaced)."""

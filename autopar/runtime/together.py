@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.layout import Step, dim_of
+from autopar.layout import Step, dim_of, most_elements
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import cut, join, pad
@@ -56,7 +56,7 @@ class Together:
 
     def _start(self, tensors: Sequence[Tensor]) -> Finish:
         steps = self._left.pop()
-        self.nbytes = sum(x.numel() * x.element_size() for x in tensors)
+        self.nbytes = sum(most_elements(shape, step.before, self.mesh.sizes) * x.element_size() for step, x, shape in zip(steps, tensors, self.shapes, strict=True))
         self._count(steps, tensors)
         marked = ("sync", steps[0].kind, steps[0].axis)
         with mark(*marked):

@@ -82,15 +82,24 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
                 left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The tensors that the model gives, in order, but for those that are `left_out`, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
-    leaves = {name: tensor.requires_grad_(model.get_parameter(name).requires_grad and bool(kinds)) for name, tensor in _cast(dict(model.named_parameters()), dtype).items()}
+    own = dict(model.named_parameters())
+    leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
-        result = functional_call(model, {**leaves, **buffers}, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype))
+        result = functional_call(model, _everywhere(model, {**leaves, **buffers}), tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for name, leaf in named_leaves(result).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
     return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`values` of parameters and buffers wherever these are registered, in each module once: a module with two names would keep the second value (torch 2.13)."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    by_tensor = {id(tensor): values[name] for name, tensor in named if name in values}
+    return {f"{path}.{key}".removeprefix("."): by_tensor[id(tensor)] for path, module in model.named_modules()
+            for key, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None and id(tensor) in by_tensor}
 
 
 def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:

@@ -55,6 +55,12 @@ class Eight(Net):
         return x + self.shift  # the line
 
 
+class EightAsserted(Net):
+    def change(self, x):
+        assert x.shape[0] == 8, "the size of tensor a must match the size of tensor b (8)"  # the line
+        return x
+
+
 class EightTraced(Eight):
     def change(self, x):
         if not torch.compiler.is_compiling():
@@ -114,7 +120,8 @@ def test_a_batch_that_the_model_has_conditions_of(kind, span, notes):
     assert captured.hints == {"b": 8} and list(captured.notes) == notes and facts.spans(captured.gm) == {"b": span}
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (EightTraced, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
+@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (EightTraced, "must match the size of tensor b (8)"),
+                                           (EightAsserted, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
 def test_a_size_that_the_model_fixes(kind, why):
     captured = capture(kind(), batch())
     (note,) = captured.notes

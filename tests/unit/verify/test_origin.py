@@ -137,3 +137,27 @@ def test_a_model_is_compared_as_it_evaluates() -> None:
     assert all(row.ok for row in rows)
     with mock.patch.dict(EVALUATED, {ops.statistic: ops.statistic}):  # the statistics of the batch
         assert not all(row.ok for row in graph_rows(model, captured, (x,), {}, training=True)[0])
+
+
+class Twice(nn.Module):
+    """A module under two names, and a weight of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.again = nn.ModuleList([self.first])
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, 4] -> []."""
+        return self.last(self.again[0](x).tanh()).square().mean()
+
+
+def test_a_module_of_two_names_is_compared_and_left_as_it_was() -> None:
+    model, x = Twice(), torch.randn(8, 4)
+    before = dict(model.named_parameters())
+    captured = capture(model, (x,))
+    for _ in range(2):
+        rows, _ = graph_rows(model, captured, (x,), {}, training=True)
+        assert {row.name for row in rows} >= {"loss", "gradient of first.weight", "gradient of first.bias"} and all(row.ok for row in rows)
+    assert model.first.weight is model.last.weight is before["first.weight"] and model.first.bias is before["first.bias"]

@@ -63,6 +63,9 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     if node.target is aten.detach_.default:
         _detach(node, base)
         return
+    if node.target in TURNED:
+        _turned(node, base)
+        return
     chain = _view_chain(base)
     root = chain[-1]
     _check_root(node, root)
@@ -82,6 +85,14 @@ def _detach(node: fx.Node, base: fx.Node) -> None:
     """detach_ changes no memory, only that no gradient flows from here on."""
     with edit.before(node):
         new = edit.call(node.graph, aten.detach.default, (base,), like=node)
+    edit.redirect_later(base, new, behind=node)
+    edit.replace(node, new)
+
+
+def _turned(node: fx.Node, base: fx.Node) -> None:
+    """What turns a tensor in place changes no memory either: whatever else sees it is as it was."""
+    with edit.before(node):
+        new = edit.call(node.graph, functional(node), node.args, like=node)
     edit.redirect_later(base, new, behind=node)
     edit.replace(node, new)
 
@@ -180,12 +191,12 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
 
 TWINS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: aten.bernoulli.p,
-    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
-    aten.floor_divide_.Tensor: aten.floor_divide.default,
     aten.normal_.default: aten.normal_functional.default,  # `normal` draws for sizes or for means
-    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
 }
-"""Functional operators of other names than the in-place ones."""
+"""Functional operators of other names or arguments than the in-place ones."""
+
+TURNED = tuple(getattr(packet, overload) for packet in (aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_) for overload in packet.overloads())
+"""They say how a tensor is seen from then on."""
 
 
 def functional(node: fx.Node) -> Callable[..., Any]:
@@ -197,10 +208,16 @@ def functional(node: fx.Node) -> Callable[..., Any]:
     namespace, name = target._schema.name.split("::")
     plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(getattr(torch.ops, namespace), plain, None)
-    overload = getattr(packet, target._overloadname, None)
-    if plain == name or overload is None or overload._schema.is_mutable:
+    same = [getattr(packet, target._overloadname, None), *(getattr(packet, overload) for overload in (packet.overloads() if packet else ()))]
+    twins = [twin for twin in same if twin is not None and not twin._schema.is_mutable and _types(twin) == _types(target)]
+    if plain == name or not twins:
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
-    return overload
+    return twins[0]
+
+
+def _types(operator: OpOverload) -> list[str]:
+    """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a number."""
+    return [str(argument.type) for argument in operator._schema.arguments]
 
 
 def _slice_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:

@@ -53,6 +53,11 @@ def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
     return total / count
 
 
+def as_complex(parts: Tensor) -> Tensor:
+    """Complex numbers of their parts `[..., 2]`, which may lie in memory in any order: [...]."""
+    return torch.view_as_complex(parts.contiguous())
+
+
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """How many `labels [...]` are not `ignore_index`: [], as a float of `dtype` (that of the loss it divides)."""
     return (labels != ignore_index).sum(dtype=dtype)

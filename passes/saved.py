@@ -81,7 +81,7 @@ MOVES = (
     aten.fft_ifft2.default, aten.fft_ifftn.default, aten.fft_irfft.default, aten.fft_irfft2.default, aten.fft_irfftn.default, aten.flip.default, aten.movedim.intlist,
     aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.roll.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
-    aten.view_as_complex.default, aten.view_as_real.default,
+    aten.view_as_real.default, ops.as_complex,
 )  # fmt: skip
 """Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier transforms."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import edit, facts, ops
 
 aten = torch.ops.aten
 
@@ -234,6 +234,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.type_as.default: _cast,
     aten.unflatten.int: _unflattened,
     aten.view.default: _same_args(aten.reshape.default, 2),
+    aten.view_as_complex.default: _same_args(ops.as_complex, 1),
     aten.view_as.default: _as_another,
     aten.reshape_as.default: _as_another,
 }

@@ -22,6 +22,7 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.looking import looks
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
+from passes import ops
 from passes.ordered import ORDERED
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ KEEPABLE = (
 )
 """Operators whose results can be kept although several readers or their own backward need them: one kernel makes all of them."""
 
-SOMETIMES_VIEWS = (aten.contiguous.default, aten.reshape.default)
+SOMETIMES_VIEWS = (aten.contiguous.default, aten.reshape.default, ops.as_complex)
 """Operators that copy or look, as it comes: what copies in the whole may be a view of the shard of a rank, with one head left of several. Stored views would hold
 what they look at, so that views run again, and would look at what is not there."""
 

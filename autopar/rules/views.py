@@ -10,6 +10,7 @@ from autopar.rules.arguments import Spec, dims, given, line, rank_of, rule, word
 from autopar.rules.language import Call
 from autopar.rules.reshapes import reshape
 from autopar.rules.rule import Rule
+from passes import ops
 
 aten = torch.ops.aten
 
@@ -199,6 +200,6 @@ RULES: dict[Any, Rule] = {
     aten.pad.default: Rule(pad, linear=_pads_zeros),
     aten.tril.default: Rule("... r! c! -> ... r! c!", linear="all"),
     aten.triu.default: Rule("... r! c! -> ... r! c!", linear="all"),
-    aten.view_as_complex.default: Rule("... c! -> ...", linear="all"),
+    ops.as_complex: Rule("... c! -> ...", linear="all"),
     aten.view_as_real.default: Rule("... -> ... c!", linear="all"),
 }

@@ -49,7 +49,7 @@ SAMPLES = {
     aten.dot.default: lambda: (aten.dot.default, (r(50), r(50))),
     aten.vdot.default: lambda: (aten.vdot.default, (r(50, grad=False), r(50))),
     aten.stack.default: lambda: (aten.stack.default, ([r(3, 4), r(3, 4)],)),
-    aten.view_as_complex.default: lambda: (aten.view_as_complex.default, (r(3, 2),)),
+    ops.as_complex: lambda: (ops.as_complex, (r(3, 2),)),
     aten.view_as_real.default: lambda: (aten.view_as_real.default, (torch.view_as_complex(r(3, 2)),)),
     aten.add.Tensor: lambda: (aten.add.Tensor, (r(4, 50), r(50))),
     aten.amax.default: lambda: (aten.amax.default, (r(40, 50), [-1])),

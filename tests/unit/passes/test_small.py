@@ -343,6 +343,24 @@ def test_what_is_written_to_a_given_tensor_is_its_new_value():
     assert not [name for name in targets(gm) if "out" in name]
 
 
+@pytest.mark.parametrize("change", [
+    lambda x, y: x.pow_(2), lambda x, y: x.pow_(y), lambda x, y: x.float_power_(2), lambda x, y: x.floor_divide_(y), lambda x, y: x.ldexp_(y), lambda x, y: x.mul_(2), lambda x, y: x.__ipow__(2)])
+def test_what_changes_in_place_has_its_twin_by_what_it_takes(change):
+    gm = normalized(lambda m, x, y: change((x @ m.w).detach().abs() + 1, y.abs() + 1) * (x @ m.w), data(4, 6), data(4, 6), dims={"x": {0: B}, "y": {0: B}})
+    assert not [name for name in targets(gm) if name.split(".")[1].endswith("_")]
+
+
+@pytest.mark.parametrize("turn", [lambda v: v.t_(), lambda v: v.transpose_(0, 1), lambda v: v.swapaxes_(0, 1)])
+def test_what_is_turned_in_place_leaves_the_memory_that_it_is_of(turn):
+    def function(m, x, y):
+        h = m.w * 2
+        seen = h.view(6, 6)
+        turn(seen)
+        return x @ seen + x @ h
+
+    normalized(function, data(4, 6), dims={"x": {0: B}})
+
+
 def test_what_is_made_in_a_given_tensor_is_its_new_value():
     def function(m, x, y):
         h = x @ m.w

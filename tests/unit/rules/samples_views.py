@@ -45,7 +45,7 @@ VIEWS: Samples = {
     aten.unbind.int: [case(f(5, 3, 4), 1), case(f(3, 5))],
     aten.unfold.default: [case(f(5, 9), 1, 3, 2)],
     aten.unsqueeze.default: [case(f(5, 4), 1), case(f(5, 4), -1), case(f(5, 4), -3)],
-    aten.view_as_complex.default: [case(f(5, 4, 2)), case(f(4, 2))],
+    ops.as_complex: [case(f(5, 4, 2)), case(f(4, 2))],
     aten.view_as_real.default: [case(T((5, 4), "z")), case(T((4,), "z"))],
 }
 

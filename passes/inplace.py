@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import edit, facts, ops
 from passes._torch import OpOverload
 
 aten = torch.ops.aten
@@ -220,12 +220,17 @@ def _types(operator: OpOverload) -> list[str]:
     return [str(argument.type) for argument in operator._schema.arguments]
 
 
-def _slice_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    return edit.call(view.graph, aten.slice_scatter.default, (parent, new, *view.args[1:]), like=view)
+def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:
+    """`operator`, of the real and imaginary parts where numbers are complex: torch has no gradient for it then."""
+    def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+        if not facts.dtype(parent).is_complex:
+            return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
+        dim, *rest = [*view.args[1:], 0][:max(1, len(view.args) - 1)]
+        parts = [edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new)]
+        written = edit.call(view.graph, operator, (*parts, dim % len(facts.shape(parent)), *rest), like=view)  # type: ignore[operator]
+        return edit.call(view.graph, ops.as_complex, (written,), like=view)
 
-
-def _select_scatter(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    return edit.call(view.graph, aten.select_scatter.default, (parent, new, *view.args[1:]), like=view)
+    return write
 
 
 def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
@@ -244,8 +249,8 @@ def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: _identity,
     aten.detach.default: _identity,
-    aten.select.int: _select_scatter,
-    aten.slice.Tensor: _slice_scatter,
+    aten.select.int: _scattered(aten.select_scatter.default),
+    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
     aten.squeeze.dim: _unview,
     aten.transpose.int: _same_call,
     aten.unsqueeze.default: _unview,

@@ -82,9 +82,13 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     structure, numbers = outputs_of(program)
     left_out |= numbers
     notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
+    state = model.state_dict(keep_vars=True)
+    order = tuple(name for name, value in state.items() if isinstance(value, torch.Tensor))
+    if beside := [name for name in state if name not in order]:
+        notes.append(f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them")
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    order=tuple(model.state_dict(keep_vars=True)), evaluation=evaluating, left_out=tuple(left_out))
+                    order=order, evaluation=evaluating, left_out=tuple(left_out))
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,

@@ -48,7 +48,9 @@ def _of_default_dtype(node: fx.Node) -> bool:
 
 
 def _lift(item: Any, dtype: torch.dtype) -> Any:
-    return dtype if isinstance(item, torch.dtype) and item.is_floating_point else item
+    if not isinstance(item, torch.dtype):
+        return item
+    return dtype if item.is_floating_point else dtype.to_complex() if item.is_complex else item
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:

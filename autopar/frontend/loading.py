@@ -55,7 +55,7 @@ def load(
             model, made = build_model(spec.removeprefix(HF)), None
         else:
             model, made = call_factory(find_factory(spec), spec, batch=batch, seq=seq)
-    model = model.to(dtype).train(train)
+    model = in_dtype(model, dtype).train(train)
     args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
     return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec)
 
@@ -73,6 +73,17 @@ def short_name(spec: str) -> str:
         return path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
     place, _, factory = spec.rpartition(":")
     return f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}.{factory}"
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model, its floating-point weights and buffers in `dtype`. Complex ones, of which `Module.to` would forget the imaginary part, stay as they are."""
+    tensors = (*model.parameters(), *model.buffers())
+    if not any(tensor.is_complex() for tensor in tensors):
+        return model.to(dtype)
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

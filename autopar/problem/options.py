@@ -86,11 +86,17 @@ def _still(factor: str, op: Op, entry: str) -> Option:
 def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
     found = [_still("", op, "R")]
     for dim, size in enumerate(op.call.outs[0].sizes):
-        if size >= ways:
+        if _can_be_cut(op, size, ways):
             found.append(_still(f"d{dim}", op, shard(dim)))
         found += [_still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut)) for cut in sections
                   if sum(cut) == size and all(n % ways == 0 for n in cut)]
     return found + [_gathered(op, dim, run) for dim in _even_dims(op, ways) for run in ("", EACH)]
+
+
+def _can_be_cut(op: Op, size: int, ways: int) -> bool:
+    """Whether a parameter can rest cut along a dim. One of complex numbers only evenly: optimizers see them as real, and of uneven shards DTensor gives them a
+    copy for that (torch 2.13), so that the parameter would stay as it is."""
+    return size >= ways and (size % ways == 0 or not op.out_dtypes[0].is_complex)
 
 
 def _gathered(op: Op, dim: int, run: str) -> Option:
@@ -104,7 +110,7 @@ def _even_dims(op: Op, ways: int) -> list[int]:
     tensor = op.call.outs[0]
     if ways < 2 or not tensor.grad:
         return []
-    longest = {dim: -(-size // ways) * ways / size for dim, size in enumerate(tensor.sizes) if size >= ways}
+    longest = {dim: -(-size // ways) * ways / size for dim, size in enumerate(tensor.sizes) if _can_be_cut(op, size, ways)}
     return sorted(longest, key=lambda dim: (longest[dim], dim))[:2]
 
 

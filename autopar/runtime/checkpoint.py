@@ -18,11 +18,15 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held, distribute
 
 
+EXTRA = "_extra_state"
+"""What torch calls the state of a module that is no tensor."""
+
+
 @torch.no_grad()
 def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
               held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
     """Copy each rank's own pieces out of whole tensors, sparse ones made dense; no communication. Names in `held_already` may be missing; `elsewhere`
-    names what other places of a pipeline hold.
+    names what other places of a pipeline hold. What is no tensor (extra state of modules) is passed over.
 
     Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
     """
@@ -31,7 +35,7 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
     found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
     missing = [name for name, value in found.items() if value is None and name not in held_already]
     known = {*aliases, *elsewhere, *(n for ns in names.values() for n in ns)}
-    unknown = [name for name in state if name not in known] if strict else []
+    unknown = [name for name, value in state.items() if name not in known and isinstance(value, Tensor)] if strict else []
     wrong = [f"{h.name}: got {tuple(value.shape)}, wanted {h.info.shape}" for h in held
              if (value := found[h.name]) is not None and tuple(value.shape) != h.info.shape]
     if missing or unknown or wrong:
@@ -70,7 +74,7 @@ def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
 
 
 def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
-    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well."""
+    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well. Extra state of the user's modules is passed over."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -83,6 +87,8 @@ def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, s
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 state[prefix + name] = at_rest(value, h, mesh)
+        for name in [name for name, value in state.items() if not isinstance(value, Tensor) and name.startswith(prefix) and name.endswith(EXTRA)]:
+            del state[name]
 
     module.register_state_dict_post_hook(saved)
     module.register_load_state_dict_pre_hook(loading)

@@ -24,7 +24,7 @@ from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
 from autopar.runtime.late import Queue
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import Chain
+from autopar.runtime.moves import Chain, settled
 from autopar.runtime.params import Held
 from autopar.runtime.together import KINDS, Together
 from autopar.runtime.turns import AS_IS, Gathered
@@ -319,7 +319,7 @@ def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
             changed = hook(total)
             total = total if changed is None else changed
         grads = [local_of(total)]
-    for grad in (grad.to(local.device) for grad in grads):
+    for grad in (settled(grad).to(local.device) for grad in grads):
         if param.grad is None:
             param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:

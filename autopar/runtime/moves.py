@@ -37,12 +37,18 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
     return Chain(x, src, dst, shape, mesh, name).finish()
 
 
+def settled(x: Tensor) -> Tensor:
+    """`x` in memory as it reads: torch leaves conjugation and signs of complex numbers for later, and neither collectives nor DTensor know of it."""
+    return x.resolve_conj().resolve_neg()
+
+
 class Chain:
     """`relayout` whose collectives run in the background one after the other, leg by leg (`layout.legs`): `go_on` waits for the one that runs
     and begins the next one, `finish` does all that is left. `x` must not change until its first one is over. `behind`: other collectives of these
     axes do not wait for them (Mesh.behind)."""
 
     def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
+        x = settled(x)
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
         self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
         self.nbytes = most_elements(shape, src, mesh.sizes) * x.element_size()

@@ -19,16 +19,20 @@ def scale(wanted: Tensor) -> float:
     """What differences are relative to: max(1, largest absolute value)."""
     if wanted.numel() == 0:
         return 1.0
+    if wanted.is_complex():
+        wanted = torch.view_as_real(wanted.resolve_conj())
     low, high = wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax()
     return max(1.0, abs(float(low)), abs(float(high)))
 
 
 def gap(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference; infinity where shapes differ, `got` is missing, or a difference is not a number."""
-    if got is None or got.shape != wanted.shape:
+    """Largest absolute difference; infinity where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
+    if got is None or got.shape != wanted.shape or got.is_complex() != wanted.is_complex():
         return math.inf
     if wanted.numel() == 0:
         return 0.0
+    if got.is_complex() and wanted.is_complex():
+        got, wanted = (torch.view_as_real(tensor.resolve_conj()) for tensor in (got, wanted))
     if got.dtype != wanted.dtype or not wanted.is_floating_point():
         got, wanted = got.double(), wanted.double()
     if wanted.dim() == 0:

@@ -23,8 +23,8 @@ def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     them costs each rank seconds in a process that has not met their layouts before.
     """
     held = list(parameters)
-    exact = all(p.dtype == torch.float64 for p in held)
-    return torch.optim.AdamW(held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=True)
+    exact = all(p.dtype in (torch.float64, torch.complex128) for p in held)
+    return torch.optim.AdamW(held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=not any(p.is_complex() for p in held))
 
 
 class Recorder(Interpret):

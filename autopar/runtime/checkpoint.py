@@ -17,7 +17,6 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held, distribute
 
-
 EXTRA = "_extra_state"
 """What torch calls the state of a module that is no tensor."""
 

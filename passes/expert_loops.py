@@ -115,16 +115,32 @@ def _one_layer(terms: list[_Term]) -> bool:
     numbers = sorted(number for term in terms if (number := term.mask.number) is not None)
     if len(terms) < 2 or numbers != [*range(len(terms))]:
         return False
-    return all(term.shared == terms[0].shared for term in terms) and (all(term.adds for term in terms) or _distinct(terms[0].mask))
+    mask, bias = terms[0].mask, terms[0].second[1]
+    if not all(term.shared == terms[0].shared for term in terms) or not (bias is None or _in_range(mask, len(terms))):
+        return False
+    return all(term.adds for term in terms) or _distinct(mask)
 
 
 def _distinct(mask: Mask) -> bool:
     """Whether no token chooses an expert twice."""
+    return RANK not in mask.dims or call_of(_ranked(mask), *DISTINCT) is not None
+
+
+def _in_range(mask: Mask, count: int) -> bool:
+    """Whether all that is chosen is known to be one of `count` numbers from 0 on."""
+    ranked = _ranked(mask)
+    return ranked is not None and facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]] in range(count + 1)  # type: ignore[arg-type]
+
+
+def _ranked(mask: Mask) -> fx.Node | None:
+    """The operator that says for each token which numbers are its first, of all of which what is chosen is a part; None where something else says it."""
     part: Any = mask.chosen
-    while (seen := call_of(part, aten.reshape.default, aten.slice.Tensor)) is not None and (seen.target is aten.slice.Tensor or _last(seen) == _last(seen.args[0])):
+    while (seen := call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
         part = seen.args[0]
-    ranked = call_of(part.args[0], *DISTINCT) if part.target is operator.getitem and part.args[1] == 1 else None
-    return RANK not in mask.dims or (ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1))
+    if part.target is not operator.getitem or part.args[1] != 1:
+        return call_of(part, aten.argmax.default) if part.target is aten.argmax.default and edit.args_of(part)["dim"] is not None else None
+    ranked = call_of(part.args[0], *DISTINCT)
+    return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
 
 
 def _last(node: Any) -> facts.Size:
@@ -156,6 +172,9 @@ def _layer(terms: list[_Term], like: fx.Node) -> Layer:
     biases = [bias for term in terms for _, bias in term.first if bias is not None]
     outer = [bias for term in terms if (bias := term.second[1]) is not None]
     chosen, gates = (_by_token(node, RANK in some.mask.dims) for node in (some.mask.chosen, some.gates))
+    if not _in_range(some.mask, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
+        none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
+        chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
     return Layer(some.hidden, chosen, gates, (up, down, some.inner, *([stacked(biases, each)] if biases else [])), stacked(outer, 1) if outer else None)
 
 

@@ -116,6 +116,31 @@ def test_choices_that_may_be_the_same_twice_are_added_as_often():
     assert_same(gm, model, inputs, 1e-10)
 
 
+@pytest.mark.parametrize("number", [-1, EXPERTS, EXPERTS + 3])
+def test_numbers_that_are_no_experts_add_nothing(number):
+    """As tokens that are dropped have them; biases of second layers have no row for them."""
+    dropped = looped(chosen=lambda chosen: torch.where(chosen > 1, chosen, number))
+    model = Looped(dropped)
+    gm, inputs = normalized(model)
+    assert layers(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    assert not layers(normalized(Looped(dropped, plain))[0])
+
+
+def test_the_best_expert_by_itself():
+    def best(hidden, gates, chosen, experts):
+        out, number, first = torch.zeros_like(hidden), hidden[:, :EXPERTS].argmax(-1), gates[:, 0]
+        for at, expert in enumerate(experts):
+            (token,) = torch.where(number == at)
+            out[token] += first[token, None] * expert(hidden[token])
+        return out
+
+    model = Looped(best, plain)
+    gm, inputs = normalized(model)
+    assert layers(gm) and "aten.masked_fill.Scalar" not in targets(gm)
+    assert_same(gm, model, inputs, 1e-10)
+
+
 def test_what_is_no_layer_is_refused_with_the_line():
     with pytest.raises(CaptureError, match=r"experts\.0\.gate.*depends on what tensors hold"):
         capture(Scored(Normed), (torch.randn(4, 6, HIDDEN),))

@@ -168,7 +168,7 @@ def test_gradients_go_to_the_host_once_in_a_step() -> None:
 def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
     """Found without being asked for, and right on ranks of the CPU: the optimizer's state leaves no room on a device for what blocks keep."""
     who = subject("hf-gpt2")
-    request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,), memory_bytes=1e6, time_limit_s=20.0)
+    request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,), memory_bytes=1e6, time_limit_s=90.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert made.offload and "on the host" in made.notes[-1], made.notes
     _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
@@ -179,7 +179,7 @@ def test_the_search_finds_pipelines_on_the_host() -> None:
     """Between two nodes with a slow network, for devices that have no room for the optimizer's state; right on ranks of the CPU."""
     who, cluster = subject("hf-gpt2"), Cluster.parse("h100:2x1")
     slow = replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_s=1e6), cluster.levels[1]))
-    request = Request(slow, Settings(who.mode), memory_bytes=1.2e6, time_limit_s=20.0)
+    request = Request(slow, Settings(who.mode), memory_bytes=1.2e6, time_limit_s=90.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert made.offload and made.places == 2, made.notes
     _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x2").to_dict())))

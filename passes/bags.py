@@ -60,7 +60,8 @@ def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
 
 def _rows(flat: Any) -> fx.Node | None:
     """The matrix that `flat` has the rows of, one behind the other."""
-    source = flat.args[0] if isinstance(flat, fx.Node) and flat.target is aten.reshape.default else None
+    shaped = edit.call_of(flat, aten.reshape.default)
+    source = None if shaped is None else shaped.args[0]
     return source if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1 else None
 
 

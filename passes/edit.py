@@ -150,6 +150,17 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> Iterator[fx.Node]
             yield node
 
 
+def call_of(node: Any, *targets: Any) -> fx.Node | None:
+    """`node` where it is a call of one of `targets`, else None."""
+    return node if isinstance(node, fx.Node) and node.target in targets else None
+
+
+def part_of(node: Any, number: int) -> Any:
+    """What `node` takes item `number` of, or None."""
+    part = call_of(node, operator.getitem)
+    return part.args[0] if part is not None and part.args[1] == number else None
+
+
 def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graph itself and the bodies of its folded blocks."""
     yield gm

@@ -54,12 +54,7 @@ def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found) if alike else flat
 
 
-def call_of(node: Any, *targets: Any) -> fx.Node | None:
-    """`node` where it is a call of one of `targets`, else None."""
-    return node if isinstance(node, fx.Node) and node.target in targets else None
-
-
 def uncast(node: Any) -> Any:
     """What `node` casts to a dtype, or `node`."""
-    cast = call_of(node, aten.to.dtype)
+    cast = edit.call_of(node, aten.to.dtype)
     return node if cast is None else cast.args[0]

@@ -10,7 +10,6 @@ which stay parameters of their own, are stacked where they are used.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.expert_layer import Layer, call_of, called, put, uncast
+from passes.expert_layer import Layer, called, put, uncast
 from passes.one_expert import Linear, expert_of, gates_of
 from passes.picked import RANK, TOKEN, Mask, picked
 
@@ -89,18 +88,18 @@ def _written(node: fx.Node) -> tuple[fx.Node, Any, Any, bool] | None:
     given = edit.args_of(node)
     if len(given["indices"]) != 1:
         return None
-    (index,), total = given["indices"], call_of(given["values"], aten.add.Tensor)
+    (index,), total = given["indices"], edit.call_of(given["values"], aten.add.Tensor)
     if given["accumulate"]:
         return given["self"], index, given["values"], True
     for one, other in () if total is None or total.kwargs else (total.args, total.args[::-1]):
-        before = call_of(one, aten.index.Tensor)
+        before = edit.call_of(one, aten.index.Tensor)
         if before is not None and before.args == (given["self"], [index]):
             return given["self"], index, other, False
     return None
 
 
 def _term(token: Any, rows: Any, adds: bool) -> _Term | None:
-    found, product = picked(token), call_of(uncast(rows), aten.mul.Tensor)
+    found, product = picked(token), edit.call_of(uncast(rows), aten.mul.Tensor)
     if found is None or found[1] != TOKEN or product is None:
         return None
     for one, other in (product.args, product.args[::-1]):
@@ -123,23 +122,24 @@ def _one_layer(terms: list[_Term]) -> bool:
 
 def _distinct(mask: Mask) -> bool:
     """Whether no token chooses an expert twice."""
-    return RANK not in mask.dims or call_of(_ranked(mask), *DISTINCT) is not None
+    return RANK not in mask.dims or edit.call_of(_ranked(mask), *DISTINCT) is not None
 
 
 def _in_range(mask: Mask, count: int) -> bool:
     """Whether all that is chosen is known to be one of `count` numbers from 0 on."""
     ranked = _ranked(mask)
-    return ranked is not None and facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]] in range(count + 1)  # type: ignore[arg-type]
+    numbers = None if ranked is None else facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]]  # type: ignore[arg-type]
+    return isinstance(numbers, int) and numbers <= count
 
 
 def _ranked(mask: Mask) -> fx.Node | None:
     """The operator that says for each token which numbers are its first, of all of which what is chosen is a part; None where something else says it."""
     part: Any = mask.chosen
-    while (seen := call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
+    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
         part = seen.args[0]
-    if part.target is not operator.getitem or part.args[1] != 1:
-        return call_of(part, aten.argmax.default) if part.target is aten.argmax.default and edit.args_of(part)["dim"] is not None else None
-    ranked = call_of(part.args[0], *DISTINCT)
+    if (best := edit.call_of(part, aten.argmax.default)) is not None:
+        return best if edit.args_of(best)["dim"] is not None else None
+    ranked = edit.call_of(edit.part_of(part, 1), *DISTINCT)
     return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
 
 
@@ -148,9 +148,9 @@ def _last(node: Any) -> facts.Size:
 
 
 def _zeros(node: fx.Node) -> bool:
-    while (source := call_of(node, *SPREAD)) is not None:
+    while (source := edit.call_of(node, *SPREAD)) is not None:
         node = source.args[0]  # type: ignore[assignment]
-    return call_of(node, *ZEROS) is not None
+    return edit.call_of(node, *ZEROS) is not None
 
 
 def _layer(terms: list[_Term], like: fx.Node) -> Layer:

@@ -42,10 +42,10 @@ def _one_each(query: fx.Node, key: fx.Node) -> bool:
 
 def _unrepeated(node: Any) -> fx.Node | None:
     """`x [b, h, s, d]` where `node [b, h r, s, d]` has each head of `x` r times in a row, else None."""
-    joined = node if isinstance(node, fx.Node) and node.target is aten.reshape.default else None
-    wide = joined.args[0] if joined is not None else None
-    thin = wide.args[0] if isinstance(wide, fx.Node) and wide.target is aten.expand.default else None
-    if not (isinstance(wide, fx.Node) and isinstance(thin, fx.Node) and thin.target is aten.unsqueeze.default):
+    joined = edit.call_of(node, aten.reshape.default)
+    wide = edit.call_of(joined and joined.args[0], aten.expand.default)
+    thin = edit.call_of(wide and wide.args[0], aten.unsqueeze.default)
+    if wide is None or thin is None:
         return None
     (source, dim), sizes = thin.args, facts.shape(wide)
     if len(sizes) != 5 or dim not in (2, -3) or not isinstance(source, fx.Node):

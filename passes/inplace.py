@@ -60,9 +60,6 @@ def _about_what_is_made(argument: Any) -> bool:
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     base = node.args[0]
     assert isinstance(base, fx.Node)
-    if node.target is aten.detach_.default:
-        _detach(node, base)
-        return
     if node.target in TURNED:
         _turned(node, base)
         return
@@ -81,16 +78,8 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     gm.graph.erase_node(node)
 
 
-def _detach(node: fx.Node, base: fx.Node) -> None:
-    """detach_ changes no memory, only that no gradient flows from here on."""
-    with edit.before(node):
-        new = edit.call(node.graph, aten.detach.default, (base,), like=node)
-    edit.redirect_later(base, new, behind=node)
-    edit.replace(node, new)
-
-
 def _turned(node: fx.Node, base: fx.Node) -> None:
-    """What turns a tensor in place changes no memory either: whatever else sees it is as it was."""
+    """How a tensor is seen changes, and no memory: whatever else sees it is as it was."""
     with edit.before(node):
         new = edit.call(node.graph, functional(node), node.args, like=node)
     edit.redirect_later(base, new, behind=node)
@@ -195,8 +184,8 @@ TWINS: dict[Any, Callable[..., Any]] = {
 }
 """Functional operators of other names or arguments than the in-place ones."""
 
-TURNED = tuple(getattr(packet, overload) for packet in (aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_) for overload in packet.overloads())
-"""They say how a tensor is seen from then on."""
+TURNED = tuple(getattr(packet, overload) for packet in (aten.detach_, aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_) for overload in packet.overloads())
+"""They say how a tensor is seen from then on, or that no gradient flows."""
 
 
 def functional(node: fx.Node) -> Callable[..., Any]:
@@ -225,9 +214,9 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
     def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
         if not facts.dtype(parent).is_complex:
             return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
-        dim, *rest = [*view.args[1:], 0][:max(1, len(view.args) - 1)]
+        _, dim, *rest = edit.args_of(view).values()
         parts = [edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new)]
-        written = edit.call(view.graph, operator, (*parts, dim % len(facts.shape(parent)), *rest), like=view)  # type: ignore[operator]
+        written = edit.call(view.graph, operator, (*parts, dim % len(facts.shape(parent)), *rest), like=view)
         return edit.call(view.graph, ops.as_complex, (written,), like=view)
 
     return write

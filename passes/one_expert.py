@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import facts
-from passes.expert_layer import call_of, uncast
+from passes import edit, facts
+from passes.expert_layer import uncast
 from passes.inner import written
 from passes.picked import RANK, Mask, picked
 
@@ -21,12 +21,12 @@ Linear = tuple[fx.Node, fx.Node | None]
 def gates_of(node: Any, token: Any, mask: Mask) -> fx.Node | None:
     """Of `gates[token, rank, None]` the gates `[n, k]`, or `[n]` where a token chooses one."""
     node = uncast(node)
-    if call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
+    if edit.call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
         node = node.args[0]
-    taken = call_of(node, aten.index.Tensor)
+    taken = edit.call_of(node, aten.index.Tensor)
     if taken is None:
         return None
-    gates, apart = taken.args[0], call_of(taken.args[0], aten.unsqueeze.default)
+    gates, apart = taken.args[0], edit.call_of(taken.args[0], aten.unsqueeze.default)
     if apart is not None and facts.shape(apart)[-1] == 1:
         gates = apart.args[0]
     indices: Any = taken.args[1]
@@ -63,27 +63,27 @@ def _firsts(node: Any, token: Any, seen: dict[Any, None]) -> list[fx.Node]:
 
 def _tokens(node: Any, token: Any) -> fx.Node | None:
     """The tokens `[n, d]` of which `node` has the rows at `token`: `hidden[token]` or `hidden[None, token]`."""
-    rows = call_of(_flat(node), aten.index.Tensor)
+    rows = edit.call_of(_flat(node), aten.index.Tensor)
     if rows is None:
         return None
     hidden, indices = rows.args
-    if indices == [None, token] and (whole := call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
+    if indices == [None, token] and (whole := edit.call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
         hidden, indices = whole.args[0], [token]
     return hidden if indices == [token] and len(facts.shape(hidden)) == 2 else None  # type: ignore[return-value, arg-type]
 
 
 def _flat(node: Any) -> Any:
     """What is behind a reshape from `[1, n, d]` to `[n, d]` or back."""
-    shaped = call_of(node, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
+    shaped = edit.call_of(node, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
     alike = shaped is not None and [size for size in facts.shape(shaped) if size != 1] == [size for size in facts.shape(shaped.args[0]) if size != 1]  # type: ignore[arg-type]
     return shaped.args[0] if shaped is not None and alike else node
 
 
 def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
     """The contraction that `node` is, or is the sum of with a bias, and that bias."""
-    total = call_of(node, aten.add.Tensor)
+    total = edit.call_of(node, aten.add.Tensor)
     for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
-        linear = call_of(one, aten.linear.default)
+        linear = edit.call_of(one, aten.linear.default)
         if linear is not None and len(linear.args) == 2 and (other is None or (isinstance(other, fx.Node) and len(facts.shape(other)) == 1)):
             return linear, other
     return None

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.expert_layer import call_of, uncast
+from passes.expert_layer import uncast
 
 aten = torch.ops.aten
 
@@ -43,15 +43,15 @@ def picked(index: Any) -> tuple[Mask, str] | None:
 
 def _of_places(index: Any) -> tuple[Any, int] | None:
     """The tensor of whose true places `index` has one coordinate, and which."""
-    if (part := call_of(index, operator.getitem)) is not None:
+    if (part := edit.call_of(index, operator.getitem)) is not None:
         source, dim = part.args
-        if call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
+        if edit.call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
             return source.args[0], dim  # type: ignore[return-value, union-attr]
-        columns = call_of(source, aten.unbind.int)
-        places = call_of(columns and edit.args_of(columns)["dim"] in (1, -1) and columns.args[0], aten.nonzero.default)
+        columns = edit.call_of(source, aten.unbind.int)
+        places = edit.call_of(columns and edit.args_of(columns)["dim"] in (1, -1) and columns.args[0], aten.nonzero.default)
         return None if places is None else (places.args[0], dim)  # type: ignore[return-value]
-    if (column := call_of(index, aten.select.int)) is not None:
-        places = call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
+    if (column := edit.call_of(index, aten.select.int)) is not None:
+        places = edit.call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
         return None if places is None else (places.args[0], column.args[2])  # type: ignore[return-value]
     return None
 
@@ -74,7 +74,7 @@ def _compared(node: fx.Node) -> Mask | None:
         return _fresh(node.args[0], None, (NUMBER,))  # type: ignore[arg-type]
     if node.target is aten.eq.Tensor:
         for one, other in (node.args, node.args[::-1]):
-            apart, numbers = call_of(one, aten.unsqueeze.default), call_of(other, aten.arange.default)
+            apart, numbers = edit.call_of(one, aten.unsqueeze.default), edit.call_of(other, aten.arange.default)
             if apart is not None and numbers is not None and len(numbers.args) == 1 and apart.args[1] in (-1, len(facts.shape(apart)) - 1):
                 return _fresh(apart.args[0], None, (NUMBER,))  # type: ignore[arg-type]
     return None
@@ -101,7 +101,7 @@ def _selected(node: fx.Node, mask: Mask) -> Mask | None:
 
 
 def _unbound(node: fx.Node, mask: Mask) -> Mask | None:
-    cut = call_of(node.args[0], aten.unbind.int)
+    cut = edit.call_of(node.args[0], aten.unbind.int)
     return None if cut is None else _of_one_number(mask, edit.args_of(cut)["dim"], int(node.args[1]))  # type: ignore[arg-type]
 
 

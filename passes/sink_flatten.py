@@ -37,8 +37,6 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
             _sink(node, list(node.all_input_nodes))
         elif _norm_of_last(node) or _keeps_last(node):
             _sink(node, [node.args[0]])
-        elif node.target is aten.gather.default and _last(node):
-            _sink(node, list(node.all_input_nodes))
         elif node.target is aten.topk.default:
             _sink_topk(node)
     return edit.finish(gm)
@@ -102,7 +100,7 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     if any(source is None and len(facts.shape(operand)) > 1 for operand, source in sources.items()):
         return
     args = fx.map_arg(node.args, lambda n: found.get(n, n))
-    if node.target in (*LAST_DIM, aten.gather.default):
+    if node.target in LAST_DIM:
         args = (args[0], -1, *args[2:])
     if node.target is aten.sum.dim_IntList:
         args = (args[0], [-1], *args[2:])

@@ -24,8 +24,8 @@ BINARY = (
 )  # fmt: skip
 """Pointwise ops of two operands that broadcast; the second may be a number."""
 
-LAST_DIM = (aten.softmax.int, aten.log_softmax.int)
-"""Ops whose second argument is the one dim that they work along, and that keep all sizes."""
+LAST_DIM = (aten.gather.default, aten.softmax.int, aten.log_softmax.int)
+"""Ops whose second argument is the one dim that they work along, and that keep all others."""
 
 VIEWS = (
     aten.alias.default, aten.chunk.default, aten.detach.default, aten.diagonal.default, aten.expand.default,

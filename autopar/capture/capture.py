@@ -84,7 +84,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
     state = model.state_dict(keep_vars=True)
     order = tuple(name for name, value in state.items() if isinstance(value, torch.Tensor))
-    if beside := [name for name in state if name not in order]:
+    if beside := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         notes.append(f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them")
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],

@@ -20,10 +20,8 @@ from torch import nn
 from autopar.capture import alike
 from autopar.capture.alike import AlikeRun
 from autopar.capture.outer import Call, Tape, play, results
+from autopar.capture.valueless import UNTOLD
 from autopar.capture.watched import Watched
-
-SHORTENED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
-"""What outer code raises that cannot live with fewer blocks, with stubs, or with tensors that have no values."""
 
 
 def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -41,7 +39,7 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
         brief = play(model, keep, short.training, inputs, gave.__getitem__)
         whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
                      lambda block: gave[block[0], _shown(runs, *block)])
-    except SHORTENED as error:
+    except UNTOLD as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)

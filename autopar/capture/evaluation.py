@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.shadow import shadow
-from autopar.capture.tape import UNTOLD, Tape, played
+from autopar.capture.tape import Tape, played
+from autopar.capture.valueless import UNTOLD
 
 
 @dataclass(frozen=True)

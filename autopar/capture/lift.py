@@ -47,15 +47,17 @@ def _of_default_dtype(node: fx.Node) -> bool:
     return takes and isinstance(made, torch.Tensor) and made.is_floating_point() and not any(map(facts.tensors, node.all_input_nodes))
 
 
+def lifted(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what has `own`, where everything floating is in `dtype`: complex numbers have parts of it, integers stay."""
+    return dtype if own.is_floating_point else dtype.to_complex() if own.is_complex else own
+
+
 def _lift(item: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(item, torch.dtype):
-        return item
-    return dtype if item.is_floating_point else dtype.to_complex() if item.is_complex else item
+    return lifted(item, dtype) if isinstance(item, torch.dtype) else item
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:
     """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a reshape copies says what can be kept."""
-    if not isinstance(value, torch.Tensor) or not (value.is_complex() or value.is_floating_point()):
+    if not isinstance(value, torch.Tensor) or (wanted := lifted(value.dtype, dtype)) == value.dtype:
         return value
-    wanted = dtype.to_complex() if value.is_complex() else dtype
-    return value if value.dtype == wanted else value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)
+    return value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.tape import UNTOLD, Tape, played
+from autopar.capture.tape import Tape, played
+from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
 
 

@@ -18,9 +18,6 @@ from autopar.capture.outer import fake
 from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
 
-UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
-"""What a model raises that cannot run without values, or not in the other mode."""
-
 NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 """What arguments are compared by value; of others the type is."""
 

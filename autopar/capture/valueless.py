@@ -13,6 +13,8 @@ import torch
 
 from autopar._torch import Watch, fake_mode
 
+UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+"""What a model raises that cannot run without values, not in the other mode, or not with fewer blocks."""
 PICKED = 5
 """Rows that any mask picks."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Captured, lift
+from autopar.capture.lift import lifted
 from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -67,8 +68,7 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
     (`verify.randomness`); its notes say so."""
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: (t.to(dtype) if t.is_floating_point() else t.to(dtype.to_complex()) if t.is_complex() else t).detach().cpu()
-                for n, t in tensors.items() if isinstance(t, Tensor)}  # what modules keep beside tensors (extra state) is none of it
+        return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}  # what modules keep beside tensors (extra state) is none of it
 
     names = Names.of(captured)
     gm = lift(captured.parted(plan.parted).gm, dtype)

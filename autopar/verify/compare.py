@@ -19,8 +19,7 @@ def scale(wanted: Tensor) -> float:
     """What differences are relative to: max(1, largest absolute value)."""
     if wanted.numel() == 0:
         return 1.0
-    if wanted.is_complex():
-        wanted = torch.view_as_real(wanted.resolve_conj())
+    wanted = _real(wanted)
     low, high = wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax()
     return max(1.0, abs(float(low)), abs(float(high)))
 
@@ -31,8 +30,7 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
         return math.inf
     if wanted.numel() == 0:
         return 0.0
-    if got.is_complex() and wanted.is_complex():
-        got, wanted = (torch.view_as_real(tensor.resolve_conj()) for tensor in (got, wanted))
+    got, wanted = _real(got), _real(wanted)
     if got.dtype != wanted.dtype or not wanted.is_floating_point():
         got, wanted = got.double(), wanted.double()
     if wanted.dim() == 0:
@@ -40,3 +38,8 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
     rows = max(1, CHUNK * wanted.shape[0] // wanted.numel())
     found = [float((a - b).abs().max()) for a, b in zip(got.split(rows), wanted.split(rows), strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
+
+
+def _real(x: Tensor) -> Tensor:
+    """`x`, complex numbers as both of their parts."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

@@ -22,6 +22,7 @@ from autopar.capture import Captured, lift
 from autopar.capture.export import named_leaves
 from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
+from autopar.capture.lift import lifted
 from autopar.capture.own_backwards import once
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
@@ -103,9 +104,8 @@ def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Copies in `dtype` of what is floating, of other tensors as they are."""
-    return {name: (item.detach().to(dtype, copy=True) if item.is_floating_point() else item.detach().clone()) if isinstance(item, Tensor) else item
-            for name, item in tensors.items()}
+    """Copies, in `dtype` where they are floating."""
+    return {name: item.detach().to(lifted(item.dtype, dtype), copy=True) if isinstance(item, Tensor) else item for name, item in tensors.items()}
 
 
 @contextmanager

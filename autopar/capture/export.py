@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,12 +24,14 @@ from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
-from autopar.capture.failures import advice, as_it_is, described, made_numbers, says, why_static
+from autopar.capture.emptied import nothing_of_nothing
+from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.lines import source
 from autopar.capture.own_backwards import own_backwards
+from autopar.capture.picking import Picking
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span
 from autopar.errors import CaptureError
@@ -52,7 +55,9 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     flat, tree = pytree.tree_flatten((args, kwargs))
     failure: BaseException | None = None
     numbers: set[str] = set()  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
-    for tried in _weaker(dims):
+    attempts, picking = deque(_weaker(dims)), None
+    while attempts:
+        tried = attempts.popleft()
         if not numbers.isdisjoint(tried.hints):
             continue
         inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
@@ -65,13 +70,18 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _plain_outputs(model, left_out)
         try:
             with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
-                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn):
+                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, Picking(check=shape_check) if picking else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
         except export_errors() as error:
             if why := why_untraced(error, taken, dict(inspect.signature(model.forward).bind(*inputs, **named).arguments)):
                 raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
+            if picking is None and of_values(error):
+                picking = nothing_of_nothing(fresh(), tuple(inputs), named)
+                if picking:
+                    attempts.appendleft(tried)
+                    continue
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
             failure = failure or error

@@ -14,6 +14,7 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.lines import source
 from autopar.capture.outer import fake
+from autopar.capture.picking import Picking
 from autopar.capture.valueless import valueless
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
@@ -42,6 +43,11 @@ def says(error: BaseException | None, dims: Dims) -> str:
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
 
 
+def of_values(error: BaseException) -> bool:
+    """Whether a model goes one way or another by what tensors hold."""
+    return _FROM_VALUES in str(error)
+
+
 def made_numbers(error: BaseException) -> set[str]:
     """The sizes that the model turned into numbers, where torch says so."""
     return set(_NUMBER.findall(str(error)))
@@ -62,7 +68,7 @@ def advice(error: BaseException, place: str = "") -> str:
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
     Its tensors are fake, so that code which asks for values only where these are known does not."""
-    with torch.no_grad(), valueless(), on_meta():
+    with torch.no_grad(), valueless(), on_meta(), Picking():
         args, kwargs = fake((args, kwargs))
         try:
             model(*args, **kwargs)

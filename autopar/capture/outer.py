@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar._torch import Watch, pytree, tracing
 from autopar.capture.devices import on_meta
+from autopar.capture.picking import Picking
 from autopar.capture.shadow import shadow
 from autopar.capture.valueless import valueless
 
@@ -99,7 +100,7 @@ def play(model: nn.Module, keep: Mapping[str, Mapping[int, int]], training: bool
         container, children = twin.get_submodule(path), model.get_submodule(path)
         container._modules = {str(shown): Stub((path, shown), result_of((path, shown)), tape, children.get_submodule(str(n)))
                               for shown, n in numbers.items()}
-    with torch.no_grad(), valueless(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)
         tape.name((args, kwargs), "input")
         with Watch(tape.operator):
@@ -116,7 +117,7 @@ def results(model: nn.Module, paths: list[str], inputs: Any) -> dict[Block, Any]
             def note(_: Any, __: Any, result: Any, key: Block = (path, int(name))) -> None:
                 found.setdefault(key, result)
             handles.append(child.register_forward_hook(note))
-    with torch.no_grad(), valueless(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)
         model(*args, **kwargs)
     for handle in handles:

@@ -15,6 +15,7 @@ from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.lines import caller
 from autopar.capture.outer import fake
+from autopar.capture.picking import Picking
 from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
 
@@ -31,10 +32,11 @@ QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divid
 
 
 def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None, *, leaving_out: bool = False,
-           kept: Tape | None = None) -> Tape:
+           kept: Tape | None = None, picking: Picking | None = None) -> Tape:
     """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on other tapes with the same `numbers`; what another
-    run on the tape `kept` has made and left is what it was. Where some numbers are `known`, the tape says what is not."""
-    tape = Tape(numbers, known, leaving_out, kept)
+    run on the tape `kept` has made and left is what it was. Where some numbers are `known`, the tape says what is not. `picking` says which masks pick something."""
+    tape, picking = Tape(numbers, known, leaving_out, kept), picking or Picking()
+    picking.marks.number = tape.number
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
         tape.begin(tensor, ("weight", name))
@@ -46,7 +48,7 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(_tensors((args, kwargs))):
             tape.begin(leaf, ("input", i))
-        with tape, vmap_replaced(tape.mapped):
+        with tape, picking, vmap_replaced(tape.mapped):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in _tensors(result)]
     tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}

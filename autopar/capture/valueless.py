@@ -22,13 +22,34 @@ PICKED = 5
 @contextmanager
 def valueless() -> Iterator[None]:
     """Tensors made inside have no values; masks pick `PICKED` rows."""
-    with fake_mode(), Watch(instead=_picked):
+    with fake_mode(), Watch(instead=_made_up):
         yield
 
 
-def _picked(operator: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    if operator is not torch.ops.aten.nonzero.default:
+def _made_up(operator: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    make = MADE_UP.get(operator)
+    return None if make is None else make(*args)
+
+
+def _places(mask: torch.Tensor) -> torch.Tensor:
+    return mask.new_empty((PICKED, mask.dim()), dtype=torch.int64)
+
+
+def _counts(numbers: torch.Tensor, weights: torch.Tensor | None = None, least: int = 0) -> torch.Tensor:
+    return numbers.new_empty((max(least, 1),), dtype=torch.int64 if weights is None else torch.float64)
+
+
+def _rows(values: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """None where no index is a mask."""
+    if not any(_is_mask(index) for index in indices):
         return None
-    mask = args[0]
-    found: torch.Tensor = mask.new_empty((PICKED, mask.dim()), dtype=torch.int64)
-    return found
+    places = [part for index in indices for part in (_places(index).unbind(1) if _is_mask(index) else [index])]  # type: ignore[arg-type]
+    return torch.ops.aten.index.Tensor(values, places)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype is torch.bool
+
+
+MADE_UP: dict[Any, Any] = {torch.ops.aten.nonzero.default: _places, torch.ops.aten.bincount.default: _counts, torch.ops.aten.index.Tensor: _rows}
+"""Operators whose results have sizes of values."""

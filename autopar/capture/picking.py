@@ -1,0 +1,98 @@
+"""Questions whether a mask picks anything, answered while a model runs without values.
+
+    token, rank = torch.where(chosen == 3)
+    if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]
+
+Loops over experts ask them of every expert, to leave out those that no token chose. A graph has one branch: that of masks that pick something, which is right where
+the other one is the same with no rows (`capture.emptied`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import pytree
+from autopar.capture.devices import changes
+from autopar.capture.marks import Counts, Key, Marks, Size, Verdict, tensors_of
+from autopar.capture.valueless import PICKED
+
+PICKS = ("argwhere", "nonzero", "where")
+WRITES = {"setitem": 1, "index_add": 2, "index_put": 1}
+"""What writes into rows, and which argument says into which."""
+
+
+class Picking(TorchFunctionMode):
+    """Answers for each mask as if it picked something, but for those that are `empty`. Writes into rows that `dropped` masks pick are left out. Where `check` is given,
+    sizes stay symbolic, and it is called with what holds for masks that pick something. `seen` has the keys of all masks that picked, in order."""
+
+    def __init__(self, empty: Callable[[Key], bool] = lambda _: False, dropped: Callable[[Key], bool] = lambda _: False, *, check: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self.marks, self.seen = Marks(), dict[Key, None]()
+        self._empty, self._dropped, self._check = empty, dropped, check
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
+        if not args or not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        own = args[0]
+        if name in WRITES and self._is_dropped((*args, *kwargs.values())[WRITES[name]]):
+            return own
+        if (answer := self._answer(func, own)) is not None:
+            return answer
+        result = func(*args, **kwargs)
+        if (mask := _picking(name, args, kwargs)) is not None:
+            return self._picked(self.marks.mask(mask), result)
+        if changes(func):
+            self.marks.forget(own)
+        else:
+            self.marks.note(name, own, args[1:], kwargs, result)
+            if self._check is not None and isinstance(known := self.marks.of(result) if name == "bincount" else None, Counts):
+                self._check(result.shape[0] == known.count)
+        return result
+
+    def _answer(self, func: Any, own: Tensor) -> Any:
+        """What is asked of a tensor; None where nothing is, or nothing is known."""
+        known = self.marks.of(own) if func in (Tensor.__bool__, Tensor.item) else None
+        if isinstance(known, Size):
+            whether = func is Tensor.__bool__ or own.dtype is torch.bool
+            return not self._empty(known.key) if whether else self._size(own, known)
+        if isinstance(known, Verdict):
+            return known.nothing if self._empty(known.key) else known.something
+        return None
+
+    def _size(self, own: Tensor, known: Size) -> Any:
+        if self._check is None:
+            return 0 if self._empty(known.key) else PICKED
+        size = own.item()
+        self._check(size >= 1)
+        return size
+
+    def _picked(self, key: Key, result: Any) -> Any:
+        """`result` as what a mask picks."""
+        self.seen[key] = None
+        if self._empty(key):
+            result = pytree.tree_map(lambda rows: rows[:0], result)
+        picked = tensors_of(result)
+        self.marks.rows(picked, key)
+        if self._check is not None:
+            self._check(picked[0].shape[0] >= 1)
+        return result
+
+    def _is_dropped(self, index: Any) -> bool:
+        marks = [self.marks.of(part) for part in tensors_of(index)]
+        return any(self._dropped(mark.key) for mark in marks if mark is not None and not isinstance(mark, Counts))
+
+
+def _picking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask whose true places a function finds, or whose rows it gives."""
+    if name in PICKS:
+        return args[0] if len(args) == 1 and kwargs.keys() <= {"as_tuple"} else None
+    if name != "getitem":
+        return None
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return first if isinstance(first, Tensor) and first.dtype is torch.bool else None

@@ -14,6 +14,7 @@ from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
+from passes.equal_views import equal_views
 from passes.expert_loops import expert_loops
 from passes.experts import experts
 from passes.fills import fills
@@ -59,6 +60,7 @@ NORMALIZE: tuple[Pass, ...] = (
     bags,
     fills,
     experts,
+    equal_views,
     expert_loops,
     split_ops,
     losses,

@@ -44,6 +44,9 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     for node in edit.calls(gm, aten.slice_scatter.default):
         if _writes_all(node):
             edit.replace(node, node.args[1])  # type: ignore[arg-type]  # a tensor, by the operator's schema
+    for node in edit.calls(gm, aten.squeeze.dim):
+        if (apart := edit.call_of(node.args[0], aten.unsqueeze.default)) is not None and _same_dim(node, apart):
+            edit.replace(node, apart.args[0])  # type: ignore[arg-type]  # a tensor, by the operator's schema
     _drop_detach(gm)
     return edit.finish(gm)
 
@@ -84,6 +87,12 @@ def _writes_all(node: fx.Node) -> bool:
     source = node.args[1]
     assert isinstance(source, fx.Node)
     return facts.shape(source) == facts.shape(node) and facts.dtype(source) == facts.dtype(node)
+
+
+def _same_dim(squeezed: fx.Node, apart: fx.Node) -> bool:
+    """Whether the dim that is taken away is the one that was put there."""
+    rank = len(facts.shape(apart))
+    return int(squeezed.args[1]) % rank == int(apart.args[1]) % rank  # type: ignore[arg-type]
 
 
 def _swaps_nothing(node: fx.Node) -> bool:

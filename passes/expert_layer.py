@@ -27,7 +27,7 @@ class Layer:
 
 
 def called(layer: Layer, like: fx.Node) -> fx.Node:
-    """The layer as one call at the insertion point, its tokens `[n, o]` flattened; of the dtype of `like`."""
+    """The layer as one call at the insertion point; of the dtype and the dims of `like`, whose tokens may be flattened."""
     tokens = _apart(layer.hidden, layer.chosen, layer.gates)
     new = edit.call(like.graph, ops.experts, (*tokens, *layer.weights), like=like)
     if layer.bias is not None:
@@ -35,6 +35,8 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
         new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
     if facts.dtype(new) != facts.dtype(like):
         new = edit.call(like.graph, aten.to.dtype, (new, facts.dtype(like)), like=like)
+    if len(facts.shape(like)) == len(facts.shape(new)):
+        return new
     return edit.call(like.graph, aten.reshape.default, (new, [-1, edit.size(new, -1)]), like=like)
 
 

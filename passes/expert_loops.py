@@ -10,7 +10,8 @@ which stay parameters of their own, are stacked where they are used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import fx
 
 from passes import edit, facts
 from passes.expert_layer import Layer, called, put, uncast
-from passes.one_expert import Linear, expert_of, gates_of
-from passes.picked import RANK, TOKEN, Mask, picked
+from passes.gated import Gates, choice, flat, gates_of
+from passes.one_expert import Expert, Linear, expert_of
+from passes.picked import Mask, taken, tokens
 
 aten = torch.ops.aten
 
@@ -30,99 +32,128 @@ DISTINCT = (aten.topk.default, aten.sort.default)
 
 
 @dataclass(frozen=True)
+class _Write:
+    """`into` with `rows` written to where `indices` say; ADDED as often as a row is named, ADDED_ONCE, or PUT there."""
+
+    into: fx.Node
+    indices: list[Any]
+    rows: Any
+    how: str
+
+
+ADDED, ADDED_ONCE, PUT = "added", "added once", "put"
+
+
+@dataclass(frozen=True)
 class _Term:
-    """What one expert adds: of which rows, by which layers, and how often."""
+    """What one expert writes: to which rows, by which layers, and what its gates may be."""
 
     mask: Mask
-    hidden: fx.Node
-    gates: fx.Node
-    first: tuple[Linear, ...]
-    second: Linear
-    inner: str
-    adds: bool
-    """Whether rows that are named twice are added twice."""
+    expert: Expert
+    gates: list[Gates]
+    how: str
 
     @property
     def shared(self) -> tuple[object, ...]:
         """What is the same for all experts of a layer."""
-        linears = (*self.first, self.second)
-        return self.mask.chosen, self.hidden, self.gates, self.inner, [(facts.shape(weight), bias is None) for weight, bias in linears]
+        return self.mask.chosen, self.mask.ranked, self.how, self.expert.form
 
 
 def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional operators, contractions without bias, flattening reshapes sunk.
+    """needs: functional operators, contractions without bias, flattening reshapes sunk, equal views one.
     does: finds sums that are written expert by expert, to the rows of tokens that chose it.
     gives: `ops.experts` on tokens that keep batch and sequence apart, and stacks of weights; loops of any other form stay as they are.
     """
     for node in reversed(list(edit.calls(gm, aten.index_add.default, aten.index_put.default))):
         terms, start = _terms(node) if node.users else ([], node)
-        if not _one_layer(terms):
+        layers = _layers(terms, start)
+        if not layers:
             continue
         with edit.before(node):
-            new = called(_layer(terms, node), node)
+            parts = [part for terms, gates in layers for part in _parts(terms, gates, node)]
             if not _zeros(start):
-                new = edit.call(gm.graph, aten.add.Tensor, (start, new), like=node)
+                parts.insert(0, start)
+            new = parts[0]
+            for part in parts[1:]:
+                new = edit.call(gm.graph, aten.add.Tensor, (new, part), like=node)
         put(node, new)
         edit.drop_dead(gm)
     return edit.finish(gm)
 
 
 def _terms(last: fx.Node) -> tuple[list[_Term], fx.Node]:
-    """What was added one after the other, up to `last`, and what it was added to."""
+    """What was written one after the other, up to `last`, and what it was written to."""
     found: list[_Term] = []
     node, above = last, None
-    while (read := _written(node)) is not None and (above is None or {*node.users} <= above) and (term := _term(*read[1:])) is not None:
+    while (read := _written(node)) is not None and (above is None or {*node.users} <= above) and (term := _term(read)) is not None:
         found.append(term)
-        above = {node, *(user for user in read[0].users if user.target is aten.index.Tensor and user.args[1] == [read[1]])}
-        node = read[0]
+        above = {node, *(user for user in read.into.users if taken(user) == (read.into, read.indices))}
+        node = read.into
     return found, node
 
 
-def _written(node: fx.Node) -> tuple[fx.Node, Any, Any, bool] | None:
-    """What `node` adds rows to, at which index, which rows, and whether rows named twice are added twice."""
+def _written(node: fx.Node) -> _Write | None:
+    """What `node` writes; None where it does nothing of the kind."""
     if node.target is aten.index_add.default:
         given = edit.args_of(node)
-        return (given["self"], given["index"], given["source"], True) if given["dim"] == 0 and given["alpha"] == 1 else None
+        return _Write(given["self"], [given["index"]], given["source"], ADDED) if given["dim"] == 0 and given["alpha"] == 1 else None
     if node.target is not aten.index_put.default:
         return None
     given = edit.args_of(node)
-    if len(given["indices"]) != 1:
+    into, indices, values = given["self"], given["indices"], given["values"]
+    if len(indices) != 1:
         return None
-    (index,), total = given["indices"], edit.call_of(given["values"], aten.add.Tensor)
     if given["accumulate"]:
-        return given["self"], index, given["values"], True
+        return _Write(into, indices, values, ADDED)
+    total = edit.call_of(uncast(values), aten.add.Tensor)
     for one, other in () if total is None or total.kwargs else (total.args, total.args[::-1]):
-        before = edit.call_of(one, aten.index.Tensor)
-        if before is not None and before.args == (given["self"], [index]):
-            return given["self"], index, other, False
-    return None
+        if taken(one) == (into, indices):
+            return _Write(into, indices, other, ADDED_ONCE)
+    return _Write(into, indices, values, PUT)
 
 
-def _term(token: Any, rows: Any, adds: bool) -> _Term | None:
-    found, product = picked(token), edit.call_of(uncast(rows), aten.mul.Tensor)
-    if found is None or found[1] != TOKEN or product is None:
+def _term(write: _Write) -> _Term | None:
+    found, rows = tokens(write.indices), uncast(write.rows)
+    if found is None or len(facts.shape(write.into)) != found[1] + 1:
         return None
-    for one, other in (product.args, product.args[::-1]):
-        gates, layers = gates_of(other, token, found[0]), expert_of(one, token)
-        if gates is not None and layers is not None:
-            return _Term(found[0], layers[0], gates, *layers[1:], adds)
-    return None
+    mask, product = found[0], edit.call_of(rows, aten.mul.Tensor)
+    for one, other in () if product is None else (product.args, product.args[::-1]):
+        gates, expert = gates_of(other, mask), expert_of(one, mask)
+        if gates and expert is not None:
+            return _Term(mask, expert, gates, write.how)
+    expert = expert_of(rows, mask)
+    return None if expert is None else _Term(mask, expert, [Gates(None)], write.how)
 
 
-def _one_layer(terms: list[_Term]) -> bool:
-    """Whether the terms are those of experts 0, 1, ..., each once, of one choice."""
-    numbers = sorted(number for term in terms if (number := term.mask.number) is not None)
-    if len(terms) < 2 or numbers != [*range(len(terms))]:
-        return False
-    mask, bias = terms[0].mask, terms[0].second[1]
-    if not all(term.shared == terms[0].shared for term in terms) or not (bias is None or _in_range(mask, len(terms))):
-        return False
-    return all(term.adds for term in terms) or _distinct(mask)
+def _layers(terms: list[_Term], start: fx.Node) -> list[tuple[list[_Term], Gates]]:
+    """The terms by layer, with the gates; nothing where any are none of a layer."""
+    found: list[list[_Term]] = []
+    for term in terms:
+        group = next((group for group in found if group[0].shared == term.shared), None)
+        if group is None:
+            found.append([term])
+        else:
+            group.append(term)
+    layers = [(sorted(group, key=lambda term: term.mask.number or 0), gates) for group in found if (gates := _one_layer(group)) is not None]
+    overwritten = any(term.how == PUT for term in terms) and (len(found) > 1 or not _zeros(start))
+    return layers if len(layers) == len(found) and not overwritten else []
+
+
+def _one_layer(terms: list[_Term]) -> Gates | None:
+    """The gates of experts 0, 1, ..., each once, of one choice; None where they are none."""
+    mask, count = terms[0].mask, len(terms)
+    gates = next((gates for gates in terms[0].gates if all(gates in term.gates for term in terms)), None)
+    if count < 2 or gates is None or sorted(term.mask.number or 0 for term in terms) != [*range(count)]:
+        return None
+    if (terms[0].expert.second.bias is not None or gates.all) and not _in_range(mask, count):
+        return None
+    once = terms[0].how != ADDED or gates.summed or any(term.mask.over for term in terms)
+    return None if (once and not _distinct(mask)) or (mask.ranked and terms[0].how == PUT) else gates
 
 
 def _distinct(mask: Mask) -> bool:
     """Whether no token chooses an expert twice."""
-    return RANK not in mask.dims or edit.call_of(_ranked(mask), *DISTINCT) is not None
+    return not mask.ranked or edit.call_of(_ranked(mask), *DISTINCT) is not None
 
 
 def _in_range(mask: Mask, count: int) -> bool:
@@ -137,7 +168,8 @@ def _ranked(mask: Mask) -> fx.Node | None:
     part: Any = mask.chosen
     while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
         part = seen.args[0]
-    if (best := edit.call_of(part, aten.argmax.default)) is not None:
+    best = edit.call_of(part, aten.argmax.default) or edit.call_of(edit.part_of(part, 1), aten.max.dim)
+    if best is not None:
         return best if edit.args_of(best)["dim"] is not None else None
     ranked = edit.call_of(edit.part_of(part, 1), *DISTINCT)
     return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
@@ -153,34 +185,51 @@ def _zeros(node: fx.Node) -> bool:
     return edit.call_of(node, *ZEROS) is not None
 
 
-def _layer(terms: list[_Term], like: fx.Node) -> Layer:
-    """Of these terms, with weights stacked at the insertion point."""
-    terms = sorted(terms, key=lambda term: term.mask.number or 0)
+def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
+    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by what tokens choose first, second, ..."""
+    graph, dropped = like.graph, terms[0].expert.dropped
+    layer = _layer(terms, gates, like)
+    choices = facts.shape(layer.chosen)[-1]
+    if dropped is None:
+        yield called(layer, like)
+        return
+    for rank in range(int(choices)):
+        chosen, weights = (edit.call(graph, aten.slice.Tensor, (node, 1, rank, rank + 1), like=like) for node in (layer.chosen, layer.gates))
+        part = called(replace(layer, chosen=chosen, gates=weights), like)
+        yield edit.call(graph, dropped.target, (part, *dropped.args[1:]), dict(dropped.kwargs), like=dropped)  # type: ignore[arg-type]
+
+
+def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
+    """Of these terms, by number, with weights stacked at the insertion point."""
     some, graph = terms[0], like.graph
-
-    def stacked(tensors: list[fx.Node], each: int) -> fx.Node:
-        together = edit.call(graph, aten.stack.default, (tensors,), like=like)
-        sizes = [edit.size(together, dim) for dim in range(1, len(facts.shape(together)))]
-        return together if each == 1 else edit.call(graph, aten.reshape.default, (together, [len(terms), each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]
-
-    def turned(weights: list[fx.Node], each: int) -> fx.Node:
-        return edit.call(graph, aten.transpose.int, (stacked(weights, each), 1, 2), like=like)
-
-    each = len(some.first)
-    up = turned([weight for term in terms for weight, _ in term.first], each)
-    down = turned([term.second[0] for term in terms], 1)
-    biases = [bias for term in terms for _, bias in term.first if bias is not None]
-    outer = [bias for term in terms if (bias := term.second[1]) is not None]
-    chosen, gates = (_by_token(node, RANK in some.mask.dims) for node in (some.mask.chosen, some.gates))
+    experts = [term.expert for term in terms]
+    first = [linear for expert in experts for linear in expert.first]
+    each = len(some.expert.first)
+    up = _stacked([linear.weight for linear in first], each, turned=some.expert.first[0].turned, like=like)
+    down = _stacked([expert.second.weight for expert in experts], 1, turned=some.expert.second.turned, like=like)
+    biases = [linear.bias for linear in first if linear.bias is not None]
+    outer = [expert.second.bias for expert in experts if expert.second.bias is not None]
+    chosen, weights = choice(some.mask, gates, like)
     if not _in_range(some.mask, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
         none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
         chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
-    return Layer(some.hidden, chosen, gates, (up, down, some.inner, *([stacked(biases, each)] if biases else [])), stacked(outer, 1) if outer else None)
+    inner = (some.expert.inner, *([_together(biases, each, like)] if biases else []))
+    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, *inner), _together(outer, 1, like) if outer else None)
 
 
-def _by_token(node: fx.Node, ranked: bool) -> fx.Node:
-    """`[n, k]` of `[..., k]`, or of `[n]` where tokens choose one."""
-    shape = facts.shape(node)
-    if not ranked:
-        return edit.call(node.graph, aten.unsqueeze.default, (node, -1), like=node)
-    return node if len(shape) == 2 else edit.call(node.graph, aten.reshape.default, (node, [-1, shape[-1]]), like=node)
+def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:
+    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their results one behind the other."""
+    if not turned or each == 1:
+        found = _together(weights, each, like)
+        return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)
+    return edit.call(like.graph, aten.cat.default, ([_together(weights[place::each], 1, like) for place in range(each)], 2), like=like)
+
+
+def _together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
+    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is such a one."""
+    cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
+    if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
+        return cuts[0].args[0]  # type: ignore[return-value]
+    together = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
+    sizes = [edit.size(together, dim) for dim in range(1, len(facts.shape(together)))]
+    return together if each == 1 else edit.call(like.graph, aten.reshape.default, (together, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]

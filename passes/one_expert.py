@@ -1,7 +1,8 @@
-"""What one expert of a loop does to the rows of tokens that chose it: the gates it is weighted with, and its two layers."""
+"""What one expert of a loop does to the rows of tokens that chose it: its two layers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,66 +11,85 @@ from torch import fx
 from passes import edit, facts
 from passes.expert_layer import uncast
 from passes.inner import written
-from passes.picked import RANK, Mask, picked
+from passes.picked import Mask, taken, tokens
 
 aten = torch.ops.aten
 
-Linear = tuple[fx.Node, fx.Node | None]
-"""Weight `[o, i]` and bias `[o]`."""
 
 
-def gates_of(node: Any, token: Any, mask: Mask) -> fx.Node | None:
-    """Of `gates[token, rank, None]` the gates `[n, k]`, or `[n]` where a token chooses one."""
-    node = uncast(node)
-    if edit.call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
-        node = node.args[0]
-    taken = edit.call_of(node, aten.index.Tensor)
-    if taken is None:
+@dataclass(frozen=True)
+class Linear:
+    """Weight `[o, i]`, or `[i, o]` where it is `turned`, and bias `[o]`."""
+
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the layers of all experts have alike."""
+        return facts.shape(self.weight), self.bias is None, self.turned
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Layers that read `hidden [..., d]`, the layer behind them, and what is pointwise between, as a text. `dropped` is the dropout behind all."""
+
+    hidden: fx.Node
+    first: tuple[Linear, ...]
+    second: Linear
+    inner: str
+    dropped: fx.Node | None
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What all experts of a layer have alike."""
+        dropout = None if self.dropped is None else (self.dropped.target, self.dropped.args[1:], self.dropped.kwargs)
+        return self.hidden, self.inner, dropout, [linear.form for linear in (*self.first, self.second)]
+
+
+def rows_of(node: Any, mask: Mask) -> fx.Node | None:
+    """What `node` has the rows of tokens `[..., d]` of, those that `mask` picks: `hidden[token]`, `hidden[mask]` or `hidden[None, token]`."""
+    rows = taken(_flat(node))
+    if rows is None:
         return None
-    gates, apart = taken.args[0], edit.call_of(taken.args[0], aten.unsqueeze.default)
-    if apart is not None and facts.shape(apart)[-1] == 1:
-        gates = apart.args[0]
-    indices: Any = taken.args[1]
-    first, *more = indices
-    ranks = [picked(index) for index in more]
-    known = first is token and all(rank == (mask, RANK) for rank in ranks) and len(more) == mask.dims.count(RANK)
-    return gates if known and len(facts.shape(gates)) == len(indices) else None  # type: ignore[return-value, arg-type]
+    hidden, indices = rows
+    if len(indices) == 2 and indices[0] is None and (whole := edit.call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
+        hidden, indices = whole.args[0], indices[1:]  # type: ignore[assignment]
+    found = tokens(indices) if len(indices) == 1 else None
+    return hidden if found is not None and found[0] == mask and len(facts.shape(hidden)) == found[1] + 1 else None
 
 
-def expert_of(node: Any, token: Any) -> tuple[fx.Node, tuple[Linear, ...], Linear, str] | None:
-    """Tokens, the layers before and behind what is pointwise, and that as a text."""
-    second = _linear(_flat(node))
+def expert_of(node: Any, mask: Mask) -> Expert | None:
+    """What gives `node`, rows of the tokens of a mask; None where that are no two layers."""
+    dropped = edit.call_of(_flat(_widened(node)), aten.dropout.default)
+    second = _linear(_flat(_widened(node)) if dropped is None else _flat(dropped.args[0]))
     if second is None:
         return None
-    sources = sorted(_firsts(second[0].args[0], token, {}))
+    sources = sorted(_firsts(second[0].args[0], mask, {}))
     linears = [linear for source in sources if (linear := _linear(source)) is not None]
-    hiddens = {_tokens(linear.args[0], token) for linear, _ in linears}
+    hiddens = {rows_of(linear.args[0], mask) for linear, _ in linears}
     inner = written(second[0].args[0], *sources) if 1 <= len(sources) <= 2 else None
     if len(hiddens) != 1 or inner is None:
         return None
-    return hiddens.pop(), tuple(map(_weights, linears)), _weights(second), inner  # type: ignore[return-value]
+    return Expert(hiddens.pop(), tuple(map(_weights, linears)), _weights(second), inner, dropped)  # type: ignore[arg-type]
 
 
-def _firsts(node: Any, token: Any, seen: dict[Any, None]) -> list[fx.Node]:
+def _widened(node: Any) -> Any:
+    """What `node` casts to a dtype that has all its numbers, or `node`."""
+    source = uncast(node)
+    return source if source is not node and torch.promote_types(facts.dtype(source), facts.dtype(node)) == facts.dtype(node) else node
+
+
+def _firsts(node: Any, mask: Mask, seen: dict[Any, None]) -> list[fx.Node]:
     """The results of the layers that read tokens, on the way from `node` to them."""
     if node in seen or not isinstance(node, fx.Node):
         return []
     seen[node] = None
     linear = _linear(node)
-    if linear is not None and _tokens(linear[0].args[0], token) is not None:
+    if linear is not None and rows_of(linear[0].args[0], mask) is not None:
         return [node]
-    return [found for operand in node.all_input_nodes for found in _firsts(operand, token, seen)]
-
-
-def _tokens(node: Any, token: Any) -> fx.Node | None:
-    """The tokens `[n, d]` of which `node` has the rows at `token`: `hidden[token]` or `hidden[None, token]`."""
-    rows = edit.call_of(_flat(node), aten.index.Tensor)
-    if rows is None:
-        return None
-    hidden, indices = rows.args
-    if indices == [None, token] and (whole := edit.call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
-        hidden, indices = whole.args[0], [token]
-    return hidden if indices == [token] and len(facts.shape(hidden)) == 2 else None  # type: ignore[return-value, arg-type]
+    return [found for operand in node.all_input_nodes for found in _firsts(operand, mask, seen)]
 
 
 def _flat(node: Any) -> Any:
@@ -83,11 +103,11 @@ def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
     """The contraction that `node` is, or is the sum of with a bias, and that bias."""
     total = edit.call_of(node, aten.add.Tensor)
     for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
-        linear = edit.call_of(one, aten.linear.default)
-        if linear is not None and len(linear.args) == 2 and (other is None or (isinstance(other, fx.Node) and len(facts.shape(other)) == 1)):
+        linear = edit.call_of(one, aten.linear.default, aten.matmul.default)
+        if linear is not None and len(linear.args) == 2 and len(facts.shape(linear.args[1])) == 2 and (other is None or (isinstance(other, fx.Node) and len(facts.shape(other)) == 1)):  # type: ignore[arg-type]
             return linear, other
     return None
 
 
 def _weights(linear: tuple[fx.Node, fx.Node | None]) -> Linear:
-    return linear[0].args[1], linear[1]  # type: ignore[return-value]
+    return Linear(linear[0].args[1], linear[1], linear[0].target is aten.matmul.default)  # type: ignore[arg-type]

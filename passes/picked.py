@@ -1,12 +1,13 @@
 """Which rows a graph picks by what a tensor of numbers holds: `token, rank = torch.where(chosen == 3)` in all its spellings.
 
-    chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3]
-    torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0]
+    chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3],  (chosen == 3).any(-1)
+    torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0],  the mask as an index
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,21 +25,51 @@ TOKEN, RANK, NUMBER = "token", "rank", "number"
 
 @dataclass(frozen=True)
 class Mask:
-    """Where `chosen [..., k]`, or `[n]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are, dims of tokens that
-    are not merged by their position."""
+    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are, dims of tokens that
+    are not merged by their position. `over`: where any of the k is the number."""
 
     chosen: fx.Node
     number: int | None
     dims: tuple[str | int, ...]
+    over: bool = False
+
+    @property
+    def ranked(self) -> bool:
+        """Whether tokens choose k numbers, and not one."""
+        return self.over or RANK in self.dims
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its dims are those of what is chosen, in their order."""
+        natural = _natural(self.chosen)
+        return self.dims == natural if not self.over else self.dims in (natural[:-1], (TOKEN,))
 
 
 def picked(index: Any) -> tuple[Mask, str] | None:
     """The mask whose true places `index` is made of, and along which dim; None for any other index."""
     found = _of_places(index)
-    mask = _mask(found[0]) if found is not None else None
+    mask = mask_of(found[0]) if found is not None else None
     if found is None or mask is None or mask.number is None or not {TOKEN} <= {*mask.dims} <= {TOKEN, RANK}:
         return None
     return mask, str(mask.dims[found[1]])
+
+
+def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
+    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is for; None where it names anything else."""
+    if (found := picked(indices[0])) is not None:
+        return (found[0], 1) if found[1] == TOKEN else None
+    mask = mask_of(indices[0])
+    if mask is None or mask.number is None or not mask.ordered or facts.dtype(indices[0]) != torch.bool:
+        return None
+    return replace(mask, dims=(TOKEN,)), len(mask.dims)
+
+
+def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
+    """What `node` takes rows of, and by which indices."""
+    if (rows := edit.call_of(node, aten.index_select.default)) is not None and rows.args[1] == 0:
+        return rows.args[0], [rows.args[2]]  # type: ignore[return-value]
+    rows = edit.call_of(node, aten.index.Tensor)
+    return None if rows is None else (rows.args[0], list(rows.args[1]))  # type: ignore[return-value, arg-type]
 
 
 def _of_places(index: Any) -> tuple[Any, int] | None:
@@ -53,17 +84,20 @@ def _of_places(index: Any) -> tuple[Any, int] | None:
     if (column := edit.call_of(index, aten.select.int)) is not None:
         places = edit.call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
         return None if places is None else (places.args[0], column.args[2])  # type: ignore[return-value]
-    return None
+    flat = edit.call_of(index, aten.squeeze.dim, aten.reshape.default)
+    places = edit.call_of(flat and len(facts.shape(flat)) == 1 and flat.args[0], aten.nonzero.default)
+    return (places.args[0], 0) if places is not None and facts.shape(places)[1] == 1 else None  # type: ignore[return-value]
 
 
-def _mask(node: Any) -> Mask | None:
+def mask_of(node: Any) -> Mask | None:
+    """What mask `node` is; None for anything else."""
     node = uncast(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if (compared := _compared(node)) is not None:
         return compared
     source = node.args[0].args[0] if node.target is operator.getitem else node.args and node.args[0]  # type: ignore[union-attr]
-    inner, moved = MOVES.get(node.target), _mask(source)
+    inner, moved = MOVES.get(node.target), mask_of(source)
     return None if inner is None or moved is None else inner(node, moved)
 
 
@@ -81,9 +115,12 @@ def _compared(node: fx.Node) -> Mask | None:
 
 
 def _fresh(chosen: fx.Node, number: int | None, more: tuple[str, ...]) -> Mask:
+    return Mask(chosen, number, (*_natural(chosen), *more))
+
+
+def _natural(chosen: fx.Node) -> tuple[str | int, ...]:
     rank = len(facts.shape(chosen))
-    dims = {1: (TOKEN,), 2: (TOKEN, RANK)}.get(rank, (*range(rank - 1), RANK))
-    return Mask(chosen, number, (*dims, *more))
+    return {1: (TOKEN,), 2: (TOKEN, RANK)}.get(rank, (*range(rank - 1), RANK))
 
 
 def _permuted(node: fx.Node, mask: Mask) -> Mask:
@@ -107,16 +144,26 @@ def _unbound(node: fx.Node, mask: Mask) -> Mask | None:
 
 def _of_one_number(mask: Mask, dim: int, number: int) -> Mask | None:
     dim %= len(mask.dims)
-    return Mask(mask.chosen, number, mask.dims[:dim] + mask.dims[dim + 1:]) if mask.dims[dim] == NUMBER and number >= 0 else None
+    return replace(mask, number=number, dims=mask.dims[:dim] + mask.dims[dim + 1:]) if mask.dims[dim] == NUMBER and number >= 0 else None
 
 
 def _merged(node: fx.Node, mask: Mask) -> Mask | None:
-    """Tokens made one dim, in their order."""
-    leads = mask.dims[:-1]
-    sizes, last = facts.shape(node), facts.shape(mask.chosen)[-1]
-    return replace(mask, dims=(TOKEN, RANK)) if mask.dims[-1] == RANK and leads == (*range(len(leads)),) and len(sizes) == 2 and sizes[1] == last else None
+    """Tokens made one dim, in their order; all of what is chosen, where it is one number for each token."""
+    sizes = facts.shape(node)
+    if not mask.ordered:
+        return None
+    if len(sizes) == 1:
+        return replace(mask, dims=(TOKEN,))
+    return replace(mask, dims=(TOKEN, RANK)) if not mask.over and len(sizes) == 2 and sizes[1] == facts.shape(mask.chosen)[-1] else None
+
+
+def _any(node: fx.Node, mask: Mask) -> Mask | None:
+    """Over what a token chose."""
+    given = edit.args_of(node)
+    dim = given["dim"] % len(mask.dims)
+    return None if given["keepdim"] or mask.dims[dim] != RANK else replace(mask, dims=mask.dims[:dim] + mask.dims[dim + 1:], over=True)
 
 
 MOVES: dict[Any, Any] = {aten.permute.default: _permuted, aten.transpose.int: _transposed, aten.select.int: _selected, operator.getitem: _unbound,
-                         aten.reshape.default: _merged}
+                         aten.reshape.default: _merged, aten.any.dim: _any}
 """What an operator makes of a mask."""

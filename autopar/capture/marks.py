@@ -1,17 +1,20 @@
 """What is known of masks, and of what is made of them, whatever their values: which rows a tensor names, and what is zero where a mask picks nothing.
 
-    mask = chosen == 3                 # Mask
-    token, rank = torch.where(mask)    # Rows
-    mask.sum()                         # Size
-    mask.sum() > 0                     # Verdict
-    torch.bincount(chosen)             # Counts
+    mask = chosen == 3                          # Mask
+    token, rank = torch.where(mask)             # Rows
+    mask.sum()                                  # Size
+    mask.sum() > 0                              # Verdict
+    torch.bincount(chosen, minlength=8)         # Counts
+    masks = one_hot(chosen, 8)                  # Masks
+    hit = masks.sum((0, 1)) > 0                 # Hits
+    for number in hit.nonzero(): ...            # Numbers
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from autopar._torch import pytree
 Key = Hashable
 """Of masks that pick something or nothing together."""
 
-SHAPED = ("clone", "contiguous", "detach", "flatten", "int", "long", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
+SHAPED = ("clone", "contiguous", "cpu", "detach", "flatten", "int", "long", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
 """They give the same numbers, in another shape or order."""
 CAST = ("bool", "float", "to", "type")
 PARTS = ("getitem", "select", "split", "unbind")
@@ -30,6 +33,11 @@ REDUCED = ("any", "count_nonzero", "sum")
 """What they give of a mask is true, or above zero, where it picks something."""
 COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
 MANY = 2**62
+
+
+def is_number(numbers: Key, number: int) -> Key:
+    """The key of `numbers == number`."""
+    return "is", numbers, number
 
 
 @dataclass(frozen=True)
@@ -63,18 +71,38 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """`numbers == n` for n = 0, 1, ... `count` - 1, along `dim`."""
+
+    numbers: Key
+    count: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class Counts:
     """How often `numbers` has 0, 1, ... `count` - 1."""
 
     numbers: Key
     count: int
 
-    def size(self, number: int) -> Size:
-        """One of them."""
-        return Size(("is", self.numbers, number))
+
+@dataclass(frozen=True)
+class Hits:
+    """Whether `numbers` has 0, 1, ... `count` - 1."""
+
+    numbers: Key
+    count: int
 
 
-Mark = Mask | Rows | Size | Verdict | Counts
+@dataclass(frozen=True)
+class Numbers:
+    """They are known."""
+
+    values: tuple[int, ...]
+
+
+Mark = Mask | Rows | Size | Verdict | Masks | Counts | Hits | Numbers
 
 
 class Marks:
@@ -96,10 +124,11 @@ class Marks:
         found = self.of(tensor)
         return found.key if isinstance(found, Mask) else self.number(tensor)
 
-    def rows(self, tensors: Sequence[Tensor], key: Key) -> None:
-        """`tensors` are what a mask picks."""
+    def keep(self, tensors: Sequence[Tensor], mark: Mark) -> None:
+        """Mark `tensors`."""
         for tensor in tensors:
-            self._keep(tensor, Rows(key))
+            self._alive.append(tensor)
+            self._marks[id(tensor)] = mark
 
     def forget(self, tensor: Tensor) -> None:
         """What was known of what is changed in place."""
@@ -114,32 +143,33 @@ class Marks:
         known = self.of(own)
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
-                mark = self._part(known, part, more[0] if name == "getitem" else number)
+                mark = _part(known, part, more[-1] if name in ("getitem", "select") else number, self.number)
             elif name in COMPARED and len(more) == 1 and isinstance(more[0], int | float):
                 mark = self._compared(name, own, known, more[0])
             else:
                 mark = self._whole(name, own, known, more, kwargs, part)
             if mark is not None:
-                self._keep(part, mark)
-
-    def _part(self, known: Mark | None, part: Tensor, number: Any) -> Mark | None:
-        if isinstance(known, Counts):
-            return known.size(number) if isinstance(number, int) else None
-        return Mask(self.number(part)) if isinstance(known, Mask) else known if isinstance(known, Rows) else None
+                self.keep([part], mark)
 
     def _compared(self, name: str, own: Tensor, known: Mark | None, other: float) -> Mark | None:
         says = COMPARED[name]
+        always = says(1, other) == says(MANY, other)
         if isinstance(known, Size):
-            always = says(1, other) == says(MANY, other)
             return Verdict(known.key, says(0, other), says(1, other)) if always else None
-        return Mask(("is", self._base(own), other)) if name == "eq" and not own.is_floating_point() else None
+        if isinstance(known, Counts):
+            return Hits(known.numbers, known.count) if always and says(1, other) and not says(0, other) else None
+        if isinstance(known, Numbers) and len(known.values) == 1:
+            return Verdict(None, *[says(known.values[0], other)] * 2)
+        return Mask(is_number(self._base(own), other)) if name == "eq" and not own.is_floating_point() else None  # type: ignore[arg-type]
 
     def _whole(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
         if name == "bincount":
             least = kwargs.get("minlength", more[-1] if more else 0)
             return Counts(self._base(own), least) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
         if name == "one_hot":
-            return Mask(self.number(result))
+            return Masks(self._base(own), result.shape[-1], result.dim() - 1)
+        if isinstance(known, Masks):
+            return _of_masks(known, name, own, more, kwargs, result)
         if name in REDUCED:
             return None if not isinstance(known, Mask) else Mask(known.key) if result.dim() else Size(known.key)
         return known if name in SHAPED or (name in CAST and isinstance(known, Mask)) else None
@@ -147,9 +177,32 @@ class Marks:
     def _base(self, tensor: Tensor) -> Key:
         return self._numbers.get(id(tensor), self.number(tensor))
 
-    def _keep(self, tensor: Tensor, mark: Mark) -> None:
-        self._alive.append(tensor)
-        self._marks[id(tensor)] = mark
+
+def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:
+    """Of one of the parts of a tensor along its first dim."""
+    if isinstance(known, Counts | Masks | Hits):
+        if not isinstance(number, int) or getattr(known, "dim", 0) != 0:
+            return None
+        key = is_number(known.numbers, number)
+        return Mask(key) if isinstance(known, Masks) else Size(key)
+    if isinstance(known, Numbers):
+        return Numbers(known.values[number:][:1]) if isinstance(number, int) and len(known.values) > 1 else known
+    return Mask(name(part)) if isinstance(known, Mask) else known if isinstance(known, Rows) else None
+
+
+def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
+    """Of masks whose dims are moved, or are summed up but for that of the number."""
+    if name == "permute":
+        order = [dim % own.dim() for dim in (more[0] if isinstance(more[0], tuple | list) else more)]
+        return replace(known, dim=order.index(known.dim))
+    if name in CAST:
+        return known
+    dims = kwargs.get("dim", more[0] if more else ())
+    summed = {dim % own.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
+    if name not in REDUCED or known.dim in summed or result.dim() != own.dim() - len(summed):
+        return None
+    left = replace(known, dim=known.dim - sum(dim < known.dim for dim in summed))
+    return left if result.dim() > 1 else Hits(known.numbers, known.count) if name == "any" else Counts(known.numbers, known.count)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

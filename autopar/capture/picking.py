@@ -18,12 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.devices import changes
-from autopar.capture.marks import Counts, Key, Marks, Size, Verdict, tensors_of
+from autopar.capture.marks import Counts, Hits, Key, Mark, Marks, Mask, Numbers, Rows, Size, Verdict, is_number, tensors_of
 from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")
 WRITES = {"setitem": 1, "index_add": 2, "index_put": 1}
 """What writes into rows, and which argument says into which."""
+ASKED = (Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.item)
+TAKEN = ("eq", "getitem", "ne")
+"""What may be given a known number as a tensor."""
 
 
 class Picking(TorchFunctionMode):
@@ -42,22 +45,30 @@ class Picking(TorchFunctionMode):
         own = args[0]
         if name in WRITES and self._is_dropped((*args, *kwargs.values())[WRITES[name]]):
             return own
-        if (answer := self._answer(func, own)) is not None:
+        if func in ASKED and (answer := self._answer(func, own, self.marks.of(own))) is not None:
             return answer
-        result = func(*args, **kwargs)
+        if name in TAKEN:
+            plain = pytree.tree_map(self._plain, args[1:])
+            if name == "getitem" and isinstance(args[1], Tensor) and args[1].dim() == 1 and isinstance(plain[0], int):
+                with self:
+                    return own[plain[0]].unsqueeze(0)
+            args = (own, *plain)
         if (mask := _picking(name, args, kwargs)) is not None:
-            return self._picked(self.marks.mask(mask), result)
+            known = self.marks.of(mask)
+            return self._hit(known, mask, func, kwargs) if isinstance(known, Hits) else self._picked(self.marks.mask(mask), func(*args, **kwargs))
+        result = func(*args, **kwargs)
         if changes(func):
             self.marks.forget(own)
         else:
             self.marks.note(name, own, args[1:], kwargs, result)
-            if self._check is not None and isinstance(known := self.marks.of(result) if name == "bincount" else None, Counts):
+            if self._check is not None and name == "bincount" and isinstance(known := self.marks.of(result), Counts):
                 self._check(result.shape[0] == known.count)
         return result
 
-    def _answer(self, func: Any, own: Tensor) -> Any:
-        """What is asked of a tensor; None where nothing is, or nothing is known."""
-        known = self.marks.of(own) if func in (Tensor.__bool__, Tensor.item) else None
+    def _answer(self, func: Any, own: Tensor, known: Mark | None) -> Any:
+        """What is asked of a tensor; None where nothing is known."""
+        if isinstance(known, Numbers) and len(known.values) == 1:
+            return known.values[0]
         if isinstance(known, Size):
             whether = func is Tensor.__bool__ or own.dtype is torch.bool
             return not self._empty(known.key) if whether else self._size(own, known)
@@ -78,14 +89,29 @@ class Picking(TorchFunctionMode):
         if self._empty(key):
             result = pytree.tree_map(lambda rows: rows[:0], result)
         picked = tensors_of(result)
-        self.marks.rows(picked, key)
+        self.marks.keep(picked, Rows(key))
         if self._check is not None:
             self._check(picked[0].shape[0] >= 1)
         return result
 
+    def _hit(self, known: Hits, hits: Tensor, func: Any, kwargs: dict[str, Any]) -> Any:
+        """The numbers that there are."""
+        keys = {number: is_number(known.numbers, number) for number in range(known.count)}
+        self.seen |= dict.fromkeys(keys.values())
+        values = tuple(number for number, key in keys.items() if not self._empty(key))
+        flat = kwargs.get("as_tuple") or func is torch.where
+        result = hits.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
+        self.marks.keep([result], Numbers(values))
+        return (result,) if flat else result
+
+    def _plain(self, item: Any) -> Any:
+        """A known number instead of a tensor of it."""
+        known = self.marks.of(item) if isinstance(item, Tensor) else None
+        return known.values[0] if isinstance(known, Numbers) and len(known.values) == 1 else item
+
     def _is_dropped(self, index: Any) -> bool:
         marks = [self.marks.of(part) for part in tensors_of(index)]
-        return any(self._dropped(mark.key) for mark in marks if mark is not None and not isinstance(mark, Counts))
+        return any(self._dropped(mark.key) for mark in marks if isinstance(mark, Rows | Mask))
 
 
 def _picking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -1,0 +1,30 @@
+"""Makes one of views that are the same: `gates[:, 0]`, cut anew for each expert of a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit
+from passes.tables import VIEWS
+
+aten = torch.ops.aten
+
+PICKS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default, aten.index_put.default)
+
+
+def equal_views(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional operators.
+    does: of equal views in graphs with operators of loops over experts, keeps the first.
+    gives: operands of such loops that are one node where they are one tensor.
+    """
+    if not any(edit.calls(gm, *PICKS)):
+        return gm
+    first: dict[Any, fx.Node] = {}
+    for node in edit.calls(gm, *VIEWS):
+        key = (node.target, repr(node.args), repr(node.kwargs))
+        if first.setdefault(key, node) is not node:
+            edit.replace(node, first[key])
+    return edit.finish(gm)

@@ -1,0 +1,114 @@
+"""What the rows of one expert of a loop are multiplied with: gates of what a token chose, in the spellings that models use.
+
+    gates[token, rank],  gates[mask]              # [..., k], as what is chosen
+    (gates * (chosen == e)).sum(-1)[token]
+    gates[token]                                  # [...], where a token chooses one
+    every[token, e],  every[..., e][mask]         # [..., experts]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.expert_layer import uncast
+from passes.one_expert import rows_of
+from passes.picked import RANK, TOKEN, Mask, mask_of, picked, taken, tokens
+from passes.sink_flatten import flattened
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]` of `all` experts; one where it is None. `summed`: over
+    the choices of a token that are this expert."""
+
+    node: fx.Node | None
+    all: bool = False
+    summed: bool = False
+
+
+def gates_of(node: Any, mask: Mask) -> list[Gates]:
+    """What `node`, the gates of the rows of `mask`, may be cut from."""
+    node = uncast(node)
+    if edit.call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
+        node = node.args[0]
+    column = edit.call_of(node, aten.select.int)
+    if column is not None and column.args[1:] == (1, mask.number) and (every := rows_of(column.args[0], mask)) is not None:
+        return [Gates(every, all=True)]
+    rows = taken(node)
+    if rows is None:
+        return []
+    gates, indices = _without_last(rows[0], len(rows[1])), rows[1]
+    if RANK in mask.dims and _by_places(indices, mask, gates):
+        return [Gates(gates)]
+    found = tokens(indices)
+    return _of_tokens(gates, mask) if len(indices) == 1 and found is not None and found[0] == mask and len(facts.shape(gates)) == found[1] else []
+
+
+def _of_tokens(gates: fx.Node, mask: Mask) -> list[Gates]:
+    """What gates of single tokens `[...]` are, as an expert of `mask` reads them."""
+    found = [] if mask.ranked else [Gates(gates)]
+    if (column := edit.call_of(gates, aten.select.int)) is not None and column.args[2] == mask.number and column.args[1] in (-1, len(facts.shape(gates))):
+        found.append(Gates(column.args[0], all=True))  # type: ignore[arg-type]
+    if (total := edit.call_of(gates, aten.sum.dim_IntList)) is not None and (summed := _summed(total, mask)) is not None:
+        found.append(Gates(summed, summed=True))
+    return found
+
+
+def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
+    """Of `(gates * (chosen == e)).sum(-1)` the gates."""
+    source, dims = total.args[:2]
+    if list(dims) not in ([-1], [len(facts.shape(source)) - 1]):  # type: ignore[arg-type]
+        return None
+    flat = edit.call_of(source, aten.reshape.default)
+    product = edit.call_of(flat.args[0] if flat is not None and facts.shape(flat)[-1] == facts.shape(flat.args[0])[-1] else source, aten.mul.Tensor)  # type: ignore[arg-type]
+    for one, other in () if product is None else (product.args, product.args[::-1]):
+        there = mask_of(other)
+        if there is not None and there.ordered and not there.over and (there.chosen, there.number) == (mask.chosen, mask.number) and facts.shape(one) == facts.shape(there.chosen):  # type: ignore[arg-type]
+            return one  # type: ignore[return-value]
+    return None
+
+
+def _by_places(indices: list[Any], mask: Mask, gates: fx.Node) -> bool:
+    """Whether `indices` are the places of the mask in `gates`, by token and by rank, or the mask itself."""
+    if [picked(index) for index in indices] == [(mask, TOKEN), (mask, RANK)]:
+        return len(facts.shape(gates)) == 2
+    return len(indices) == 1 and mask.ordered and mask_of(indices[0]) == mask and facts.shape(gates) == facts.shape(indices[0])
+
+
+def _without_last(node: Any, dims: int) -> fx.Node:
+    """What is behind a last dim of one."""
+    apart = edit.call_of(node, aten.unsqueeze.default)
+    return apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and len(facts.shape(apart)) > dims else node  # type: ignore[return-value]
+
+
+def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What tokens choose, and with which gates, each `[n, k]`, at the insertion point."""
+    graph, chosen, weights = like.graph, mask.chosen, gates.node
+    if not mask.ranked:
+        chosen = edit.call(graph, aten.unsqueeze.default, (chosen, -1), like=like)
+        weights = weights if weights is None or gates.all else edit.call(graph, aten.unsqueeze.default, (weights, -1), like=like)
+    if weights is None:
+        weights = edit.call(graph, aten.ones_like.default, (chosen,), {"dtype": facts.dtype(like)}, like=like)
+    elif gates.all:
+        weights, chosen = _alike(weights, chosen)
+        weights = edit.call(graph, aten.gather.default, (weights, len(facts.shape(chosen)) - 1, chosen), like=like)
+    return flat(chosen), flat(weights)
+
+
+def _alike(*nodes: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes with equal dims but for the last one, not flattened if that can be."""
+    apart = tuple(flattened(node) or node for node in nodes)
+    return apart if len({facts.shape(node)[:-1] for node in apart}) == 1 else tuple(map(flat, nodes))
+
+
+def flat(node: fx.Node) -> fx.Node:
+    """`[n, d]` of `[..., d]`, at the insertion point."""
+    shape = facts.shape(node)
+    return node if len(shape) == 2 else edit.call(node.graph, aten.reshape.default, (node, [-1, shape[-1]]), like=node)

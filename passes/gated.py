@@ -48,16 +48,18 @@ def gates_of(node: Any, mask: Mask) -> list[Gates]:
     if RANK in mask.dims and _by_places(indices, mask, gates):
         return [Gates(gates)]
     found = tokens(indices)
-    return _of_tokens(gates, mask) if len(indices) == 1 and found is not None and found[0] == mask and len(facts.shape(gates)) == found[1] else []
+    return _of_tokens(gates, mask, found[1]) if len(indices) == 1 and found is not None and found[0] == mask else []
 
 
-def _of_tokens(gates: fx.Node, mask: Mask) -> list[Gates]:
-    """What gates of single tokens `[...]` are, as an expert of `mask` reads them."""
-    found = [] if mask.ranked else [Gates(gates)]
-    if (column := edit.call_of(gates, aten.select.int)) is not None and column.args[2] == mask.number and column.args[1] in (-1, len(facts.shape(gates))):
+def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
+    """What gates of single tokens `[...]`, of so many `dims`, or `[..., 1]`, are, as an expert of `mask` reads them."""
+    rank, merged = len(facts.shape(gates)), edit.call_of(gates, aten.reshape.default)
+    total = edit.call_of(gates if merged is None else merged.args[0], aten.sum.dim_IntList)  # one number for each token, in their order, in whatever shape
+    if total is not None and facts.shape(gates)[dims:] in ((), (1,)) and (summed := _summed(total, mask)) is not None:
+        return [Gates(summed, summed=True)]
+    found = [] if mask.ranked or rank != dims else [Gates(gates)]
+    if (column := edit.call_of(gates, aten.select.int)) is not None and column.args[2] == mask.number and rank == dims and column.args[1] in (-1, rank):
         found.append(Gates(column.args[0], all=True))  # type: ignore[arg-type]
-    if (total := edit.call_of(gates, aten.sum.dim_IntList)) is not None and (summed := _summed(total, mask)) is not None:
-        found.append(Gates(summed, summed=True))
     return found
 
 
@@ -92,20 +94,32 @@ def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
     """What tokens choose, and with which gates, each `[n, k]`, at the insertion point."""
     graph, chosen, weights = like.graph, mask.chosen, gates.node
     if not mask.ranked:
-        chosen = edit.call(graph, aten.unsqueeze.default, (chosen, -1), like=like)
-        weights = weights if weights is None or gates.all else edit.call(graph, aten.unsqueeze.default, (weights, -1), like=like)
+        chosen, weights = _column(chosen, like), weights if weights is None or gates.all else _column(weights, like)
     if weights is None:
         weights = edit.call(graph, aten.ones_like.default, (chosen,), {"dtype": facts.dtype(like)}, like=like)
     elif gates.all:
-        weights, chosen = _alike(weights, chosen)
+        weights, chosen = _apart(weights, chosen)
         weights = edit.call(graph, aten.gather.default, (weights, len(facts.shape(chosen)) - 1, chosen), like=like)
     return flat(chosen), flat(weights)
 
 
-def _alike(*nodes: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes with equal dims but for the last one, not flattened if that can be."""
-    apart = tuple(flattened(node) or node for node in nodes)
-    return apart if len({facts.shape(node)[:-1] for node in apart}) == 1 else tuple(map(flat, nodes))
+def _column(node: fx.Node, like: fx.Node) -> fx.Node:
+    """`[..., 1]` of `[...]`, where it is cut from what is flattened that of what is not."""
+    cut = edit.call_of(node, aten.select.int)
+    source = flattened(cut.args[0]) if cut is not None and cut.args[1] in (1, -1) else None
+    if cut is None or source is None:
+        return edit.call(node.graph, aten.unsqueeze.default, (node, -1), like=like)
+    place = int(cut.args[2]) % int(facts.shape(source)[-1])  # type: ignore[arg-type]
+    return edit.call(node.graph, aten.slice.Tensor, (source, len(facts.shape(source)) - 1, place, place + 1), like=like)
+
+
+def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The two with equal dims but for the last one, tokens not flattened where those of what is chosen need not be."""
+    chosen, weights = flattened(chosen) or chosen, flattened(weights) or weights
+    if facts.shape(weights)[:-1] != facts.shape(chosen)[:-1]:
+        sizes = [*(edit.size(chosen, dim) for dim in range(len(facts.shape(chosen)) - 1)), edit.size(weights, -1)]
+        weights = edit.call(weights.graph, aten.reshape.default, (weights, sizes), like=weights)
+    return weights, chosen
 
 
 def flat(node: fx.Node) -> fx.Node:

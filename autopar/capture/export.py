@@ -42,6 +42,8 @@ ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CON
 LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str)
 """What outputs may be of."""
 MANY = 256  # modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay (measured)
+UNPICKED = ("branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token chose) parameters have gradients of zero, where the model leaves "
+            "none, so that optimizers with momentum or weight decay move them as they move all others")
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
@@ -97,6 +99,8 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 continue
             notes += [f"{tried.loose} may be {allowed}: {says(failure, dims)}"] if allowed.most < (tried.limits.get(tried.loose) or TRIED) or allowed.step > 1 else []
             tried = replace(tried, steps={tried.loose: allowed.step} if allowed.step > 1 else {})
+        if picking and training:
+            notes.append(UNPICKED)
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:
             notes.append(why_static(failure, fixed, dims, model))

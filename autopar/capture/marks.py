@@ -8,6 +8,7 @@
     masks = one_hot(chosen, 8)                  # Masks
     hit = masks.sum((0, 1)) > 0                 # Hits
     for number in hit.nonzero(): ...            # Numbers
+    chosen = gates.topk(2).indices              # Below
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CAST = ("bool", "float", "to", "type")
 PARTS = ("getitem", "select", "split", "unbind")
 REDUCED = ("any", "count_nonzero", "sum")
 """What they give of a mask is true, or above zero, where it picks something."""
+RANKED = {"argmax": (0, 0, None), "max": (1, 0, None), "sort": (1, 0, -1), "topk": (1, 1, -1)}
+"""What names places along a dim: which of its results does, which argument behind the first one is the dim, and the dim where it is not given."""
 COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
 MANY = 2**62
 
@@ -102,7 +105,14 @@ class Numbers:
     values: tuple[int, ...]
 
 
-Mark = Mask | Rows | Size | Verdict | Masks | Counts | Hits | Numbers
+@dataclass(frozen=True)
+class Below:
+    """Any of 0, 1, ... `count` - 1."""
+
+    count: int
+
+
+Mark = Mask | Rows | Size | Verdict | Masks | Counts | Hits | Numbers | Below
 
 
 class Marks:
@@ -124,6 +134,10 @@ class Marks:
         found = self.of(tensor)
         return found.key if isinstance(found, Mask) else self.number(tensor)
 
+    def base(self, tensor: Tensor) -> Key:
+        """What tensors of the same numbers share, whatever their shapes."""
+        return self._numbers.get(id(tensor), self.number(tensor))
+
     def keep(self, tensors: Sequence[Tensor], mark: Mark) -> None:
         """Mark `tensors`."""
         for tensor in tensors:
@@ -139,11 +153,13 @@ class Marks:
         """What follows for the `result` of a function `name` of `own` and `more`."""
         if name in SHAPED:
             self._alive.append(result)
-            self._numbers[id(result)] = self._base(own)
+            self._numbers[id(result)] = self.base(own)
         known = self.of(own)
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
                 mark = _part(known, part, more[-1] if name in ("getitem", "select") else number, self.number)
+            elif name in RANKED:
+                mark = _below(name, number, own, more, kwargs)
             elif name in COMPARED and len(more) == 1 and isinstance(more[0], int | float):
                 mark = self._compared(name, own, known, more[0])
             else:
@@ -160,22 +176,20 @@ class Marks:
             return Hits(known.numbers, known.count) if always and says(1, other) and not says(0, other) else None
         if isinstance(known, Numbers) and len(known.values) == 1:
             return Verdict(None, *[says(known.values[0], other)] * 2)
-        return Mask(is_number(self._base(own), other)) if name == "eq" and not own.is_floating_point() else None  # type: ignore[arg-type]
+        return Mask(is_number(self.base(own), other)) if name == "eq" and not own.is_floating_point() else None  # type: ignore[arg-type]
 
     def _whole(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
         if name == "bincount":
             least = kwargs.get("minlength", more[-1] if more else 0)
-            return Counts(self._base(own), least) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
+            return Counts(self.base(own), least) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
         if name == "one_hot":
-            return Masks(self._base(own), result.shape[-1], result.dim() - 1)
+            return Masks(self.base(own), result.shape[-1], result.dim() - 1)
         if isinstance(known, Masks):
             return _of_masks(known, name, own, more, kwargs, result)
         if name in REDUCED:
             return None if not isinstance(known, Mask) else Mask(known.key) if result.dim() else Size(known.key)
         return known if name in SHAPED or (name in CAST and isinstance(known, Mask)) else None
 
-    def _base(self, tensor: Tensor) -> Key:
-        return self._numbers.get(id(tensor), self.number(tensor))
 
 
 def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:
@@ -188,6 +202,14 @@ def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor]
     if isinstance(known, Numbers):
         return Numbers(known.values[number:][:1]) if isinstance(number, int) and len(known.values) > 1 else known
     return Mask(name(part)) if isinstance(known, Mask) else known if isinstance(known, Rows) else None
+
+
+def _below(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any]) -> Below | None:
+    """Of places along the last dim, where that has a size."""
+    place, position, default = RANKED[name]
+    dim = kwargs.get("dim", more[position] if len(more) > position else default)
+    count = own.shape[-1] if own.dim() else 0
+    return Below(count) if number == place and dim in (-1, own.dim() - 1) and isinstance(dim, int) and isinstance(count, int) else None
 
 
 def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:

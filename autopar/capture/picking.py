@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.devices import changes
-from autopar.capture.marks import Counts, Hits, Key, Mark, Marks, Mask, Numbers, Rows, Size, Verdict, is_number, tensors_of
+from autopar.capture.marks import Below, Counts, Hits, Key, Mark, Marks, Mask, Numbers, Rows, Size, Verdict, is_number, tensors_of
 from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")
@@ -31,7 +31,7 @@ TAKEN = ("eq", "getitem", "ne")
 
 class Picking(TorchFunctionMode):
     """Answers for each mask as if it picked something, but for those that are `empty`. Writes into rows that `dropped` masks pick are left out. Where `check` is given,
-    sizes stay symbolic, and it is called with what holds for masks that pick something. `seen` has the keys of all masks that picked, in order."""
+    sizes stay symbolic, and it is called with what holds for masks that pick something. `seen` has the keys of all masks that picked or were asked, in order."""
 
     def __init__(self, empty: Callable[[Key], bool] = lambda _: False, dropped: Callable[[Key], bool] = lambda _: False, *, check: Callable[[Any], None] | None = None) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ class Picking(TorchFunctionMode):
             args = (own, *plain)
         if (mask := _picking(name, args, kwargs)) is not None:
             known = self.marks.of(mask)
-            return self._hit(known, mask, func, kwargs) if isinstance(known, Hits) else self._picked(self.marks.mask(mask), func(*args, **kwargs))
+            flat = bool(kwargs.get("as_tuple")) or name == "where"
+            return self._hit(known, mask, flat=flat, listed=flat) if isinstance(known, Hits) else self._picked(self.marks.mask(mask), func(*args, **kwargs))
+        if name == "unique" and isinstance(known := self.marks.of(own), Below) and not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted"))):
+            return self._hit(Hits(self.marks.base(own), known.count), own, flat=True)
         result = func(*args, **kwargs)
         if changes(func):
             self.marks.forget(own)
@@ -69,6 +72,8 @@ class Picking(TorchFunctionMode):
         """What is asked of a tensor; None where nothing is known."""
         if isinstance(known, Numbers) and len(known.values) == 1:
             return known.values[0]
+        if isinstance(known, Size | Verdict):
+            self.seen[known.key] = None
         if isinstance(known, Size):
             whether = func is Tensor.__bool__ or own.dtype is torch.bool
             return not self._empty(known.key) if whether else self._size(own, known)
@@ -94,15 +99,14 @@ class Picking(TorchFunctionMode):
             self._check(picked[0].shape[0] >= 1)
         return result
 
-    def _hit(self, known: Hits, hits: Tensor, func: Any, kwargs: dict[str, Any]) -> Any:
-        """The numbers that there are."""
+    def _hit(self, known: Hits, like: Tensor, *, flat: bool, listed: bool = False) -> Any:
+        """The numbers that there are, in a tensor of one dim or, in a column; in a tuple where they are `listed`."""
         keys = {number: is_number(known.numbers, number) for number in range(known.count)}
         self.seen |= dict.fromkeys(keys.values())
         values = tuple(number for number, key in keys.items() if not self._empty(key))
-        flat = kwargs.get("as_tuple") or func is torch.where
-        result = hits.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
+        result = like.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
         self.marks.keep([result], Numbers(values))
-        return (result,) if flat else result
+        return (result,) if listed else result
 
     def _plain(self, item: Any) -> Any:
         """A known number instead of a tensor of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -62,8 +63,7 @@ def narrow(size: torch.SymInt, least: int, most: int) -> None:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Run `call` when the backward pass now running ends, before `backward()` returns.
 
-    Gradient buckets must be finished whoever called backward; torch's own DDP and FSDP use the same queue. There is no
-    public name for it.
+    Gradient buckets must be finished whoever called backward; torch's own DDP and FSDP use the same queue. There is no public name for it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
@@ -153,8 +153,7 @@ def is_view(tensor: Tensor) -> bool:
 def order_only(schedule: type[Any]) -> type[Any]:
     """A schedule class of torch.distributed.pipelining that lays out its order of compute when it is made, and nothing else.
 
-    The transfers and gathers that it would place between those actions take most of the time, up to a second for 32 ranks; there is no
-    public way to have the order without them.
+    The transfers and gathers that it would place between those actions take most of the time, up to a second for 32 ranks; there is no public way to have the order without them.
     """
     return type(f"{schedule.__name__}Order", (schedule,), {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None})
 
@@ -185,6 +184,17 @@ def export_errors() -> tuple[type[Exception], ...]:
 
     return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError,
             AssertionError, ArithmeticError)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, torch.export neither prints the graph so far of what it cannot export, nor logs what its error says. There is no public name for it."""
+    from torch.export import _trace
+
+    with (mock.patch.object(_trace, "print", lambda *_, **__: None, create=True),
+          mock.patch.object(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True),
+          mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)):
+        yield
 
 
 @contextmanager
@@ -322,10 +332,7 @@ def without_fake_cache() -> AbstractContextManager[None]:
 
 
 def code_when_asked() -> AbstractContextManager[None]:
-    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every change.
-
-    torch.compile has its own graphs so; ours are never run as code. There is no public name for it.
-    """
+    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every change. torch.compile has its own graphs so."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)

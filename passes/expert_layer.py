@@ -13,6 +13,9 @@ from passes.sink_flatten import flattened, merge
 
 aten = torch.ops.aten
 
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsqueeze.default)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -60,3 +63,10 @@ def uncast(node: Any) -> Any:
     """What `node` casts to a dtype, or `node`."""
     cast = edit.call_of(node, aten.to.dtype)
     return node if cast is None else cast.args[0]
+
+
+def is_zeros(node: Any) -> bool:
+    """Whether `node` is made of zeros, in whatever shape."""
+    while (source := edit.call_of(node, *SPREAD)) is not None:
+        node = source.args[0]
+    return edit.call_of(node, *ZEROS) is not None

@@ -18,17 +18,14 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.expert_layer import Layer, called, put, uncast
+from passes.chosen import distinct, in_range
+from passes.expert_layer import Layer, called, is_zeros, put, uncast
 from passes.gated import Gates, choice, flat, gates_of
-from passes.one_expert import Expert, Linear, expert_of
+from passes.one_expert import Expert, expert_of
 from passes.picked import Mask, taken, tokens
 
 aten = torch.ops.aten
 
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsqueeze.default)
-DISTINCT = (aten.topk.default, aten.sort.default)
-"""Their second results name no place of a row twice."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         with edit.before(node):
             parts = [part for terms, gates in layers for part in _parts(terms, gates, node)]
-            if not _zeros(start):
+            if not is_zeros(start):
                 parts.insert(0, start)
             new = parts[0]
             for part in parts[1:]:
@@ -135,7 +132,7 @@ def _layers(terms: list[_Term], start: fx.Node) -> list[tuple[list[_Term], Gates
         else:
             group.append(term)
     layers = [(sorted(group, key=lambda term: term.mask.number or 0), gates) for group in found if (gates := _one_layer(group)) is not None]
-    overwritten = any(term.how == PUT for term in terms) and (len(found) > 1 or not _zeros(start))
+    overwritten = any(term.how == PUT for term in terms) and (len(found) > 1 or not is_zeros(start))
     return layers if len(layers) == len(found) and not overwritten else []
 
 
@@ -145,44 +142,10 @@ def _one_layer(terms: list[_Term]) -> Gates | None:
     gates = next((gates for gates in terms[0].gates if all(gates in term.gates for term in terms)), None)
     if count < 2 or gates is None or sorted(term.mask.number or 0 for term in terms) != [*range(count)]:
         return None
-    if (terms[0].expert.second.bias is not None or gates.all) and not _in_range(mask, count):
+    if (terms[0].expert.second.bias is not None or gates.all) and not in_range(mask.chosen, count):
         return None
     once = terms[0].how != ADDED or gates.summed or any(term.mask.over for term in terms)
-    return None if (once and not _distinct(mask)) or (mask.ranked and terms[0].how == PUT) else gates
-
-
-def _distinct(mask: Mask) -> bool:
-    """Whether no token chooses an expert twice."""
-    return not mask.ranked or edit.call_of(_ranked(mask), *DISTINCT) is not None
-
-
-def _in_range(mask: Mask, count: int) -> bool:
-    """Whether all that is chosen is known to be one of `count` numbers from 0 on."""
-    ranked = _ranked(mask)
-    numbers = None if ranked is None else facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]]  # type: ignore[arg-type]
-    return isinstance(numbers, int) and numbers <= count
-
-
-def _ranked(mask: Mask) -> fx.Node | None:
-    """The operator that says for each token which numbers are its first, of all of which what is chosen is a part; None where something else says it."""
-    part: Any = mask.chosen
-    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
-        part = seen.args[0]
-    best = edit.call_of(part, aten.argmax.default) or edit.call_of(edit.part_of(part, 1), aten.max.dim)
-    if best is not None:
-        return best if edit.args_of(best)["dim"] is not None else None
-    ranked = edit.call_of(edit.part_of(part, 1), *DISTINCT)
-    return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
-
-
-def _last(node: Any) -> facts.Size:
-    return facts.shape(node)[-1]
-
-
-def _zeros(node: fx.Node) -> bool:
-    while (source := edit.call_of(node, *SPREAD)) is not None:
-        node = source.args[0]  # type: ignore[assignment]
-    return edit.call_of(node, *ZEROS) is not None
+    return None if (once and mask.ranked and not distinct(mask.chosen)) or (mask.ranked and terms[0].how == PUT) else gates
 
 
 def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
@@ -210,11 +173,11 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
     biases = [linear.bias for linear in first if linear.bias is not None]
     outer = [expert.second.bias for expert in experts if expert.second.bias is not None]
     chosen, weights = choice(some.mask, gates, like)
-    if not _in_range(some.mask, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
+    if not in_range(some.mask.chosen, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
         none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
         chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
-    inner = (some.expert.inner, *([_together(biases, each, like)] if biases else []))
-    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, *inner), _together(outer, 1, like) if outer else None)
+    inner_bias = [_together(biases, each, like)] if biases else []
+    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, some.expert.inner, *inner_bias), _together(outer, 1, like) if outer else None)
 
 
 def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:

@@ -1,107 +1,186 @@
 """Recognises a layer of experts in its sorted form and makes one call of `ops.experts` of it.
 
-Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up. Where a
-row goes depends on data there, so nothing between the two sorts could be cut by tokens; the layer as a whole can.
+Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row to its token. Where a
+row goes depends on data there, so nothing between could be cut by tokens; the layer as a whole can.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes import edit, facts, ops
-from passes.expert_layer import Layer, called, put, uncast
+from passes.expert_layer import Layer, called, is_zeros, put, uncast
 from passes.inner import written
+from passes.sink_flatten import flattened
+from passes.sorted_rows import (
+    Order,
+    bias_of,
+    ends_with_experts,
+    in_each_column,
+    in_order,
+    is_token,
+    order_of,
+    rows_of,
+    undone,
+)
 
 aten = torch.ops.aten
+
+SUMS = {aten.scatter_add.default: (1, 2, 3), "torchtitan.deterministic_scatter_add.default": (None, 1, 2)}
+"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the rows. By name what exists only where a library is imported."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Rows, each times its gate where there are `gates [n, k]`, added to their tokens."""
+
+    rows: Any
+    order: Order
+    gates: fx.Node | None = None
 
 
 def experts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: `ops.grouped_matmul` and `ops.count_each`, flattening reshapes sunk.
-    does: finds sums over the k experts of each token whose terms are sorted rows through two grouped matmuls.
+    does: finds sums over the k experts of each token whose terms are sorted rows through two layers of grouped matmuls.
     gives: `ops.experts` on tokens that keep batch and sequence apart; layers of any other form stay as they are.
     """
-    for node in edit.calls(gm, aten.sum.dim_IntList):
-        layer = _read(node)
-        if layer is None:
+    if not any(edit.calls(gm, ops.grouped_matmul)):
+        return gm
+    for node in edit.calls(gm):
+        total = _summed(node) or _added(node)
+        if total is None:
             continue
         with edit.before(node):
-            put(node, called(layer, node))
+            layer = _layer(total)
+            if layer is not None:
+                put(node, called(layer, node))
     return edit.finish(gm)
 
 
-def _read(total: fx.Node) -> Layer | None:
-    """The layer whose last op is `total`, a sum over dim 1 of `[n, k, d]`; None where anything is not as expected."""
-    terms = edit.call_of(total.args[0], aten.reshape.default)
-    back = edit.call_of(terms and terms.args[0], aten.index.Tensor)
-    weighted = edit.call_of(back and back.args[0], aten.mul.Tensor)
-    if terms is None or back is None or weighted is None or list(total.args[1]) != [1] or len(total.args) > 2:  # type: ignore[arg-type]
+def _summed(node: fx.Node) -> _Sum | None:
+    """A sum over dim 1 of `[n, k, d]`, of rows in the order of tokens."""
+    total = edit.call_of(node, aten.sum.dim_IntList)
+    if total is None or list(total.args[1]) != [1] or len(total.args) > 2:  # type: ignore[arg-type]
         return None
-    scale = edit.call_of(weighted.args[1], aten.unsqueeze.default)
-    gate = edit.call_of(scale and scale.args[0], aten.index.Tensor)
-    sort = edit.call_of(gate and edit.part_of(_only(gate), 1), aten.sort.default)
-    if gate is None or sort is None or not _sorts_up(sort) or not _undoes(_only(back), _only(gate)):
+    terms, gates = edit.call_of(uncast(total.args[0]), aten.reshape.default, aten.mul.Tensor), None
+    if terms is not None and terms.target is aten.mul.Tensor:
+        terms, gates = _gated(terms)
+    back = undone(uncast(terms.args[0])) if terms is not None and len(facts.shape(terms)) == 3 else None
+    order = order_of(back[1]) if back is not None else None
+    if back is None or order is None or facts.shape(terms)[:2] != facts.shape(order.chosen):  # type: ignore[arg-type]
         return None
-    order, chosen, gates = _only(gate), edit.call_of(sort.args[0], aten.reshape.default), edit.call_of(gate.args[0], aten.reshape.default)
-    down, down_bias = _linear(weighted.args[0], sort)
-    source = _source(down.args[0], sort) if down is not None else None
-    up, up_bias = _linear(source, sort)
-    if chosen is None or gates is None or down is None or up is None or (inner := written(down.args[0], source)) is None:
-        return None
-    tokens, k = facts.shape(terms)[:2]
-    rows = edit.call_of(up.args[0], aten.index.Tensor)
-    number = edit.call_of(rows and _only(rows), aten.floor_divide.default)
-    pairs = all(facts.shape(pair.args[0]) == (tokens, k) for pair in (chosen, gates))  # type: ignore[arg-type]
-    if rows is None or number is None or number.args != (order, k) or not pairs or up.args[2] != down.args[2] or not _ends(up, sort):
-        return None
-    if len(facts.shape(rows.args[0])) != 2:  # type: ignore[arg-type]
-        return None
-    weights = (up.args[1], down.args[1], inner, *([] if up_bias is None else [up_bias]))
-    return Layer(rows.args[0], chosen.args[0], gates.args[0], weights, down_bias)  # type: ignore[arg-type]
+    return _weighted(back[0], order) if gates is None else _Sum(back[0], order, gates) if facts.shape(gates) == facts.shape(order.chosen) else None
 
 
-def _linear(node: Any, sort: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The grouped matmul that `node` is, or is the sum of with each row's bias, and these biases `[e, u]`."""
-    for one, other in ((node, None), *(zip(node.args, node.args[::-1], strict=True) if edit.call_of(node, aten.add.Tensor) and not node.kwargs else ())):
-        matmul, bias = edit.call_of(one, ops.grouped_matmul), edit.call_of(other, aten.index.Tensor)
-        if matmul is not None and other is None:
-            return matmul, None
-        if matmul is not None and bias is not None and edit.part_of(_only(bias), 0) is sort and len(facts.shape(bias.args[0])) == 2:  # type: ignore[arg-type]
-            return matmul, bias.args[0]  # type: ignore[return-value]
+def _gated(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of `terms [n, k, d]` times gates `[n, k, 1]` the two, the gates without their last dim."""
+    for one, other in (product.args, product.args[::-1]):
+        terms, column = edit.call_of(uncast(one), aten.reshape.default), edit.call_of(uncast(other), aten.unsqueeze.default, aten.reshape.default)
+        if terms is not None and column is not None and facts.shape(column)[2:] == (1,):
+            return terms, column.args[0]  # type: ignore[return-value]
     return None, None
 
 
-def _source(node: Any, sort: fx.Node) -> Any:
-    """What comes out of the first layer, which `node` is made of."""
-    while isinstance(node, fx.Node) and _linear(node, sort)[0] is None:
-        node = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
-    return node
+def _added(node: fx.Node) -> _Sum | None:
+    """Rows added to what is zero, each to its token."""
+    places: Any = SUMS.get(node.target) or SUMS.get(str(node.target))
+    if places is not None:
+        dim, index, rows = (None if place is None else node.args[place] for place in places)
+        token = in_each_column(index) if dim in (None, 0) else None
+    elif node.target is aten.index_add.default:
+        given = edit.args_of(node)
+        token, rows = (given["index"], given["source"]) if given["dim"] == 0 and given["alpha"] == 1 else (None, None)
+    elif node.target is aten.index_put.default and edit.args_of(node)["accumulate"]:
+        given = edit.args_of(node)
+        token, rows = given["indices"][0] if len(given["indices"]) == 1 else None, given["values"]
+    else:
+        return None
+    divided = edit.call_of(token, aten.floor_divide.default)
+    order = order_of(divided.args[0]) if divided is not None and is_zeros(node.args[0]) else None
+    return _weighted(rows, order) if order is not None and is_token(token, order) else None
 
 
-def _only(index: fx.Node | None) -> Any:
-    """The one index tensor of an `aten.index`, or None."""
-    indices: Any = index.args[1] if index is not None else ()
-    return indices[0] if len(indices) == 1 else None
+def _weighted(rows: Any, order: Order) -> _Sum:
+    """Sorted rows, without the gates that they are multiplied with where they are."""
+    product = edit.call_of(uncast(rows), aten.mul.Tensor)
+    for one, other in () if product is None else (product.args, product.args[::-1]):
+        if (gates := in_order(uncast(other), order)) is not None:
+            return _Sum(one, order, gates)
+    return _Sum(rows, order)
 
 
-def _sorts_up(sort: fx.Node) -> bool:
-    given = edit.args_of(sort)
-    return given["dim"] in (-1, 0) and not given["descending"] and len(facts.shape(sort.args[0])) == 1  # type: ignore[arg-type]
+def _layer(total: _Sum) -> Layer | None:
+    """The layer whose sum that is; None where anything is not as expected."""
+    order = total.order
+    down, down_bias = _linear(uncast(total.rows), order)
+    sources = _sources(down.args[0], order) if down is not None else []
+    firsts = [_linear(source, order) for source in sources]
+    if down is None or not 1 <= len(sources) <= 2 or (inner := written(down.args[0], *sources)) is None:
+        return None
+    ends, count = down.args[2], facts.shape(down.args[1])[0]  # type: ignore[arg-type]
+    ups = [up for up, _ in firsts if up is not None]
+    if any(up.args[2] is not ends or facts.shape(up.args[1])[0] != count for up in ups) or not ends_with_experts(ends, order, count):  # type: ignore[arg-type]
+        return None
+    rows = [rows_of(uncast(up.args[0])) for up in ups]
+    hidden = {(row[0], facts.dtype(up.args[0])) for row, up in zip(rows, ups, strict=True) if row is not None and is_token(row[1], order)}  # type: ignore[arg-type]
+    biases = [bias for _, bias in firsts if bias is not None]
+    if None in rows or len(hidden) != 1 or len(biases) not in (0, len(ups)):
+        return None
+    (tokens, dtype), like = hidden.pop(), down
+    if len(facts.shape(tokens)) != 2:
+        return None
+    gates = _ones(order.chosen, dtype) if total.gates is None else total.gates
+    bias = [_joined(biases, 1)] if biases else []
+    return Layer(_cast(tokens, dtype), order.chosen, gates, (_joined([up.args[1] for up in ups], 2), down.args[1], inner, *bias), down_bias)  # type: ignore[arg-type, misc]
 
 
-def _undoes(index: Any, order: Any) -> bool:
-    """Whether `index` is the inverse of the permutation `order`: zeros everywhere, then i written at order[i]."""
-    write = edit.call_of(index, aten.index_put.default)
-    if write is None or len(write.args) > 3:
-        return False
-    numbers, start = edit.call_of(write.args[2], aten.arange.default), edit.call_of(write.args[0], aten.empty_like.default)
-    return numbers is not None and start is not None and list(write.args[1]) == [order] and len(numbers.args) == 1  # type: ignore[arg-type]
+def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
+    """The tensors one behind the other, at the insertion point."""
+    return tensors[0] if len(tensors) == 1 else edit.call(tensors[0].graph, aten.cat.default, (tensors, dim), like=tensors[0])
 
 
-def _ends(up: fx.Node, sort: fx.Node) -> bool:
-    """Whether the groups of `up` end where the sorted numbers of each expert end."""
-    running = edit.call_of(up.args[2], aten.cumsum.default)
-    counts = edit.call_of(uncast(running and running.args[0]), ops.count_each)
-    return counts is not None and edit.part_of(uncast(counts.args[0]), 0) is sort and counts.args[1] == facts.shape(up.args[1])[0]  # type: ignore[arg-type]
+def _ones(chosen: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A one for each choice, of those in front of the flattening where there is one."""
+    apart = flattened(chosen)
+    ones = edit.call(chosen.graph, aten.ones_like.default, (apart or chosen,), {"dtype": dtype}, like=chosen)
+    return ones if apart is None else edit.call(chosen.graph, aten.reshape.default, (ones, [-1, edit.size(ones, -1)]), like=chosen)
+
+
+def _cast(tokens: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Flattened tokens in a dtype, those in front of the flattening where there is one."""
+    if facts.dtype(tokens) == dtype:
+        return tokens
+    apart = flattened(tokens)
+    cast = edit.call(tokens.graph, aten.to.dtype, (apart or tokens, dtype), like=tokens)
+    return cast if apart is None else edit.call(tokens.graph, aten.reshape.default, (cast, [-1, edit.size(cast, -1)]), like=tokens)
+
+
+def _linear(node: Any, order: Order) -> tuple[fx.Node | None, fx.Node | None]:
+    """The grouped matmul that `node` is, or is the sum of with each row's bias, and these biases `[e, u]`."""
+    for one, other in ((node, None), *(zip(node.args, node.args[::-1], strict=True) if edit.call_of(node, aten.add.Tensor) and not node.kwargs else ())):
+        matmul = edit.call_of(one, ops.grouped_matmul)
+        if matmul is not None and other is None:
+            return matmul, None
+        if matmul is not None and (bias := bias_of(other, order)) is not None:
+            return matmul, bias
+    return None, None
+
+
+def _sources(node: Any, order: Order) -> list[fx.Node]:
+    """What comes out of the first layers, which `node` is made of, in the order of the graph."""
+    found: dict[fx.Node, None] = {}
+    seen, open_ = set[fx.Node](), [node]
+    while open_:
+        here = open_.pop()
+        if not isinstance(here, fx.Node) or here in seen:
+            continue
+        seen.add(here)
+        if _linear(here, order)[0] is not None:
+            found[here] = None
+        else:
+            open_.extend(here.all_input_nodes)
+    return sorted(found)

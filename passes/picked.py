@@ -86,7 +86,7 @@ def _of_places(index: Any) -> tuple[Any, int] | None:
         return None if places is None else (places.args[0], column.args[2])  # type: ignore[return-value]
     flat = edit.call_of(index, aten.squeeze.dim, aten.reshape.default)
     places = edit.call_of(flat and len(facts.shape(flat)) == 1 and flat.args[0], aten.nonzero.default)
-    return (places.args[0], 0) if places is not None and facts.shape(places)[1] == 1 else None  # type: ignore[return-value]
+    return (places.args[0], 0) if places is not None and facts.shape(places)[1] == 1 else None
 
 
 def mask_of(node: Any) -> Mask | None:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from autopar._torch import export_errors, pytree, without_fake_cache
+from autopar._torch import export_errors, pytree, quietly, without_fake_cache
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
@@ -71,7 +71,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _one_size(model, tried)
         _plain_outputs(model, left_out)
         try:
-            with (on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+            with (quietly(), on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, Picking(check=shape_check) if picking else nullcontext()):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 if drawn:

@@ -18,7 +18,21 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.devices import changes
-from autopar.capture.marks import Below, Counts, Hits, Key, Mark, Marks, Mask, Numbers, Rows, Size, Verdict, is_number, tensors_of
+from autopar.capture.marks import (
+    Below,
+    Counts,
+    Hits,
+    Key,
+    Mark,
+    Marks,
+    Mask,
+    Numbers,
+    Rows,
+    Size,
+    Verdict,
+    is_number,
+    tensors_of,
+)
 from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")

@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.verify import case_of, verify
 from passes import ops
-from tests.helpers.loops import HIDDEN, LOOPS, Gated, Looped, plain
+from tests.helpers.loops import ASKING, HIDDEN, LOOPS, TOP, Gated, Looped, plain
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planned
 
-EXPERT = {"gated": Gated, "plain": plain}
+BOTH = LOOPS | ASKING
+
+
+def dropping() -> nn.Module:
+    """With dropout behind the layers."""
+    return nn.Sequential(*plain(), nn.Dropout(0.1))
+
+
+EXPERT = {"gated": Gated, "plain": plain, "dropping": dropping}
 
 
 class Blocks(nn.Module):
@@ -23,7 +31,7 @@ class Blocks(nn.Module):
 
     def __init__(self, loop: str, expert: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Looped(LOOPS[loop], EXPERT[expert]) for _ in range(2))
+        self.layers = nn.ModuleList(Looped(BOTH[loop], EXPERT[expert]) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, HIDDEN] -> []."""
@@ -37,12 +45,14 @@ def subject(loop: str, expert: str) -> Subject:
     torch.manual_seed(0)
     model = Blocks(loop, expert)
     captured = capture(model, (torch.randn(4, 6, HIDDEN),))
-    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2
+    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2 * (TOP if loop == "by_rank" or expert == "dropping" else 1)
     return Subject(loop, "train", captured, model.state_dict())
 
 
 CASES = [("mixtral", "gated", (2, 2), "random 0"), ("mixtral", "gated", (4,), "tp"), ("litgpt", "gated", (4,), "ep"), ("mistral", "plain", (2, 2), "random 1"),
-         ("mistral", "plain", (2,), "tp"), ("nonzero", "plain", (2,), "zero3"), ("columns", "gated", (2,), "ep"), ("switch", "plain", (2, 2), "searched")]
+         ("mistral", "plain", (2,), "tp"), ("nonzero", "plain", (2,), "zero3"), ("columns", "gated", (2,), "ep"), ("switch", "plain", (2, 2), "searched"),
+         ("masked", "gated", (2, 2), "random 0"), ("columns_of_all", "plain", (2,), "tp"), ("by_rank", "gated", (2,), "ep"), ("best", "plain", (2, 2), "random 1"),
+         ("counted", "gated", (2, 2), "searched"), ("hit", "plain", (2,), "zero3"), ("any_", "dropping", (2,), "tp")]
 
 
 def compared(who: Subject, made) -> None:

@@ -280,3 +280,15 @@ class DrawsByItsOwn(Net):
 def test_a_generator_of_ones_own_is_refused():
     with pytest.raises(CaptureError, match=r"aten.rand.generator in forward reads a .*Generator, which is neither a tensor nor a plain value .*torch.Generator is left out"):
         capture(DrawsByItsOwn(), batch())
+
+
+def test_torch_says_nothing_beside(capfd, caplog):
+    """torch.export prints the graph so far of each attempt, hundreds of lines of it."""
+    class Asks(nn.Module):
+        def forward(self, x):
+            return (x if x.sum() > 0 else -x).mean()
+
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Asks(), (torch.randn(4, 4, requires_grad=True),))
+    said = capfd.readouterr()
+    assert not said.out and not said.err and not [record for record in caplog.records if record.levelname != "DEBUG"]

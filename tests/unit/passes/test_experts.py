@@ -96,3 +96,94 @@ def test_anything_else_stays(twist, biased):
     gm, _, _ = normalized(twist, biased)
     assert not any(node.target is ops.experts for node in gm.graph.nodes)
     assert sum(node.target is ops.grouped_matmul for node in gm.graph.nodes) == 2
+
+
+def marks(scores, chosen, numbers):
+    """Which experts each token chose, summed up."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True).sum(dim=(0, 1))
+
+
+def histogram(scores, chosen, numbers):
+    return torch.histc(chosen.reshape(-1).float(), bins=E, min=0, max=E - 1)
+
+
+def scattered(hidden, rows, order, gates):
+    index = (order // K).reshape(-1, 1).expand(-1, D)
+    return torch.zeros_like(hidden).scatter_add(0, index, rows * gates.reshape(-1)[order].reshape(-1, 1))
+
+
+def added(hidden, rows, order, gates):
+    return hidden.new_zeros(hidden.shape).index_add(0, order // K, rows * gates.reshape(-1)[order].unsqueeze(-1))
+
+
+def put(hidden, rows, order, gates):
+    return torch.zeros_like(hidden).index_put((order // K,), gates.reshape(-1)[order, None] * rows, accumulate=True)
+
+
+def unsorted(hidden, rows, order, gates):
+    """Rows back in their places, then weighted."""
+    back = torch.zeros_like(rows)
+    back[order] = rows
+    return (back.view(-1, K, D) * gates.unsqueeze(-1)).sum(1)
+
+
+def sorted_back(hidden, rows, order, gates):
+    return (rows * gates.reshape(-1)[order].unsqueeze(-1))[order.argsort()].view(-1, K, D).sum(1)
+
+
+def ungated(hidden, rows, order, gates):
+    return torch.zeros_like(hidden).index_add(0, order // K, rows)
+
+
+SORTED = {
+    "scattered": ({}, False), "added": ({"sum": added}, False), "put": ({"sum": put}, False), "unsorted": ({"sum": unsorted}, False), "ungated": ({"sum": ungated}, False),
+    "sorted back": ({"sum": sorted_back}, False), "histogram": ({"counts": histogram}, False), "sorted": ({"order": lambda flat: flat.sort(stable=True)[1]}, False),
+    "added to tokens": ({"sum": lambda hidden, rows, order, gates: hidden.index_add(0, order // K, rows)}, True),
+    "another order's gates": ({"sum": lambda hidden, rows, order, gates: ungated(hidden, rows * gates.reshape(-1)[order.flip(0)].unsqueeze(-1), order, gates)}, True),
+    "another token": ({"sum": lambda hidden, rows, order, gates: ungated(hidden, rows, order.flip(0), gates)}, True),
+    "marks of others": ({"counts": lambda scores, chosen, numbers: marks(scores, scores.topk(K, largest=False)[1], numbers)}, True),
+    "choices that may be the same": ({"choose": lambda chosen: chosen // 2}, True),
+    "sorted down": ({"order": lambda flat: flat.argsort(descending=True)}, True),
+    "gates in front": ({"take": lambda hidden, order, gates: hidden[order // K] * gates.reshape(-1)[order].unsqueeze(-1), "sum": ungated}, True),
+    "not back": ({"sum": lambda hidden, rows, order, gates: (rows * gates.reshape(-1, 1)).view(-1, K, D).sum(1)}, True),
+}
+"""Layers as torchtitan writes them, and others: what is different, and whether that is no layer any more."""
+
+
+class Sorted(nn.Module):
+    """Three grouped matmuls of rows sorted by argsort, each row added to its token."""
+
+    def __init__(self, twist):
+        super().__init__()
+        self.twist = {"counts": marks, "sum": scattered, "order": lambda flat: flat.argsort(stable=True), "take": lambda hidden, order, gates: hidden[order // K],
+                      "choose": lambda chosen: chosen} | twist
+        self.gate = nn.Linear(D, E, bias=False, dtype=torch.float64)
+        self.w1, self.w3, self.w2 = (nn.Parameter(torch.randn(E, *size, dtype=torch.float64)) for size in ((WIDTH, D), (WIDTH, D), (D, WIDTH)))
+
+    def forward(self, x):
+        twist, scores = self.twist, self.gate(x).softmax(-1)
+        gates, chosen = scores.topk(K, dim=-1)
+        chosen = twist["choose"](chosen)
+        ends = torch.cumsum(twist["counts"](scores, chosen, E), 0, dtype=torch.int32)
+        hidden, gates, chosen = x.view(-1, D), gates.view(-1, K), chosen.view(-1, K)
+        order = twist["order"](chosen.view(-1))
+        rows = twist["take"](hidden, order, gates)
+        matmul = torch.ops.transformers.grouped_mm_fallback
+        inner = F.silu(matmul(rows, self.w1.transpose(-2, -1), ends)) * matmul(rows, self.w3.transpose(-2, -1), ends)
+        return twist["sum"](hidden, matmul(inner, self.w2.transpose(-2, -1), ends), order, gates).view(x.shape)
+
+
+@pytest.mark.parametrize("case", SORTED)
+def test_rows_that_are_added_to_their_tokens(case):
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    twist, stays = SORTED[case]
+    model, inputs = Sorted(twist), {"x": torch.randn(4, 8, D, dtype=torch.float64)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B, 1: S}}), NORMALIZE)
+    check_values(gm)
+    layers = [node for node in gm.graph.nodes if node.target is ops.experts]
+    assert len(layers) == (not stays) and targets(gm).count("grouped_matmul") == 0
+    if not stays:
+        assert_same(gm, model, inputs, 1e-10)
+        assert [len(facts.shape(node)) for node in layers[0].args[:3]] == [3, 3, 3]
+        assert layers[0].args[ops.INNER] == "halves(lambda first, second: F.silu(first) * second)"

@@ -1,0 +1,43 @@
+"""What is known of the numbers of experts that tokens choose: that no token has one twice, that all are numbers of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+DISTINCT = (aten.topk.default, aten.sort.default)
+"""Their second results name no place of a row twice."""
+
+
+def distinct(chosen: Any) -> bool:
+    """Whether in `chosen [..., k]` no row has a number twice."""
+    return edit.call_of(_ranked(chosen), *DISTINCT) is not None
+
+
+def in_range(chosen: Any, count: int) -> bool:
+    """Whether all of `chosen` are known to be of `count` numbers from 0 on."""
+    ranked = _ranked(chosen)
+    numbers = None if ranked is None else facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]]  # type: ignore[arg-type]
+    return isinstance(numbers, int) and numbers <= count
+
+
+def _ranked(chosen: Any) -> fx.Node | None:
+    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where something else says it."""
+    part: Any = chosen
+    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
+        part = seen.args[0]
+    best = edit.call_of(part, aten.argmax.default) or edit.call_of(edit.part_of(part, 1), aten.max.dim)
+    if best is not None:
+        return best if edit.args_of(best)["dim"] is not None else None
+    ranked = edit.call_of(edit.part_of(part, 1), *DISTINCT)
+    return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
+
+
+def _last(node: Any) -> facts.Size:
+    return facts.shape(node)[-1]

@@ -1,0 +1,145 @@
+"""Pairs of a token and one of its choices, sorted by the expert that is chosen: which operators sort them, which rows these are, where experts end.
+
+    numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
+    token = order // k                               back[order] = arange(n * k)
+    x[token],  x.index_select(0, token),  x.gather(0, token.view(-1, 1).expand(-1, d))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.chosen import distinct
+from passes.expert_layer import is_zeros, uncast
+from passes.picked import taken
+
+aten = torch.ops.aten
+
+SORTS = (aten.sort.default, aten.sort.stable)
+ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+
+
+@dataclass(frozen=True)
+class Order:
+    """`node [n k]`, which `sort` gives, says which pair of a token and a choice of `chosen [n, k]` is where."""
+
+    node: fx.Node
+    sort: fx.Node
+    chosen: fx.Node
+
+    @property
+    def choices(self) -> facts.Size:
+        """How many a token makes."""
+        return facts.shape(self.chosen)[1]
+
+    def is_numbers(self, node: Any) -> bool:
+        """Whether `node` has the experts of pairs in that order."""
+        return self.sort.target in SORTS and edit.part_of(node, 0) is self.sort
+
+
+def order_of(node: Any) -> Order | None:
+    """The order that `node` is, of pairs sorted up; None for anything else."""
+    sort = edit.call_of(edit.part_of(node, 1), *SORTS) or edit.call_of(node, *ARGSORTS)
+    flat = edit.call_of(sort and sort.args[0], aten.reshape.default)
+    if sort is None or flat is None or len(facts.shape(flat)) != 1 or edit.args_of(sort)["dim"] not in (-1, 0) or edit.args_of(sort)["descending"]:
+        return None
+    return Order(node, sort, flat.args[0]) if len(facts.shape(flat.args[0])) == 2 else None  # type: ignore[arg-type]
+
+
+def is_token(node: Any, order: Order) -> bool:
+    """Whether `node` has the token of each pair in that order."""
+    number = edit.call_of(node, aten.floor_divide.default)
+    return number is not None and number.args == (order.node, order.choices)
+
+
+def rows_of(node: Any) -> tuple[fx.Node, Any] | None:
+    """What `node` has rows of, and the numbers of these."""
+    if (rows := taken(node)) is not None:
+        return (rows[0], rows[1][0]) if len(rows[1]) == 1 else None
+    gathered = edit.call_of(node, aten.gather.default)
+    return None if gathered is None or gathered.args[1] != 0 else (gathered.args[0], in_each_column(gathered.args[2]))  # type: ignore[return-value]
+
+
+def in_each_column(node: Any) -> Any:
+    """Of `index.view(-1, 1).expand(-1, d)` the index `[n]`; None for anything else."""
+    wide = edit.call_of(node, aten.expand.default)
+    column = edit.call_of(wide and wide.args[0], aten.reshape.default, aten.unsqueeze.default)
+    return column.args[0] if column is not None and len(facts.shape(column.args[0])) == 1 and facts.shape(column)[1:] == (1,) else None  # type: ignore[arg-type]
+
+
+def in_order(column: Any, order: Order) -> fx.Node | None:
+    """Of the column `[n k, 1]` of numbers of pairs in that order, the numbers `[n, k]`: `gates.view(-1)[order].unsqueeze(-1)`."""
+    flat = edit.call_of(column, aten.reshape.default, aten.unsqueeze.default)
+    rows = rows_of(column if flat is None else flat.args[0]) if facts.shape(column)[1:] == (1,) else None
+    if rows is None or rows[1] is not order.node:
+        return None
+    source = edit.call_of(rows[0], aten.unsqueeze.default) if flat is None else None
+    whole = edit.call_of(rows[0] if source is None else source.args[0], aten.reshape.default)
+    return whole.args[0] if whole is not None and facts.shape(whole.args[0]) == facts.shape(order.chosen) else None  # type: ignore[return-value, arg-type]
+
+
+def undone(node: Any) -> tuple[Any, Any] | None:
+    """The rows that `node` puts back in the order of pairs, and the order that they were in."""
+    back = edit.call_of(node, aten.index.Tensor)
+    if back is not None and len(back.args[1]) == 1 and (order := _inverse(back.args[1][0])) is not None:  # type: ignore[arg-type, index]
+        return back.args[0], order
+    write = edit.call_of(node, aten.index_put.default)
+    return (write.args[2], write.args[1][0]) if write is not None and len(write.args) == 3 and len(write.args[1]) == 1 else None  # type: ignore[arg-type, index]
+
+
+def _inverse(index: Any) -> Any:
+    """The permutation of which `index` is the inverse: i written at order[i], or what sorts it."""
+    if (sort := edit.call_of(index, *ARGSORTS)) is not None:
+        return sort.args[0] if not edit.args_of(sort)["descending"] else None
+    write = edit.call_of(index, aten.index_put.default)
+    numbers = edit.call_of(write and len(write.args) == 3 and write.args[2], aten.arange.default)
+    return write.args[1][0] if write is not None and numbers is not None and len(numbers.args) == 1 and len(write.args[1]) == 1 else None  # type: ignore[arg-type, index]
+
+
+def ends_with_experts(ends: Any, order: Order, experts: facts.Size) -> bool:
+    """Whether groups of sorted rows end at `ends` where the pairs of each of so many `experts` end."""
+    running = edit.call_of(uncast(ends), aten.cumsum.default)
+    return running is not None and _counts(uncast(running.args[0]), order, experts)
+
+
+def _counts(node: Any, order: Order, experts: facts.Size) -> bool:
+    """Whether `node` has the number of pairs of each expert."""
+    if (counts := edit.call_of(node, ops.count_each)) is not None:
+        numbers = uncast(counts.args[0])
+        return bool(counts.args[1] == experts) and (order.is_numbers(numbers) or _is_chosen(numbers, order))
+    total = edit.call_of(node, aten.sum.dim_IntList)
+    marks = edit.call_of(uncast(total and total.args[0]), aten.scatter.value)
+    if total is None or marks is None or not _each_once(total) or facts.shape(marks)[-1] != experts:
+        return False
+    start, dim, index, value = marks.args
+    if dim not in (-1, len(facts.shape(marks)) - 1) or not (value is True or value == 1):
+        return False
+    return is_zeros(start) and _is_chosen(index, order) and distinct(index)
+
+
+def _each_once(total: fx.Node) -> bool:
+    """Whether a sum is over all dims but the last."""
+    rank = len(facts.shape(total.args[0]))  # type: ignore[arg-type]
+    return sorted(dim % rank for dim in edit.args_of(total)["dim"]) == [*range(rank - 1)] and len(total.args) == 2
+
+
+def _is_chosen(node: Any, order: Order) -> bool:
+    """Whether `node` is what tokens choose, in whatever shape."""
+    return _unshaped(node) is _unshaped(order.chosen)
+
+
+def _unshaped(node: Any) -> Any:
+    while (shaped := edit.call_of(node, aten.reshape.default)) is not None:
+        node = shaped.args[0]
+    return node
+
+
+def bias_of(node: Any, order: Order) -> fx.Node | None:
+    """Of the bias of each row's expert, the biases `[e, u]` of all."""
+    rows = taken(node)
+    return rows[0] if rows is not None and len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None

@@ -212,7 +212,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
-    from autopar.capture import capture
+    from autopar.capture import capture, own_state
     from autopar.capture.precision import computation, dtype_of, in_dtype, with_values
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
@@ -244,7 +244,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     chosen.check(captured.graph_hash, captured.nodes)
     captured = captured.parted(chosen.parted)
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
-    weights = None if any(p.is_meta for p in model.parameters()) else model.state_dict()
+    weights = None if any(p.is_meta for p in model.parameters()) else own_state(model)
     return Compiled(bundle, weights, captured, made)
 
 

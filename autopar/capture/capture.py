@@ -24,6 +24,7 @@ from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
 from autopar.capture.shadow import WithLoss, shadow
+from autopar.capture.state import other_state, own_state
 from autopar.capture.steps import one_step
 from autopar.capture.tape import Tape
 from autopar.capture.wrapped import refuse_wrapped
@@ -82,13 +83,15 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     structure, numbers = outputs_of(program)
     left_out |= numbers
     notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
-    state = model.state_dict(keep_vars=True)
-    order = tuple(name for name, value in state.items() if isinstance(value, torch.Tensor))
-    if beside := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+    beside, renamed = other_state(model)
+    if beside:
         notes.append(f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them")
+    if renamed:
+        notes.append(f"{', '.join(renamed[:3])} of the state dict {'is no parameter' if len(renamed) == 1 else 'are no parameters'} of that name (a hook of the state dict makes them): "
+                     "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    order=order, evaluation=evaluating, left_out=tuple(left_out))
+                    order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out))
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,

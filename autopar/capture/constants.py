@@ -8,12 +8,13 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.recompute import recompute
+from autopar.capture.state import own_state
 
 
 def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Values on the CPU of all that the graph and its blocks read and no state dict holds; and what has none, with a note that
     says why and what to do. What is on meta is recomputed."""
-    persistent = set(model.state_dict(keep_vars=True))
+    persistent = own_state(model)
     held = {**gm.meta["constants"], **dict(model.named_buffers(remove_duplicate=False))}
     found: dict[str, torch.Tensor] = {}
     empty: list[str] = []
@@ -34,7 +35,7 @@ def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Ten
 
 def fleeting(model: nn.Module) -> tuple[str, ...]:
     """Names of the buffers that no state dict holds."""
-    persistent = model.state_dict(keep_vars=True)
+    persistent = own_state(model)
     return tuple(name for name, _ in model.named_buffers() if name not in persistent)
 
 

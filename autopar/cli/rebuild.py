@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar import frontend
-from autopar.capture import Captured, capture
+from autopar.capture import Captured, capture, own_state
 from autopar.cluster import Cluster
 from autopar.cost.memory import computes_in
 from autopar.errors import PlanError
@@ -61,7 +61,7 @@ class Rebuilt:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
-        return dict(self.loaded.model.state_dict())
+        return own_state(self.loaded.model)
 
     @property
     def batch(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.capture import own_state
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.cli.running import on_cpu
@@ -43,4 +44,4 @@ def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64) -> Case:
     """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
-    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), loaded.model.state_dict(), by_name(loaded, rebuilt.captured.input_names), dtype)
+    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)

@@ -315,3 +315,39 @@ def differing(recipe, who):
 def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
     for said in on_ranks(2, differing, recipe, 1):
         assert ("copies of one tensor are not the same" in said) is copies
+
+
+class Fused(nn.Module):
+    """One product for two layers, whose state dict has two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(4, 8, bias=False, dtype=torch.float64)
+        self._register_state_dict_hook(self._saved)
+
+    @staticmethod
+    def _saved(module, state, prefix, metadata):
+        first, second = state.pop(f"{prefix}both.weight").chunk(2)
+        state |= {f"{prefix}first.weight": first, f"{prefix}second.weight": second}
+
+    def forward(self, x):
+        first, second = self.both(x).chunk(2, -1)
+        return (first * second).square().mean()
+
+
+def fused():
+    torch.manual_seed(0)
+    return Fused(), torch.randn(4, 4, dtype=torch.float64)
+
+
+def of_other_names():
+    model, x = fused()
+    compiled = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
+    return float(compiled.train_step(*compiled.shard_batch(x))), compiled.full_state_dict()
+
+
+def test_a_state_dict_of_other_names_is_not_asked_for_weights():
+    model, x = fused()
+    for loss, state in on_ranks(2, of_other_names):
+        assert abs(loss - float(model(x))) < 1e-12 and list(state) == ["both.weight"]
+        torch.testing.assert_close(state["both.weight"], model.both.weight.detach())

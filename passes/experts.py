@@ -130,7 +130,7 @@ def _layer(total: _Sum) -> Layer | None:
     biases = [bias for _, bias in firsts if bias is not None]
     if None in rows or len(hidden) != 1 or len(biases) not in (0, len(ups)):
         return None
-    (tokens, dtype), like = hidden.pop(), down
+    tokens, dtype = hidden.pop()
     if len(facts.shape(tokens)) != 2:
         return None
     gates = _ones(order.chosen, dtype) if total.gates is None else total.gates

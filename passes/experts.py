@@ -134,7 +134,8 @@ def _layer(total: _Sum) -> Layer | None:
     if len(facts.shape(tokens)) != 2:
         return None
     gates = _ones(order.chosen, dtype) if total.gates is None else total.gates
-    bias = [_joined(biases, 1)] if biases else []
+    bias = [_cast(_joined(biases, 1), dtype)] if biases else []
+    down_bias = None if down_bias is None else _cast(down_bias, facts.dtype(down))
     return Layer(_cast(tokens, dtype), order.chosen, gates, (_joined([up.args[1] for up in ups], 2), down.args[1], inner, *bias), down_bias)  # type: ignore[arg-type, misc]
 
 

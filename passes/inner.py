@@ -4,7 +4,7 @@
     clamped, gated by itself, every other column            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
     relu                                                    lambda x: F.relu(x)
 
-Only pointwise operators of one tensor, of two, or of a tensor and a number: what they do to a column they do wherever it is, so that layers can be cut
+Only pointwise operators of one tensor, of two (addcmul: three), or of a tensor and a number: what they do to a column they do wherever it is, so that layers can be cut
 by width. What is read more than once has a name of its own.
 """
 
@@ -28,7 +28,7 @@ NAMES = {"x": ("x",), "halves": ("first", "second"), "pairs": ("even", "odd")}
 CUTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 LAST = 2**63 - 1  # where a slice without end ends
 INFIX: dict[Any, str] = {aten.add.Tensor: "+", aten.div.Tensor: "/", aten.mul.Tensor: "*", aten.sub.Tensor: "-"}
-FUNCTIONS: dict[Any, str] = {aten.clamp.default: "torch.clamp", aten.exp.default: "torch.exp", aten.gelu.default: "F.gelu", aten.relu.default: "F.relu",
+FUNCTIONS: dict[Any, str] = {aten.addcmul.default: "torch.addcmul", aten.clamp.default: "torch.clamp", aten.exp.default: "torch.exp", aten.gelu.default: "F.gelu", aten.relu.default: "F.relu",
              aten.sigmoid.default: "torch.sigmoid", aten.silu.default: "F.silu", aten.softplus.default: "F.softplus", aten.tanh.default: "torch.tanh"}
 """Operators that have the same arguments under a shorter name."""
 
@@ -80,7 +80,7 @@ class _Text:
         return f"({self.named[node]} := {_bare(text)})"
 
     def _call(self, node: fx.Node) -> str:
-        pointwise = node.target in BINARY or (node.target in UNARY and node.target is not aten.dropout.default)
+        pointwise = node.target in BINARY or node.target is aten.addcmul.default or (node.target in UNARY and node.target is not aten.dropout.default)
         if node.op != "call_function" or not pointwise or (node.target in INFIX and node.kwargs):
             raise _OtherError
         args = [self.of(arg) for arg in node.args]

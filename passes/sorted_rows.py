@@ -140,6 +140,18 @@ def _unshaped(node: Any) -> Any:
 
 
 def bias_of(node: Any, order: Order) -> fx.Node | None:
-    """Of the bias of each row's expert, the biases `[e, u]` of all."""
-    rows = taken(node)
-    return rows[0] if rows is not None and len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None
+    """Of the bias of each row's expert, `biases[numbers]` or `biases.repeat_interleave(counts, 0)`, the biases `[e, u]` of all."""
+    rows, repeated = taken(uncast(node)), edit.call_of(uncast(node), aten.repeat_interleave.self_Tensor)
+    if rows is not None:
+        return rows[0] if len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None
+    if repeated is None or edit.args_of(repeated)["dim"] != 0:
+        return None
+    biases, times = _without_slack(repeated.args[0]), _without_slack(uncast(repeated.args[1]))
+    return biases if len(facts.shape(biases)) == 2 and _counts(uncast(times), order, facts.shape(biases)[0]) else None
+
+
+def _without_slack(node: Any) -> fx.Node:
+    """What is in front of one more row, which is for what is behind the last expert: nothing where each pair has one."""
+    joined = edit.call_of(node, aten.cat.default)
+    parts: Any = joined.args[0] if joined is not None and edit.args_of(joined)["dim"] == 0 else ()
+    return parts[0] if len(parts) == 2 and facts.shape(parts[1])[0] == 1 else node

@@ -187,3 +187,43 @@ def test_rows_that_are_added_to_their_tokens(case):
         assert_same(gm, model, inputs, 1e-10)
         assert [len(facts.shape(node)) for node in layers[0].args[:3]] == [3, 3, 3]
         assert layers[0].args[ops.INNER] == "halves(lambda first, second: F.silu(first) * second)"
+
+
+class Biased(Sorted):
+    """With biases repeated for the rows of each expert, one more for rows behind the last, and every other column a gate."""
+
+    def __init__(self, slack, counted=True):
+        super().__init__({})
+        self.slack, self.counted = slack, counted
+        self.b1, self.b2 = (nn.Parameter(torch.randn(E, width, dtype=torch.float64)) for width in (2 * WIDTH, D))
+        self.w1 = nn.Parameter(torch.randn(E, 2 * WIDTH, D, dtype=torch.float64))
+
+    def repeated(self, bias, counts, count):
+        if self.slack:
+            bias, counts = torch.cat([bias, bias.new_zeros(1, bias.shape[-1])]), torch.cat([counts, (count - counts.sum()).unsqueeze(0)])
+        return bias.repeat_interleave(counts if self.counted else counts.flip(0), dim=0, output_size=count)
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        gates, chosen = scores.topk(K, dim=-1)
+        counts = marks(scores, chosen, E)
+        ends, hidden, gates, order = counts.cumsum(0, dtype=torch.int32), x.view(-1, D), gates.view(-1, K), chosen.view(-1, K).view(-1).argsort(stable=True)
+        matmul = torch.ops.transformers.grouped_mm_fallback
+        inner = matmul(hidden[order // K], self.w1.transpose(-2, -1), ends) + self.repeated(self.b1, counts, order.shape[0])
+        even, odd = inner[..., ::2].clamp(max=1.0), inner[..., 1::2].clamp(-1.0, 1.0)
+        inner = torch.addcmul(even * torch.sigmoid(even), even, odd)
+        rows = matmul(inner, self.w2.transpose(-2, -1), ends) + self.repeated(self.b2, counts, order.shape[0])
+        return scattered(hidden, rows, order, gates).view(x.shape)
+
+
+@pytest.mark.parametrize(("slack", "counted"), [(False, True), (True, True), (True, False)])
+def test_biases_repeated_for_the_rows_of_each_expert(slack, counted):
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    model, inputs = Biased(slack, counted), {"x": torch.randn(4, 8, D, dtype=torch.float64)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B, 1: S}}), NORMALIZE)
+    layers = [node for node in gm.graph.nodes if node.target is ops.experts]
+    assert len(layers) == counted
+    if counted:
+        assert_same(gm, model, inputs, 1e-10)
+        assert len(layers[0].args) == ops.BIAS + 1 and "torch.addcmul(" in layers[0].args[ops.INNER]

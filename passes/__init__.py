@@ -29,6 +29,7 @@ from passes.matmul import matmul
 from passes.means import means
 from passes.noises import noises
 from passes.one_sample import one_sample
+from passes.pieces import pieces
 from passes.provenance import provenance
 from passes.ranges import ranges
 from passes.rejoined import rejoined
@@ -59,6 +60,7 @@ NORMALIZE: tuple[Pass, ...] = (
     rows_apart,
     bags,
     fills,
+    pieces,
     experts,
     equal_views,
     expert_loops,

@@ -70,3 +70,13 @@ def is_zeros(node: Any) -> bool:
     while (source := edit.call_of(node, *SPREAD)) is not None:
         node = source.args[0]
     return edit.call_of(node, *ZEROS) is not None
+
+
+def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
+    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is such a one."""
+    cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
+    if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
+        return cuts[0].args[0]  # type: ignore[return-value]
+    together = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
+    sizes = [edit.size(together, dim) for dim in range(1, len(facts.shape(together)))]
+    return together if each == 1 else edit.call(like.graph, aten.reshape.default, (together, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]

@@ -19,7 +19,7 @@ from torch import fx
 
 from passes import edit, facts
 from passes.chosen import distinct, in_range
-from passes.expert_layer import Layer, called, is_zeros, put, uncast
+from passes.expert_layer import Layer, called, is_zeros, put, together, uncast
 from passes.gated import Gates, choice, flat, gates_of
 from passes.one_expert import Expert, expert_of
 from passes.picked import Mask, taken, tokens
@@ -176,23 +176,13 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
     if not in_range(some.mask.chosen, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
         none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
         chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
-    inner_bias = [_together(biases, each, like)] if biases else []
-    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, some.expert.inner, *inner_bias), _together(outer, 1, like) if outer else None)
+    inner_bias = [together(biases, each, like)] if biases else []
+    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, some.expert.inner, *inner_bias), together(outer, 1, like) if outer else None)
 
 
 def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:
     """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their results one behind the other."""
     if not turned or each == 1:
-        found = _together(weights, each, like)
+        found = together(weights, each, like)
         return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)
-    return edit.call(like.graph, aten.cat.default, ([_together(weights[place::each], 1, like) for place in range(each)], 2), like=like)
-
-
-def _together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
-    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is such a one."""
-    cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
-    if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
-        return cuts[0].args[0]  # type: ignore[return-value]
-    together = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
-    sizes = [edit.size(together, dim) for dim in range(1, len(facts.shape(together)))]
-    return together if each == 1 else edit.call(like.graph, aten.reshape.default, (together, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]
+    return edit.call(like.graph, aten.cat.default, ([together(weights[place::each], 1, like) for place in range(each)], 2), like=like)

@@ -19,6 +19,7 @@ from passes.sink_flatten import flattened
 from passes.sorted_rows import (
     Order,
     bias_of,
+    divided,
     ends_with_experts,
     in_each_column,
     in_order,
@@ -99,8 +100,8 @@ def _added(node: fx.Node) -> _Sum | None:
         token, rows = given["indices"][0] if len(given["indices"]) == 1 else None, given["values"]
     else:
         return None
-    divided = edit.call_of(token, aten.floor_divide.default)
-    order = order_of(divided.args[0]) if divided is not None and is_zeros(node.args[0]) else None
+    number = divided(token)
+    order = order_of(number.args[0]) if number is not None and is_zeros(node.args[0]) else None
     return _weighted(rows, order) if order is not None and is_token(token, order) else None
 
 
@@ -121,9 +122,8 @@ def _layer(total: _Sum) -> Layer | None:
     firsts = [_linear(source, order) for source in sources]
     if down is None or not 1 <= len(sources) <= 2 or (inner := written(down.args[0], *sources)) is None:
         return None
-    ends, count = down.args[2], facts.shape(down.args[1])[0]  # type: ignore[arg-type]
     ups = [up for up, _ in firsts if up is not None]
-    if any(up.args[2] is not ends or facts.shape(up.args[1])[0] != count for up in ups) or not ends_with_experts(ends, order, count):  # type: ignore[arg-type]
+    if not all(ends_with_experts(each.args[2], order, facts.shape(each.args[1])[0]) for each in (down, *ups)):  # type: ignore[arg-type]
         return None
     rows = [rows_of(uncast(up.args[0])) for up in ups]
     hidden = {(row[0], facts.dtype(up.args[0])) for row, up in zip(rows, ups, strict=True) if row is not None and is_token(row[1], order)}  # type: ignore[arg-type]

@@ -51,9 +51,17 @@ def order_of(node: Any) -> Order | None:
     return Order(node, sort, flat.args[0]) if len(facts.shape(flat.args[0])) == 2 else None  # type: ignore[arg-type]
 
 
+def divided(node: Any) -> fx.Node | None:
+    """`node` where it is a quotient of whole numbers, without what is left."""
+    if (whole := edit.call_of(node, aten.floor_divide.default)) is not None:
+        return whole
+    rounded = edit.call_of(node, aten.div.Tensor_mode, aten.div.Scalar_mode)
+    return rounded if rounded is not None and rounded.kwargs.get("rounding_mode") in ("floor", "trunc") else None
+
+
 def is_token(node: Any, order: Order) -> bool:
     """Whether `node` has the token of each pair in that order."""
-    number = edit.call_of(node, aten.floor_divide.default)
+    number = divided(node)
     return number is not None and number.args == (order.node, order.choices)
 
 
@@ -104,11 +112,13 @@ def _inverse(index: Any) -> Any:
 def ends_with_experts(ends: Any, order: Order, experts: facts.Size) -> bool:
     """Whether groups of sorted rows end at `ends` where the pairs of each of so many `experts` end."""
     running = edit.call_of(uncast(ends), aten.cumsum.default)
-    return running is not None and _counts(uncast(running.args[0]), order, experts)
+    return running is not None and _counts(running.args[0], order, experts)
 
 
 def _counts(node: Any, order: Order, experts: facts.Size) -> bool:
     """Whether `node` has the number of pairs of each expert."""
+    while edit.call_of(node, aten.to.dtype) is not None:
+        node = uncast(node)
     if (counts := edit.call_of(node, ops.count_each)) is not None:
         numbers = uncast(counts.args[0])
         return bool(counts.args[1] == experts) and (order.is_numbers(numbers) or _is_chosen(numbers, order))
@@ -147,7 +157,7 @@ def bias_of(node: Any, order: Order) -> fx.Node | None:
     if repeated is None or edit.args_of(repeated)["dim"] != 0:
         return None
     biases, times = _without_slack(repeated.args[0]), _without_slack(uncast(repeated.args[1]))
-    return biases if len(facts.shape(biases)) == 2 and _counts(uncast(times), order, facts.shape(biases)[0]) else None
+    return biases if len(facts.shape(biases)) == 2 and _counts(times, order, facts.shape(biases)[0]) else None
 
 
 def _without_slack(node: Any) -> fx.Node:

@@ -57,7 +57,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
     flat, tree = pytree.tree_flatten((args, kwargs))
     failure: BaseException | None = None
     numbers: set[str] = set()  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
-    attempts, picking = deque(_weaker(dims)), None
+    attempts, least = deque(_weaker(dims)), None  # so many rows, at least, are taken to be picked by any mask
     while attempts:
         tried = attempts.popleft()
         if not numbers.isdisjoint(tried.hints):
@@ -72,18 +72,17 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _plain_outputs(model, left_out)
         try:
             with (quietly(), on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
-                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, Picking(check=shape_check) if picking else nullcontext()):
+                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, nullcontext() if least is None else Picking(check=shape_check, least=least)):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 if drawn:
                     _refuse_draws(fresh(), tuple(inputs), named)
         except export_errors() as error:
             if why := why_untraced(error, taken, dict(inspect.signature(model.forward).bind(*inputs, **named).arguments)):
                 raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
-            if picking is None and of_values(error):
-                picking = nothing_of_nothing(fresh(), tuple(inputs), named)
-                if picking:
-                    attempts.appendleft(tried)
-                    continue
+            if least != 1 and of_values(error) and (least is None or nothing_of_nothing(fresh(), tuple(inputs), named)):
+                least = 0 if least is None else 1
+                attempts.appendleft(tried)
+                continue
             if failure is None:
                 _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
             failure = failure or error
@@ -99,7 +98,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
                 continue
             notes += [f"{tried.loose} may be {allowed}: {says(failure, dims)}"] if allowed.most < (tried.limits.get(tried.loose) or TRIED) or allowed.step > 1 else []
             tried = replace(tried, steps={tried.loose: allowed.step} if allowed.step > 1 else {})
-        if picking and training:
+        if least and training:
             notes.append(UNPICKED)
         fixed = [name for name in dims.hints if name not in tried.hints]
         if fixed:

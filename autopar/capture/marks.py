@@ -26,8 +26,11 @@ from autopar._torch import pytree
 Key = Hashable
 """Of masks that pick something or nothing together."""
 
-SHAPED = ("clone", "contiguous", "cpu", "detach", "flatten", "int", "long", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
+SAME = ("clone", "contiguous", "cpu", "detach", "int", "long")
+SHAPED = (*SAME, "flatten", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
 """They give the same numbers, in another shape or order."""
+WIDENED = ("double", "float")
+"""They give the same whole numbers."""
 CAST = ("bool", "float", "to", "type")
 PARTS = ("getitem", "select", "split", "unbind")
 REDUCED = ("any", "count_nonzero", "sum")
@@ -59,9 +62,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Size:
-    """A number, zero where a mask picks nothing and positive where it picks something."""
+    """A number, zero where a mask picks nothing and positive where it picks something; how often the numbers of `counts` have one of them."""
 
     key: Key
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Masks:
-    """`numbers == n` for n = 0, 1, ... `count` - 1, along `dim`."""
+    """`numbers == n`, of which there are `total`, for n = 0, 1, ... `count` - 1, along `dim`."""
 
     numbers: Key
     count: int
     dim: int
+    total: Any
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Nothing else."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often `numbers` has 0, 1, ... `count` - 1."""
+    """How often `numbers`, of which there are `total`, has 0, 1, ... `count` - 1."""
 
     numbers: Key
     count: int
+    total: Any
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class Below:
     count: int
 
 
-Mark = Mask | Rows | Size | Verdict | Masks | Counts | Hits | Numbers | Below
+Mark = Mask | Rows | Size | Verdict | Masks | Zeros | Counts | Hits | Numbers | Below
 
 
 class Marks:
@@ -151,7 +162,7 @@ class Marks:
 
     def note(self, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """What follows for the `result` of a function `name` of `own` and `more`."""
-        if name in SHAPED:
+        if name in (*SHAPED, *WIDENED):
             self._alive.append(result)
             self._numbers[id(result)] = self.base(own)
         known = self.of(own)
@@ -181,9 +192,13 @@ class Marks:
     def _whole(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
         if name == "bincount":
             least = kwargs.get("minlength", more[-1] if more else 0)
-            return Counts(self.base(own), least) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
+            return Counts(self.base(own), least, own.numel()) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
+        if name == "histc" and (bins := _whole_bins(more, kwargs)):
+            return Counts(self.base(own), bins, own.numel())
         if name == "one_hot":
-            return Masks(self.base(own), result.shape[-1], result.dim() - 1)
+            return Masks(self.base(own), result.shape[-1], result.dim() - 1, own.numel())
+        if name == "scatter" and isinstance(known, Zeros) and len(more) == 3 and isinstance(more[2], int | float) and more[2] == 1:
+            return Masks(self.base(more[1]), own.shape[more[0]], more[0] % own.dim(), more[1].numel()) if isinstance(own.shape[more[0]], int) else None
         if isinstance(known, Masks):
             return _of_masks(known, name, own, more, kwargs, result)
         if name in REDUCED:
@@ -198,10 +213,17 @@ def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor]
         if not isinstance(number, int) or getattr(known, "dim", 0) != 0:
             return None
         key = is_number(known.numbers, number)
-        return Mask(key) if isinstance(known, Masks) else Size(key)
+        return Mask(key) if isinstance(known, Masks) else Size(key, known if isinstance(known, Counts) else None)
     if isinstance(known, Numbers):
         return Numbers(known.values[number:][:1]) if isinstance(number, int) and len(known.values) > 1 else known
     return Mask(name(part)) if isinstance(known, Mask) else known if isinstance(known, Rows) else None
+
+
+def _whole_bins(more: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """How many bins a histogram of 0, 1, ... has, one for each; 0 for any other."""
+    given = dict(zip(("bins", "min", "max"), more, strict=False)) | kwargs
+    bins = given.get("bins", 100)
+    return bins if isinstance(bins, int) and given.get("min", 0) == 0 and given.get("max", 0) == bins - 1 else 0
 
 
 def _below(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any]) -> Below | None:
@@ -217,14 +239,14 @@ def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs:
     if name == "permute":
         order = [dim % own.dim() for dim in (more[0] if isinstance(more[0], tuple | list) else more)]
         return replace(known, dim=order.index(known.dim))
-    if name in CAST:
+    if name in (*CAST, *SAME):
         return known
     dims = kwargs.get("dim", more[0] if more else ())
     summed = {dim % own.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
     if name not in REDUCED or known.dim in summed or result.dim() != own.dim() - len(summed):
         return None
     left = replace(known, dim=known.dim - sum(dim < known.dim for dim in summed))
-    return left if result.dim() > 1 else Hits(known.numbers, known.count) if name == "any" else Counts(known.numbers, known.count)
+    return left if result.dim() > 1 else Hits(known.numbers, known.count) if name == "any" else Counts(known.numbers, known.count, known.total)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -30,12 +30,15 @@ from autopar.capture.marks import (
     Rows,
     Size,
     Verdict,
+    Zeros,
     is_number,
     tensors_of,
 )
 from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")
+SPLITS = ("split", "split_with_sizes")
+ZEROS = ("new_zeros", "zeros", "zeros_like")
 WRITES = {"setitem": 1, "index_add": 2, "index_put": 1}
 """What writes into rows, and which argument says into which."""
 ASKED = (Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.item)
@@ -45,18 +48,22 @@ TAKEN = ("eq", "getitem", "ne")
 
 class Picking(TorchFunctionMode):
     """Answers for each mask as if it picked something, but for those that are `empty`. Writes into rows that `dropped` masks pick are left out. Where `check` is given,
-    sizes stay symbolic, and it is called with what holds for masks that pick something. `seen` has the keys of all masks that picked or were asked, in order."""
+    sizes stay symbolic, and it is called with what holds for masks that pick so many rows at `least`; where that may be none, nothing is answered. `seen` has the keys
+    of all masks that picked or were asked, in order."""
 
-    def __init__(self, empty: Callable[[Key], bool] = lambda _: False, dropped: Callable[[Key], bool] = lambda _: False, *, check: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, empty: Callable[[Key], bool] = lambda _: False, dropped: Callable[[Key], bool] = lambda _: False, *,
+                 check: Callable[[Any], None] | None = None, least: int = 1) -> None:
         super().__init__()
         self.marks, self.seen = Marks(), dict[Key, None]()
-        self._empty, self._dropped, self._check = empty, dropped, check
+        self._empty, self._dropped, self._check, self._least = empty, dropped, check, least
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
         if not args or not isinstance(args[0], Tensor):
-            return func(*args, **kwargs)
+            return self._made(name, func(*args, **kwargs))
         own = args[0]
+        if name in SPLITS and self._check is not None:
+            self._fill(own, *args[1:], **kwargs)
         if name in WRITES and self._is_dropped((*args, *kwargs.values())[WRITES[name]]):
             return own
         if func in ASKED and (answer := self._answer(func, own, self.marks.of(own))) is not None:
@@ -70,14 +77,14 @@ class Picking(TorchFunctionMode):
         if (mask := _picking(name, args, kwargs)) is not None:
             known = self.marks.of(mask)
             flat = bool(kwargs.get("as_tuple")) or name == "where"
-            return self._hit(known, mask, flat=flat, listed=flat) if isinstance(known, Hits) else self._picked(self.marks.mask(mask), func(*args, **kwargs))
-        if name == "unique" and isinstance(known := self.marks.of(own), Below) and not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted"))):
+            return self._hit(known, mask, flat=flat, listed=flat) if isinstance(known, Hits) and self._least else self._picked(self.marks.mask(mask), func(*args, **kwargs))
+        if name == "unique" and self._least and isinstance(known := self.marks.of(own), Below) and not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted"))):
             return self._hit(Hits(self.marks.base(own), known.count), own, flat=True)
         result = func(*args, **kwargs)
-        if changes(func):
+        if changes(func) and name != "scatter":
             self.marks.forget(own)
         else:
-            self.marks.note(name, own, args[1:], kwargs, result)
+            self.marks.note(name, own, args[1:], kwargs, self._made(name, result))
             if self._check is not None and name == "bincount" and isinstance(known := self.marks.of(result), Counts):
                 self._check(result.shape[0] == known.count)
         return result
@@ -88,19 +95,42 @@ class Picking(TorchFunctionMode):
             return known.values[0]
         if isinstance(known, Size | Verdict):
             self.seen[known.key] = None
+        whether = func is Tensor.__bool__ or own.dtype is torch.bool
+        if isinstance(known, Size) and not whether:
+            return self._size(own, known)
+        if self._least == 0:
+            return None
         if isinstance(known, Size):
-            whether = func is Tensor.__bool__ or own.dtype is torch.bool
-            return not self._empty(known.key) if whether else self._size(own, known)
+            return not self._empty(known.key)
         if isinstance(known, Verdict):
             return known.nothing if self._empty(known.key) else known.something
         return None
 
     def _size(self, own: Tensor, known: Size) -> Any:
         if self._check is None:
-            return 0 if self._empty(known.key) else PICKED
+            return 0 if self._empty(known.key) else PICKED if known.counts is None else self._share(known.counts, known.key)
         size = own.item()
-        self._check(size >= 1)
+        self._check(size >= self._least)
         return size
+
+    def _share(self, counts: Counts, key: Key) -> int:
+        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left."""
+        there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
+        share = counts.total // len(there)
+        return int(counts.total - share * (len(there) - 1) if key == there[-1] else share)
+
+    def _fill(self, own: Tensor, sizes: Any = (), dim: int = 0) -> None:
+        """What is split into pieces is as long as they are together."""
+        if self._check is None or not isinstance(sizes, list | tuple) or not any(isinstance(size, torch.SymInt) for size in sizes):
+            return
+        for size in sizes:
+            self._check(size >= 0)
+        self._check(sum(sizes) == own.shape[dim])
+
+    def _made(self, name: str, result: Any) -> Any:
+        if name in ZEROS:
+            self.marks.keep(tensors_of(result), Zeros())
+        return result
 
     def _picked(self, key: Key, result: Any) -> Any:
         """`result` as what a mask picks."""
@@ -109,8 +139,8 @@ class Picking(TorchFunctionMode):
             result = pytree.tree_map(lambda rows: rows[:0], result)
         picked = tensors_of(result)
         self.marks.keep(picked, Rows(key))
-        if self._check is not None:
-            self._check(picked[0].shape[0] >= 1)
+        if self._check is not None and self._least:
+            self._check(picked[0].shape[0] >= self._least)
         return result
 
     def _hit(self, known: Hits, like: Tensor, *, flat: bool, listed: bool = False) -> Any:

@@ -12,6 +12,7 @@ from autopar.capture import capture
 from autopar.verify import case_of, verify
 from passes import ops
 from tests.helpers.loops import ASKING, HIDDEN, LOOPS, TOP, Gated, Looped, plain
+from tests.helpers.pieces import PIECES, D
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planned
 
@@ -64,6 +65,22 @@ def compared(who: Subject, made) -> None:
 def test_equals_one_device(loop: str, expert: str, sizes: tuple[int, ...], how: str) -> None:
     who = subject(loop, expert)
     compared(who, planned(who, sizes, how))
+
+
+@cache
+def in_pieces(case: str) -> Subject:
+    torch.manual_seed(0)
+    model = PIECES[case]()
+    captured = capture(model, (torch.randn(4, 6, D),))
+    return Subject(case, "train", captured, model.state_dict())
+
+
+@pytest.mark.parametrize(("case", "sizes", "how"), [("modules", (2, 2), "random 2"), ("at once", (2,), "ep"), ("one by one", (2,), "tp"), ("marks", (2,), "zero3")])
+def test_pieces_equal_one_device(case: str, sizes: tuple[int, ...], how: str) -> None:
+    who = in_pieces(case)
+    made, x = planned(who, sizes, how), torch.randn(4, 6, D, generator=torch.Generator().manual_seed(1))
+    report = verify(case_of(who.captured, made, who.weights, {"x": x}), ranks=living(made.ranks))
+    assert report.ok, (report.first, report.worst)
 
 
 @pytest.mark.parametrize(("loop", "expert"), [("mixtral", "gated"), ("mistral", "plain")])

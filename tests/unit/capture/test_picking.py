@@ -74,7 +74,23 @@ def used(hidden, gates, chosen, experts):
     return out / sum(1 for number in range(EXPERTS) if (chosen == number).any())
 
 
+def distinct(hidden, gates, chosen, experts):
+    """One more for each of the numbers that there are."""
+    for _ in chosen.unique():
+        hidden = hidden + 1.0
+    return hidden
+
+
+def hits(hidden, gates, chosen, experts):
+    """The same, of experts that are hit."""
+    for _ in (torch.nn.functional.one_hot(chosen, EXPERTS).sum((0, 1)) > 0).nonzero():
+        hidden = hidden + 1.0
+    return hidden
+
+
 REFUSED = {
+    "how many numbers": distinct,
+    "how many are hit": hits,
     "few are left out": asking(lambda masks, number, token: len(token) > 3),
     "few by their sum": asking(lambda masks, number, token: masks[number].sum() > 3),
     "another expert's": asking(lambda masks, number, token: masks[number - 1].any()),

@@ -389,8 +389,7 @@ def test_every_concatenation_is_a_cat():
 @pytest.mark.parametrize(("function", "wanted"), [
     (lambda m, x, y: x.unsqueeze(1).squeeze() @ m.w, ["aten.squeeze.dims"]),
     (lambda m, x, y: (x @ m.w).squeeze(0), []),
-    (lambda m, x, y: (x @ m.w)[:, None].cumsum(1).squeeze(1), ["aten.squeeze.dim"]),
-    (lambda m, x, y: (x @ m.w)[:, None].squeeze(1), []),
+    (lambda m, x, y: (x @ m.w)[:, None].cumsum(1).squeeze(1), ["aten.squeeze.dim"]), (lambda m, x, y: (x @ m.w)[:, None].squeeze(1), []),
     (lambda m, x, y: (x @ m.w)[:, None].squeeze((0, 1)), ["aten.squeeze.dims"]),
 ], ids=["all", "of samples", "one", "put there", "samples too"])
 def test_dims_that_go_are_named(function, wanted):

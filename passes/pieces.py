@@ -1,0 +1,153 @@
+"""Rows that are split by how many belong to each expert, and what each expert makes of its own, as operators on all rows.
+
+    pieces = rows.split(torch.bincount(chosen).tolist())
+    torch.cat([F.linear(piece, weight[i]) for i, piece in enumerate(pieces)])
+
+How long a piece is depends on data, and nothing of it could be priced or cut; `ops.grouped_matmul` of all rows could be.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts, ops
+from passes.expert_layer import together
+from passes.tables import BINARY, UNARY
+
+aten = torch.ops.aten
+
+CONTRACTIONS = (aten.linear.default, aten.matmul.default)
+COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+"""What takes columns of rows, along the last dim."""
+
+
+def pieces(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional operators, contractions without bias.
+    does: finds pieces of rows, as many as there are of each number, that are joined again behind the same operators on each.
+    gives: those operators once, on all rows; pieces of any other form stay as they are.
+    """
+    first: fx.Node | None = None
+    for node in edit.calls(gm, aten.cat.default):
+        found = _Pieces(node)
+        if edit.args_of(node)["dim"] != 0 or not found.are(node.args[0]):
+            continue
+        with edit.before(node):
+            new = found.whole(node.args[0])
+        first = first or new
+        edit.replace(node, new)
+    if first is not None:
+        _sized_anew(first)
+    return edit.finish(gm)
+
+
+def _sized_anew(first: fx.Node) -> None:
+    """What is behind `first` has the sizes that follow from its own, which are no sums of pieces any more."""
+    behind = False
+    for node in first.graph.nodes:
+        behind = behind or node is first
+        if behind and node.op == "call_function":
+            node.meta["val"] = edit.infer(node)
+
+
+class _Pieces:
+    """Equal operators on the pieces of one split, in its order."""
+
+    def __init__(self, joined: fx.Node) -> None:
+        self.like = joined
+        self.split: fx.Node | None = None
+        self.counts: fx.Node | None = None
+        self._whole: dict[tuple[fx.Node, ...], fx.Node] = {}
+
+    def are(self, nodes: Any) -> bool:
+        """Whether `nodes` are such pieces."""
+        if len(nodes) < 2 or not all(isinstance(node, fx.Node) and node.op == "call_function" and node.target is nodes[0].target for node in nodes):
+            return False
+        target, args = nodes[0].target, [node.args for node in nodes]
+        if any(node.kwargs != nodes[0].kwargs or len(node.args) != len(args[0]) for node in nodes):
+            return False
+        if target is operator.getitem and [*args] == [(args[0][0], number) for number in range(len(nodes))]:
+            return self._cuts(args[0][0], len(nodes))
+        if target in CONTRACTIONS:
+            return self.are([each[0] for each in args]) and all(len(facts.shape(each[1])) == 2 and not self._of_split(each[1]) for each in args)
+        if target is operator.getitem or target in COLUMNS:
+            return self.are([each[0] for each in args]) and all(each[1:] == args[0][1:] for each in args) and (target is operator.getitem or self._last(nodes[0]))
+        if (target not in UNARY and target not in BINARY) or target is aten.dropout.default:
+            return False
+        return all(self._operand([each[place] for each in args]) for place in range(len(args[0])))
+
+    def _operand(self, operands: Sequence[Any]) -> bool:
+        """Whether operands of a pointwise operator are pieces, biases of each, or the same for all."""
+        if all(operand == operands[0] for operand in operands):
+            return not isinstance(operands[0], fx.Node) or not facts.is_tensor(operands[0]) or len(facts.shape(operands[0])) < 2
+        return self._biases(operands) or self.are(operands)
+
+    def _biases(self, operands: Sequence[Any]) -> bool:
+        return all(isinstance(operand, fx.Node) and facts.is_tensor(operand) and len(facts.shape(operand)) == 1 for operand in operands)
+
+    def _last(self, node: fx.Node) -> bool:
+        return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
+
+    def _cuts(self, split: fx.Node, count: int) -> bool:
+        """Whether `split` cuts rows into as many pieces, each as long as its number is often."""
+        if self.split is not None:
+            return split is self.split
+        if split.target is not aten.split_with_sizes.default or edit.args_of(split)["dim"] != 0:
+            return False
+        found = [_count(size) for size in edit.args_of(split)["split_sizes"]]
+        if None in found or len({each[0] for each in found}) != 1 or [each[1] for each in found] != [*range(count)]:  # type: ignore[index]
+            return False
+        counts = found[0][0]  # type: ignore[index]
+        if facts.shape(counts) != (count,):
+            return False
+        self.split, self.counts = split, counts
+        return True
+
+    def _of_split(self, node: fx.Node) -> bool:
+        """Whether a weight has a size of a piece."""
+        return any(not isinstance(size, int) for size in facts.shape(node))
+
+    def whole(self, nodes: Any) -> fx.Node:
+        """What pieces that `are` such are cut from, at the insertion point."""
+        key = tuple(nodes)
+        if key not in self._whole:
+            self._whole[key] = self._made(nodes)
+        return self._whole[key]
+
+    def _made(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        graph, some = self.like.graph, nodes[0]
+        assert self.split is not None and self.counts is not None
+        if some.target is operator.getitem and some.args[0] is self.split:
+            return self.split.args[0]  # type: ignore[return-value]
+        if some.target in CONTRACTIONS:
+            rows, weights = self.whole([node.args[0] for node in nodes]), together([node.args[1] for node in nodes], 1, some)  # type: ignore[misc]
+            if some.target is aten.linear.default:
+                weights = edit.call(graph, aten.transpose.int, (weights, 1, 2), like=some)
+            ends = edit.call(graph, aten.cumsum.default, (self.counts, 0), like=some)
+            return edit.call(graph, ops.grouped_matmul, (rows, weights, ends), like=some)
+        return edit.call(graph, some.target, tuple(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))), dict(some.kwargs), like=some)  # type: ignore[arg-type]
+
+    def _all(self, operands: Sequence[Any], like: fx.Node) -> Any:
+        """An operand of an operator on all rows."""
+        if all(operand == operands[0] for operand in operands):
+            return operands[0]
+        if not self._biases(operands):
+            return self.whole(operands)
+        rows = edit.size(self.split.args[0], 0)  # type: ignore[union-attr, arg-type]
+        return edit.call(self.like.graph, aten.repeat_interleave.self_Tensor, (together(list(operands), 1, like), self.counts, 0), {"output_size": rows}, like=like)
+
+
+def _count(size: Any) -> tuple[fx.Node, int] | None:
+    """The counts, and which of them, that a size is."""
+    item = edit.call_of(size, aten.item.default, aten._local_scalar_dense.default)
+    one = edit.call_of(item and item.args[0], aten.select.int, operator.getitem)
+    if one is None:
+        return None
+    if one.target is aten.select.int:
+        return (one.args[0], one.args[2]) if one.args[1] == 0 else None  # type: ignore[return-value]
+    parts = edit.call_of(one.args[0], aten.unbind.int)
+    return None if parts is None else (parts.args[0], one.args[1])  # type: ignore[return-value]

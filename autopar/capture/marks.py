@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import pytree
+from autopar._torch import memory_of, pytree
 
 Key = Hashable
 """Of masks that pick something or nothing together."""
@@ -38,6 +38,7 @@ REDUCED = ("any", "count_nonzero", "sum")
 RANKED = {"argmax": (0, 0, None), "max": (1, 0, None), "sort": (1, 0, -1), "topk": (1, 1, -1)}
 """What names places along a dim: which of its results does, which argument behind the first one is the dim, and the dim where it is not given."""
 COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
+ZEROS = ("new_zeros", "zeros", "zeros_like")
 MANY = 2**62
 
 
@@ -133,6 +134,7 @@ class Marks:
         self.number: Callable[[Tensor], Key] = id
         self._marks: dict[int, Mark] = {}
         self._numbers: dict[int, Key] = {}  # of what has the numbers of another tensor in another shape
+        self._sharing: dict[int, list[int]] = {}  # by memory
         self._alive: list[Tensor] = []  # the id of a freed tensor would be used again
 
     def of(self, tensor: Tensor) -> Mark | None:
@@ -152,20 +154,30 @@ class Marks:
     def keep(self, tensors: Sequence[Tensor], mark: Mark) -> None:
         """Mark `tensors`."""
         for tensor in tensors:
-            self._alive.append(tensor)
+            self._hold(tensor)
             self._marks[id(tensor)] = mark
 
-    def forget(self, tensor: Tensor) -> None:
-        """What was known of what is changed in place."""
-        self._marks.pop(id(tensor), None)
-        self._numbers.pop(id(tensor), None)
+    def _hold(self, tensor: Tensor) -> None:
+        self._alive.append(tensor)
+        self._sharing.setdefault(memory_of(tensor), []).append(id(tensor))
 
-    def note(self, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """What follows for the `result` of a function `name` of `own` and `more`."""
+    def forget(self, tensor: Tensor) -> None:
+        """What was known of what is changed in place, through whichever view."""
+        for one in self._sharing.pop(memory_of(tensor), ()):
+            self._marks.pop(one, None)
+            self._numbers.pop(one, None)
+
+    def made(self, name: str, result: Any) -> Any:
+        """The `result` of a function `name` that is given no tensor."""
+        if name in ZEROS:
+            self.keep(tensors_of(result), Zeros())
+        return result
+
+    def note(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """What follows for the `result` of a function `name` of `own`, of which so much was `known`, and `more`."""
         if name in (*SHAPED, *WIDENED):
-            self._alive.append(result)
+            self._hold(result)
             self._numbers[id(result)] = self.base(own)
-        known = self.of(own)
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
                 mark = _part(known, part, more[-1] if name in ("getitem", "select") else number, self.number)
@@ -195,6 +207,8 @@ class Marks:
             return Counts(self.base(own), least, own.numel()) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
         if name == "histc" and (bins := _whole_bins(more, kwargs)):
             return Counts(self.base(own), bins, own.numel())
+        if name in ZEROS:
+            return Zeros()
         if name == "one_hot":
             return Masks(self.base(own), result.shape[-1], result.dim() - 1, own.numel())
         if name == "scatter" and isinstance(known, Zeros) and len(more) == 3 and isinstance(more[2], int | float) and more[2] == 1:

@@ -10,6 +10,7 @@ the other one is the same with no rows (`capture.emptied`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from autopar.capture.marks import (
     Rows,
     Size,
     Verdict,
-    Zeros,
     is_number,
     tensors_of,
 )
@@ -38,12 +38,18 @@ from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")
 SPLITS = ("split", "split_with_sizes")
-ZEROS = ("new_zeros", "zeros", "zeros_like")
-WRITES = {"setitem": 1, "index_add": 2, "index_put": 1}
+WRITES = {"setitem": 1, "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2}
 """What writes into rows, and which argument says into which."""
 ASKED = (Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.item)
 TAKEN = ("eq", "getitem", "ne")
 """What may be given a known number as a tensor."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One known number in a tensor of one dim."""
+
+    number: int
 
 
 class Picking(TorchFunctionMode):
@@ -60,34 +66,45 @@ class Picking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
         if not args or not isinstance(args[0], Tensor):
-            return self._made(name, func(*args, **kwargs))
-        own = args[0]
-        if name in SPLITS and self._check is not None:
-            self._fill(own, *args[1:], **kwargs)
-        if name in WRITES and self._is_dropped((*args, *kwargs.values())[WRITES[name]]):
-            return own
-        if func in ASKED and (answer := self._answer(func, own, self.marks.of(own))) is not None:
-            return answer
+            return self.marks.made(name, func(*args, **kwargs))
         if name in TAKEN:
-            plain = pytree.tree_map(self._plain, args[1:])
-            if name == "getitem" and isinstance(args[1], Tensor) and args[1].dim() == 1 and isinstance(plain[0], int):
-                with self:
-                    return own[plain[0]].unsqueeze(0)
-            args = (own, *plain)
-        if (mask := _picking(name, args, kwargs)) is not None:
-            known = self.marks.of(mask)
-            flat = bool(kwargs.get("as_tuple")) or name == "where"
-            return self._hit(known, mask, flat=flat, listed=flat) if isinstance(known, Hits) and self._least else self._picked(self.marks.mask(mask), func(*args, **kwargs))
-        if name == "unique" and self._least and isinstance(known := self.marks.of(own), Below) and not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted"))):
-            return self._hit(Hits(self.marks.base(own), known.count), own, flat=True)
+            args = (args[0], *pytree.tree_map(self._plain, args[1:]))
+        if (found := self._instead(func, name, args, kwargs)) is not None:
+            return found
+        own, known = args[0], self.marks.of(args[0])
         result = func(*args, **kwargs)
-        if changes(func) and name != "scatter":
+        if changes(func):
             self.marks.forget(own)
-        else:
-            self.marks.note(name, own, args[1:], kwargs, self._made(name, result))
-            if self._check is not None and name == "bincount" and isinstance(known := self.marks.of(result), Counts):
-                self._check(result.shape[0] == known.count)
+        if not changes(func) or name == "scatter":
+            self.marks.note(name, own, known, args[1:], kwargs, result)
+        if self._check is not None and name == "bincount" and isinstance(counts := self.marks.of(result), Counts):
+            self._check(result.shape[0] == counts.count)
         return result
+
+    def _instead(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function where it is another one here; None where it is not."""
+        own = args[0]
+        if func in ASKED:
+            return self._answer(func, own, self.marks.of(own))
+        if name in WRITES:
+            return own if self._is_dropped((*args, *kwargs.values())[WRITES[name]]) else None
+        if name in SPLITS:
+            return self._fill(own, *args[1:], **kwargs)
+        if name == "unique":
+            plain = not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted")))
+            known = self.marks.of(own)
+            return self._hit(Hits(self.marks.base(own), known.count), own, flat=True) if plain and self._least and isinstance(known, Below) else None
+        if name == "getitem" and isinstance(args[1], Column):
+            with self:
+                return own[args[1].number].unsqueeze(0)
+        mask = _picking(name, args, kwargs)
+        if mask is None:
+            return None
+        known, flat = self.marks.of(mask), bool(kwargs.get("as_tuple")) or name == "where"
+        if isinstance(known, Hits) and self._least:
+            numbers = self._hit(known, mask, flat=flat)
+            return (numbers,) if flat else numbers
+        return self._picked(self.marks.mask(mask), func(*args, **kwargs))
 
     def _answer(self, func: Any, own: Tensor, known: Mark | None) -> Any:
         """What is asked of a tensor; None where nothing is known."""
@@ -127,11 +144,6 @@ class Picking(TorchFunctionMode):
             self._check(size >= 0)
         self._check(sum(sizes) == own.shape[dim])
 
-    def _made(self, name: str, result: Any) -> Any:
-        if name in ZEROS:
-            self.marks.keep(tensors_of(result), Zeros())
-        return result
-
     def _picked(self, key: Key, result: Any) -> Any:
         """`result` as what a mask picks."""
         self.seen[key] = None
@@ -143,19 +155,21 @@ class Picking(TorchFunctionMode):
             self._check(picked[0].shape[0] >= self._least)
         return result
 
-    def _hit(self, known: Hits, like: Tensor, *, flat: bool, listed: bool = False) -> Any:
-        """The numbers that there are, in a tensor of one dim or, in a column; in a tuple where they are `listed`."""
+    def _hit(self, known: Hits, like: Tensor, *, flat: bool) -> Tensor:
+        """The numbers that there are, in a tensor of one dim where it is `flat`, else in a column."""
         keys = {number: is_number(known.numbers, number) for number in range(known.count)}
         self.seen |= dict.fromkeys(keys.values())
         values = tuple(number for number, key in keys.items() if not self._empty(key))
         result = like.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
         self.marks.keep([result], Numbers(values))
-        return (result,) if listed else result
+        return result
 
     def _plain(self, item: Any) -> Any:
         """A known number instead of a tensor of it."""
         known = self.marks.of(item) if isinstance(item, Tensor) else None
-        return known.values[0] if isinstance(known, Numbers) and len(known.values) == 1 else item
+        if not isinstance(known, Numbers) or len(known.values) != 1:
+            return item
+        return known.values[0] if item.dim() == 0 else Column(known.values[0])
 
     def _is_dropped(self, index: Any) -> bool:
         marks = [self.marks.of(part) for part in tensors_of(index)]

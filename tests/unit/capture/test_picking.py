@@ -98,6 +98,7 @@ REFUSED = {
     "something else": asking(lambda masks, number, token: masks[number].any(), otherwise=lambda out, number: out + number),
     "all are asked": asking(lambda masks, number, token: masks[number].all()),
     "of their values": asking(lambda masks, number, token: token[0] > 0),
+    "changed through a view": asking(lambda masks, number, token: masks[number].view(-1).logical_not_().numel() and masks[number].any()),
     "changed since": asking(lambda masks, number, token: masks[number].logical_not_().any()),
     "their number": used,
 }

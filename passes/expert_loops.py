@@ -20,7 +20,7 @@ from torch import fx
 from passes import edit, facts
 from passes.chosen import distinct, in_range
 from passes.expert_layer import Layer, called, is_zeros, put, together, uncast
-from passes.gated import Gates, choice, flat, gates_of
+from passes.gated import Gates, choice, column, flat, gates_of
 from passes.one_expert import Expert, expert_of
 from passes.picked import Mask, taken, tokens
 
@@ -157,7 +157,7 @@ def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]
         yield called(layer, like)
         return
     for rank in range(int(choices)):
-        chosen, weights = (edit.call(graph, aten.slice.Tensor, (node, 1, rank, rank + 1), like=like) for node in (layer.chosen, layer.gates))
+        chosen, weights = (flat(column(node, rank, like)) for node in (layer.chosen, layer.gates))
         part = called(replace(layer, chosen=chosen, gates=weights), like)
         yield edit.call(graph, dropped.target, (part, *dropped.args[1:]), dict(dropped.kwargs), like=dropped)  # type: ignore[arg-type]
 

@@ -94,7 +94,7 @@ def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
     """What tokens choose, and with which gates, each `[n, k]`, at the insertion point."""
     graph, chosen, weights = like.graph, mask.chosen, gates.node
     if not mask.ranked:
-        chosen, weights = _column(chosen, like), weights if weights is None or gates.all else _column(weights, like)
+        chosen, weights = _one(chosen, like), weights if weights is None or gates.all else _one(weights, like)
     if weights is None:
         weights = edit.call(graph, aten.ones_like.default, (chosen,), {"dtype": facts.dtype(like)}, like=like)
     elif gates.all:
@@ -103,13 +103,17 @@ def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
     return flat(chosen), flat(weights)
 
 
-def _column(node: fx.Node, like: fx.Node) -> fx.Node:
+def _one(node: fx.Node, like: fx.Node) -> fx.Node:
     """`[..., 1]` of `[...]`, where it is cut from what is flattened that of what is not."""
     cut = edit.call_of(node, aten.select.int)
-    source = flattened(cut.args[0]) if cut is not None and cut.args[1] in (1, -1) else None
-    if cut is None or source is None:
+    if cut is None or cut.args[1] not in (1, -1) or flattened(cut.args[0]) is None:
         return edit.call(node.graph, aten.unsqueeze.default, (node, -1), like=like)
-    place = int(cut.args[2]) % int(facts.shape(source)[-1])  # type: ignore[arg-type]
+    return column(cut.args[0], int(cut.args[2]) % int(facts.shape(cut.args[0])[-1]), like)  # type: ignore[arg-type]
+
+
+def column(node: fx.Node, place: int, like: fx.Node) -> fx.Node:
+    """One column `[..., 1]` of `[..., k]`, of what is in front of a flattening where there is one, at the insertion point."""
+    source = flattened(node) or node
     return edit.call(node.graph, aten.slice.Tensor, (source, len(facts.shape(source)) - 1, place, place + 1), like=like)
 
 

@@ -206,6 +206,7 @@ def test_dropout_behind_experts_drops_each_of_a_tokens_experts_by_itself():
     model = Looped(mistral, dropping)
     gm, inputs = normalized(model)
     assert len(layers(gm)) == TOP == targets(gm).count("aten.dropout.default")
+    assert all(len(facts.shape(node)) == 3 for layer in layers(gm) for node in layer.args[:3])
     assert_same(run(export_graph(model.eval(), (), inputs, {"x": {0: B, 1: S}}), NORMALIZE), model, inputs, 1e-10)
 
 

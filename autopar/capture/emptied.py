@@ -11,7 +11,7 @@ The model runs without values, once with some masks empty, and once with all of 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import combinations, count
 from typing import Any
 
@@ -34,7 +34,7 @@ def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     full = Picking()
     try:
         run(full)
-        return bool(full.seen) and all(_same(run(Picking(some.__contains__, some.__contains__)), run(Picking(dropped=some.__contains__))) for some in _apart([*full.seen]))
+        return bool(full.seen) and all(_same(run(Picking(some, some)), run(Picking(dropped=some))) for some in _apart(len(full.seen)))
     except UNTOLD:
         return False
 
@@ -43,9 +43,9 @@ def _same(one: Tape, other: Tape) -> bool:
     return (one.result, one.states) == (other.result, other.states)
 
 
-def _apart(keys: Sequence[Hashable]) -> Iterator[set[Hashable]]:
-    """Few sets of keys, of which for any two keys one has the first and not the second: each key is in another half of them."""
-    sets = next(n for n in count(2) if math.comb(n, n // 2) >= len(keys))
-    members = list(zip(keys, combinations(range(sets), sets // 2), strict=False))
+def _apart(masks: int) -> Iterator[set[int]]:
+    """Few sets of masks 0, 1, ..., of which for any two masks one has the first and not the second: each is in another half of them."""
+    sets = next(n for n in count(2) if math.comb(n, n // 2) >= masks)
+    members = list(zip(range(masks), combinations(range(sets), sets // 2), strict=False))
     for number in range(sets):
-        yield {key for key, where in members if number in where}
+        yield {mask for mask, where in members if number in where}

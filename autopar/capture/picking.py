@@ -9,7 +9,7 @@ the other one is the same with no rows (`capture.emptied`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,20 @@ class Column:
 
 
 class Picking(TorchFunctionMode):
-    """Answers for each mask as if it picked something, but for those that are `empty`. Writes into rows that `dropped` masks pick are left out. Where `check` is given,
-    sizes stay symbolic, and it is called with what holds for masks that pick so many rows at `least`; where that may be none, nothing is answered. `seen` has the keys
-    of all masks that picked or were asked, in order."""
+    """Answers for each mask as if it picked something, but for those that are `empty`, by their number: the first that picks or is asked is 0. Writes into rows that
+    `dropped` masks pick are left out. Where `check` is given, sizes stay symbolic, and it is called with what holds for masks that pick so many rows at `least`; where that
+    may be none, nothing is answered. `seen` has the masks, by keys that equal ones share, with their numbers."""
 
-    def __init__(self, empty: Callable[[Key], bool] = lambda _: False, dropped: Callable[[Key], bool] = lambda _: False, *,
-                 check: Callable[[Any], None] | None = None, least: int = 1) -> None:
+    def __init__(self, empty: Container[int] = (), dropped: Container[int] = (), *, check: Callable[[Any], None] | None = None, least: int = 1) -> None:
         super().__init__()
-        self.marks, self.seen = Marks(), dict[Key, None]()
-        self._empty, self._dropped, self._check, self._least = empty, dropped, check, least
+        self.marks, self.seen = Marks(), dict[Key, int]()
+        self._without, self._dropped, self._check, self._least = empty, dropped, check, least
+
+    def _number(self, key: Key) -> int:
+        return self.seen.setdefault(key, len(self.seen))
+
+    def _empty(self, key: Key) -> bool:
+        return self._number(key) in self._without
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
@@ -110,8 +115,6 @@ class Picking(TorchFunctionMode):
         """What is asked of a tensor; None where nothing is known."""
         if isinstance(known, Numbers) and len(known.values) == 1:
             return known.values[0]
-        if isinstance(known, Size | Verdict):
-            self.seen[known.key] = None
         whether = func is Tensor.__bool__ or own.dtype is torch.bool
         if isinstance(known, Size) and not whether:
             return self._size(own, known)
@@ -120,7 +123,7 @@ class Picking(TorchFunctionMode):
         if isinstance(known, Size):
             return not self._empty(known.key)
         if isinstance(known, Verdict):
-            return known.nothing if self._empty(known.key) else known.something
+            return known.something if known.key is None else known.nothing if self._empty(known.key) else known.something
         return None
 
     def _size(self, own: Tensor, known: Size) -> Any:
@@ -146,7 +149,6 @@ class Picking(TorchFunctionMode):
 
     def _picked(self, key: Key, result: Any) -> Any:
         """`result` as what a mask picks."""
-        self.seen[key] = None
         if self._empty(key):
             result = pytree.tree_map(lambda rows: rows[:0], result)
         picked = tensors_of(result)
@@ -158,7 +160,6 @@ class Picking(TorchFunctionMode):
     def _hit(self, known: Hits, like: Tensor, *, flat: bool) -> Tensor:
         """The numbers that there are, in a tensor of one dim where it is `flat`, else in a column."""
         keys = {number: is_number(known.numbers, number) for number in range(known.count)}
-        self.seen |= dict.fromkeys(keys.values())
         values = tuple(number for number, key in keys.items() if not self._empty(key))
         result = like.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
         self.marks.keep([result], Numbers(values))
@@ -173,7 +174,7 @@ class Picking(TorchFunctionMode):
 
     def _is_dropped(self, index: Any) -> bool:
         marks = [self.marks.of(part) for part in tensors_of(index)]
-        return any(self._dropped(mark.key) for mark in marks if isinstance(mark, Rows | Mask))
+        return any(self._number(mark.key) in self._dropped for mark in marks if isinstance(mark, Rows | Mask))
 
 
 def _picking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

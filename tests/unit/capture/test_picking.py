@@ -145,8 +145,28 @@ def test_masks_without_experts():
 
 
 @given(st.integers(1, 300))
-def test_of_two_keys_one_set_has_the_first_alone(count):
-    sets = list(_apart(range(count)))
-    where = [frozenset(i for i, keys in enumerate(sets) if key in keys) for key in range(count)]
+def test_of_two_masks_one_set_has_the_first_alone(count):
+    sets = list(_apart(count))
+    where = [frozenset(i for i, masks in enumerate(sets) if mask in masks) for mask in range(count)]
     assert all(where) and not any(one <= other for one, other in itertools.permutations(where, 2))
     assert len(sets) <= 11
+
+
+class Second(nn.Module):
+    """A loop that leaves out who has nothing, and behind it one of another kind."""
+
+    def __init__(self, loop):
+        super().__init__()
+        self.first, self.second = Looped(any_), Looped(loop)
+
+    def forward(self, x):
+        return (self.second(x + self.first(x)) ** 2).mean()
+
+
+@pytest.mark.parametrize("what", ["another expert's", "something else", "their number"])
+def test_layers_behind_others_are_looked_at_too(what):
+    """What masks hold there depends on what was left out before."""
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Second(REFUSED[what]).double(), (inputs(),))
+    captured = capture(Second(any_).double(), (inputs(),))
+    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.flexible import plain_flex_attention
+from autopar.capture.leaves import tensors_of
 
 LITERALS = (torch.tensor, torch.as_tensor)
 DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a property in C, which stubs have as a plain attribute
@@ -30,29 +31,25 @@ class _Meeting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in LITERALS and not _tensors((args, kwargs)):
+        if func in LITERALS and not tensors_of((args, kwargs)):
             return func(*args, **{**kwargs, "device": "cpu"})
-        if func is torch.Tensor.new_tensor and not _tensors((args[1:], kwargs)):
+        if func is torch.Tensor.new_tensor and not tensors_of((args[1:], kwargs)):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"})
         if func == DATA:
             return args[0].detach()
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         if len({x.device.type for x in tensors}) > 1 and not (changes(func) and tensors[0].device.type != "meta"):
             args, kwargs = pytree.tree_map(_moved, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _tensors(items: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(items) if isinstance(x, torch.Tensor)]
 
 
 def _index(index: Any) -> Any:
     """An index with tensors for its lists of numbers: torch would make them itself, on the default device."""
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
-    return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not _tensors(index) else index
+    return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not tensors_of(index) else index
 
 
 def changes(func: Any) -> bool:

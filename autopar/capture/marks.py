@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import memory_of, pytree
+from autopar._torch import memory_of
+from autopar.capture.leaves import tensors_of
 
 Key = Hashable
 """Of masks that pick something or nothing together."""
@@ -261,8 +262,3 @@ def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs:
         return None
     left = replace(known, dim=known.dim - sum(dim < known.dim for dim in summed))
     return left if result.dim() > 1 else Hits(known.numbers, known.count) if name == "any" else Counts(known.numbers, known.count, known.total)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

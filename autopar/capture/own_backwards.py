@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture.aside import aside
+from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
@@ -189,7 +190,7 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     """What `call(*args)` gives, and the gradients of `args` for random ones of that, the same for every call."""
     with torch.enable_grad():
         given = [arg.clone() if _wants_gradient(arg) else arg for arg in args]  # a leaf could not be changed in place
-        outs = [x for x in pytree.tree_leaves(call(*given)) if isinstance(x, Tensor)]
+        outs = tensors_of(call(*given))
     chance = torch.Generator().manual_seed(1)
     ups = [torch.randn(x.shape, generator=chance).to(x.dtype) if x.is_floating_point() else None for x in outs]
     asked = [arg for arg in args if _wants_gradient(arg)]

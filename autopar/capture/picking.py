@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.devices import changes
+from autopar.capture.leaves import tensors_of
 from autopar.capture.marks import (
     Below,
     Counts,
@@ -32,7 +33,6 @@ from autopar.capture.marks import (
     Size,
     Verdict,
     is_number,
-    tensors_of,
 )
 from autopar.capture.valueless import PICKED
 
@@ -134,10 +134,10 @@ class Picking(TorchFunctionMode):
         return size
 
     def _share(self, counts: Counts, key: Key) -> int:
-        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left."""
+        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left; one where that is none."""
         there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
         share = counts.total // len(there)
-        return int(counts.total - share * (len(there) - 1) if key == there[-1] else share)
+        return max(1, int(counts.total - share * (len(there) - 1) if key == there[-1] else share))
 
     def _fill(self, own: Tensor, sizes: Any = (), dim: int = 0) -> None:
         """What is split into pieces is as long as they are together."""

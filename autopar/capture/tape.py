@@ -13,6 +13,7 @@ from autopar._torch import memory_of, pytree, tracing, vmap_replaced
 from autopar.capture.alike import INNER
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
+from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.outer import fake
 from autopar.capture.picking import Picking
@@ -46,17 +47,13 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
                 tape.begin(leaf, ("attribute", name, i))
     with torch.no_grad(), valueless(), tracing(), on_meta():
         args, kwargs = fake(inputs)
-        for i, leaf in enumerate(_tensors((args, kwargs))):
+        for i, leaf in enumerate(tensors_of((args, kwargs))):
             tape.begin(leaf, ("input", i))
         with tape, picking, vmap_replaced(tape.mapped):
             result = model(*args, **kwargs)
-    tape.result = [tape.number(leaf) for leaf in _tensors(result)]
+    tape.result = [tape.number(leaf) for leaf in tensors_of(result)]
     tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
     return tape
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
@@ -108,22 +105,22 @@ class Tape(TorchFunctionMode):
 
     def mapped(self, original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of what `torch.vmap` gave: functions inside see one sample, and what leaves it none of them has made."""
-        outside = [self.number(leaf) for leaf in _tensors((args, kwargs))]
+        outside = [self.number(leaf) for leaf in tensors_of((args, kwargs))]
         made: list[int] = []
         self._depth += 1
 
         def one(*args: Any, **kwargs: Any) -> Any:
-            for i, (leaf, number) in enumerate(zip(_tensors((args, kwargs)), outside, strict=True)):
+            for i, (leaf, number) in enumerate(zip(tensors_of((args, kwargs)), outside, strict=True)):
                 self.begin(leaf, ("sample", self._depth, i, number, repr(settings)))
             result = func(*args, **kwargs)
-            made.extend(self.number(leaf) for leaf in _tensors(result))
+            made.extend(self.number(leaf) for leaf in tensors_of(result))
             return result
 
         try:
             result = original(one, *settings, *args, **kwargs)
         finally:
             self._depth -= 1
-        for leaf, number in zip(_tensors(result), made, strict=False):
+        for leaf, number in zip(tensors_of(result), made, strict=False):
             self._note(leaf, self._made(("samples", self._depth, number, repr(settings)), (number,)))
         return result
 
@@ -144,7 +141,7 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         flag = FLAGS.get(name)
-        read = [self.number(leaf) for leaf in _tensors((args, kwargs))]
+        read = [self.number(leaf) for leaf in tensors_of((args, kwargs))]
         key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
         before = read[0] if flag is not None and flag.drops else None
         result = func(*args, **kwargs)
@@ -161,7 +158,7 @@ class Tape(TorchFunctionMode):
             self._changed[memory_of(target)] = self._made(("in place", self.state(target), made), (made,))
         if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
             self._whole[made] = read[0]
-        tensors = _tensors(result)
+        tensors = tensors_of(result)
         for i, tensor in enumerate(tensors):
             if self._had(tensor) is None:
                 self._note(tensor, made if before is not None or tensor is result else self._made((made, i), (made,)))

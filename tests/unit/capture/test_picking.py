@@ -152,6 +152,25 @@ def test_of_two_masks_one_set_has_the_first_alone(count):
     assert len(sets) <= 11
 
 
+class Many(nn.Module):
+    """More experts than pairs of a token and a choice, each asked for by its count."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 40, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, 4), nn.GELU(), nn.Linear(4, HIDDEN)) for _ in range(40))
+
+    def forward(self, x):
+        hidden = x.view(-1, HIDDEN)
+        gates, chosen = self.gate(hidden).softmax(-1).topk(2)
+        return (ASKING["counted"](hidden, gates, chosen, self.experts) ** 2).mean()
+
+
+def test_more_experts_than_there_are_choices():
+    captured = capture(Many(), (torch.randn(2, 3, HIDDEN),))
+    assert any(node.target is ops.experts for node in captured.gm.graph.nodes) and not captured.evaluation.why
+
+
 class Second(nn.Module):
     """A loop that leaves out who has nothing, and behind it one of another kind."""
 

@@ -96,7 +96,7 @@ class _Pieces:
         """Whether `split` cuts rows into as many pieces, each as long as its number is often."""
         if self.split is not None:
             return split is self.split
-        if split.target is not aten.split_with_sizes.default or edit.args_of(split)["dim"] != 0:
+        if split.target is not aten.split_with_sizes.default or edit.args_of(split)["dim"] != 0 or len(facts.shape(split.args[0])) != 2:  # type: ignore[arg-type]
             return False
         found = [_count(size) for size in edit.args_of(split)["split_sizes"]]
         if None in found or len({each[0] for each in found}) != 1 or [each[1] for each in found] != [*range(count)]:  # type: ignore[index]

@@ -36,9 +36,10 @@ class Split(nn.Module):
         hidden = x.view(-1, D)
         gates, chosen = self.gate(hidden).softmax(-1).topk(K)
         sizes, order = self.sizes(chosen, self.gate(hidden)), chosen.flatten().argsort(stable=True)
-        rows = hidden[order // K].split(sizes)
+        rows = self.twist.get("rows", lambda rows: rows)(hidden[order // K]).split(sizes)
         made = [expert(piece) for expert, piece in zip(self.experts, rows, strict=True)]
-        out = torch.cat(self.twist.get("joined", lambda made: made)(made)) * gates.flatten()[order, None]
+        out = torch.cat(self.twist.get("joined", lambda made: made)(made))
+        out = (out if out.dim() == 2 else out.sum(1)) * gates.flatten()[order, None]
         return (torch.zeros_like(hidden).index_add(0, order // K, out) ** 2).mean()
 
 

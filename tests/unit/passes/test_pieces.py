@@ -41,7 +41,7 @@ def test_sizes_of_others_are_no_experts():
     torch.testing.assert_close(run_graph(captured.gm, model, {"x": x})[0], model(x), rtol=1e-10, atol=1e-10)
 
 
-OTHERS = {"another operator": {"other": True}, "in another order": {"joined": lambda made: made[::-1]}, "one left out": {"joined": lambda made: [made[0], made[0], *made[2:]]},
+OTHERS = {"more dims": {"rows": lambda rows: torch.stack((rows, rows * 2.0), 1)}, "another operator": {"other": True}, "in another order": {"joined": lambda made: made[::-1]}, "one left out": {"joined": lambda made: [made[0], made[0], *made[2:]]},
           "each by its own mean": {"joined": lambda made: [each - each.mean(0) for each in made]}}
 
 

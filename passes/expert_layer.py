@@ -38,9 +38,7 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
         new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
     if facts.dtype(new) != facts.dtype(like):
         new = edit.call(like.graph, aten.to.dtype, (new, facts.dtype(like)), like=like)
-    if len(facts.shape(like)) == len(facts.shape(new)):
-        return new
-    return edit.call(like.graph, aten.reshape.default, (new, [-1, edit.size(new, -1)]), like=like)
+    return new if len(facts.shape(like)) == len(facts.shape(new)) else flat(new)
 
 
 def put(node: fx.Node, new: fx.Node) -> None:
@@ -57,6 +55,16 @@ def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
     found = [source for node in flat if (source := flattened(node)) is not None]
     alike = len(found) == len(flat) and len({facts.shape(source)[:-1] for source in found}) == 1
     return tuple(found) if alike else flat
+
+
+def flat(node: fx.Node) -> fx.Node:
+    """`[n, d]` of `[..., d]`, at the insertion point."""
+    return node if len(facts.shape(node)) == 2 else edit.call(node.graph, aten.reshape.default, (node, [-1, edit.size(node, -1)]), like=node)
+
+
+def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening where there is one, and flattened then."""
+    return flat(edit.call(node.graph, target, (flattened(node) or node, *args), kwargs, like=node))
 
 
 def uncast(node: Any) -> Any:
@@ -77,6 +85,6 @@ def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
     cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
     if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
         return cuts[0].args[0]  # type: ignore[return-value]
-    together = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
-    sizes = [edit.size(together, dim) for dim in range(1, len(facts.shape(together)))]
-    return together if each == 1 else edit.call(like.graph, aten.reshape.default, (together, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]
+    stacked = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
+    sizes = [edit.size(stacked, dim) for dim in range(1, len(facts.shape(stacked)))]
+    return stacked if each == 1 else edit.call(like.graph, aten.reshape.default, (stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]

@@ -19,13 +19,12 @@ from torch import fx
 
 from passes import edit, facts
 from passes.chosen import distinct, in_range
-from passes.expert_layer import Layer, called, is_zeros, put, together, uncast
-from passes.gated import Gates, choice, column, flat, gates_of
+from passes.expert_layer import Layer, called, flat, is_zeros, put, together, uncast
+from passes.gated import Gates, choice, column, gates_of
 from passes.one_expert import Expert, expert_of
 from passes.picked import Mask, taken, tokens
 
 aten = torch.ops.aten
-
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
-from passes.expert_layer import Layer, called, is_zeros, put, uncast
+from passes.expert_layer import Layer, called, in_front, is_zeros, put, uncast
 from passes.inner import written
-from passes.sink_flatten import flattened
 from passes.sorted_rows import (
     Order,
     bias_of,
@@ -133,7 +132,7 @@ def _layer(total: _Sum) -> Layer | None:
     tokens, dtype = hidden.pop()
     if len(facts.shape(tokens)) != 2:
         return None
-    gates = _ones(order.chosen, dtype) if total.gates is None else total.gates
+    gates = in_front(aten.ones_like.default, order.chosen, dtype=dtype) if total.gates is None else total.gates
     bias = [_cast(_joined(biases, 1), dtype)] if biases else []
     down_bias = None if down_bias is None else _cast(down_bias, facts.dtype(down))
     return Layer(_cast(tokens, dtype), order.chosen, gates, (_joined([up.args[1] for up in ups], 2), down.args[1], inner, *bias), down_bias)  # type: ignore[arg-type, misc]
@@ -144,20 +143,9 @@ def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
     return tensors[0] if len(tensors) == 1 else edit.call(tensors[0].graph, aten.cat.default, (tensors, dim), like=tensors[0])
 
 
-def _ones(chosen: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """A one for each choice, of those in front of the flattening where there is one."""
-    apart = flattened(chosen)
-    ones = edit.call(chosen.graph, aten.ones_like.default, (apart or chosen,), {"dtype": dtype}, like=chosen)
-    return ones if apart is None else edit.call(chosen.graph, aten.reshape.default, (ones, [-1, edit.size(ones, -1)]), like=chosen)
-
-
-def _cast(tokens: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Flattened tokens in a dtype, those in front of the flattening where there is one."""
-    if facts.dtype(tokens) == dtype:
-        return tokens
-    apart = flattened(tokens)
-    cast = edit.call(tokens.graph, aten.to.dtype, (apart or tokens, dtype), like=tokens)
-    return cast if apart is None else edit.call(tokens.graph, aten.reshape.default, (cast, [-1, edit.size(cast, -1)]), like=tokens)
+def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Rows in a dtype, at the insertion point."""
+    return node if facts.dtype(node) == dtype else in_front(aten.to.dtype, node, dtype)
 
 
 def _linear(node: Any, order: Order) -> tuple[fx.Node | None, fx.Node | None]:

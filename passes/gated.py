@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.expert_layer import uncast
+from passes.expert_layer import flat, uncast
 from passes.one_expert import rows_of
 from passes.picked import RANK, TOKEN, Mask, mask_of, picked, taken, tokens
 from passes.sink_flatten import flattened
@@ -124,9 +124,3 @@ def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
         sizes = [*(edit.size(chosen, dim) for dim in range(len(facts.shape(chosen)) - 1)), edit.size(weights, -1)]
         weights = edit.call(weights.graph, aten.reshape.default, (weights, sizes), like=weights)
     return weights, chosen
-
-
-def flat(node: fx.Node) -> fx.Node:
-    """`[n, d]` of `[..., d]`, at the insertion point."""
-    shape = facts.shape(node)
-    return node if len(shape) == 2 else edit.call(node.graph, aten.reshape.default, (node, [-1, shape[-1]]), like=node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -127,9 +128,13 @@ class _Pieces:
             rows, weights = self.whole([node.args[0] for node in nodes]), together([node.args[1] for node in nodes], 1, some)  # type: ignore[misc]
             if some.target is aten.linear.default:
                 weights = edit.call(graph, aten.transpose.int, (weights, 1, 2), like=some)
-            ends = edit.call(graph, aten.cumsum.default, (self.counts, 0), like=some)
-            return edit.call(graph, ops.grouped_matmul, (rows, weights, ends), like=some)
+            return edit.call(graph, ops.grouped_matmul, (rows, weights, self._ends), like=some)
         return edit.call(graph, some.target, tuple(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))), dict(some.kwargs), like=some)  # type: ignore[arg-type]
+
+    @cached_property
+    def _ends(self) -> fx.Node:
+        """Where the rows of each number end."""
+        return edit.call(self.like.graph, aten.cumsum.default, (self.counts, 0), like=self.like)
 
     def _all(self, operands: Sequence[Any], like: fx.Node) -> Any:
         """An operand of an operator on all rows."""

@@ -221,7 +221,6 @@ class Marks:
         return known if name in SHAPED or (name in CAST and isinstance(known, Mask)) else None
 
 
-
 def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:
     """Of one of the parts of a tensor along its first dim."""
     if isinstance(known, Counts | Masks | Hits):

@@ -94,7 +94,8 @@ class Picking(TorchFunctionMode):
         if name in WRITES:
             return own if self._is_dropped((*args, *kwargs.values())[WRITES[name]]) else None
         if name in SPLITS:
-            return self._fill(own, *args[1:], **kwargs)
+            self._fill(own, *args[1:], **kwargs)
+            return None
         if name == "unique":
             plain = not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted")))
             known = self.marks.of(own)

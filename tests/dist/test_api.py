@@ -19,6 +19,7 @@ import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
 from models import mlp
+from tests.helpers.fused import Fused
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -317,27 +318,9 @@ def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
         assert ("copies of one tensor are not the same" in said) is copies
 
 
-class Fused(nn.Module):
-    """One product for two layers, whose state dict has two weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.both = nn.Linear(4, 8, bias=False, dtype=torch.float64)
-        self._register_state_dict_hook(self._saved)
-
-    @staticmethod
-    def _saved(module, state, prefix, metadata):
-        first, second = state.pop(f"{prefix}both.weight").chunk(2)
-        state |= {f"{prefix}first.weight": first, f"{prefix}second.weight": second}
-
-    def forward(self, x):
-        first, second = self.both(x).chunk(2, -1)
-        return (first * second).square().mean()
-
-
 def fused():
     torch.manual_seed(0)
-    return Fused(), torch.randn(4, 4, dtype=torch.float64)
+    return Fused().double(), torch.randn(4, 4, dtype=torch.float64)
 
 
 def of_other_names():

@@ -8,7 +8,7 @@ is in the background of each mesh axis a (problem.passing), the least of
         x_a <= C + c sum x                        compute lasts as long: c is the share that each collective behind it takes
         y_a <= W + sum late + sum slow            waits last as long, and longer for links that are shared, which is no help to what shares them (`helped`)
         y_a <= u (1 - c) x_a + sum late + sum slow   where W <= u C: the work is spread evenly, so that what runs under waits runs under compute too
-        late_a >= L_a - H_a                       of leaves that are gathered once per step some can be ahead (Passing.leaves_s)
+        late_a >= L_a - H_a                       of leaves that are gathered once per step some can be ahead (problem.leaves: Passing.LATE and leaves_s)
         slow_l >= t (1 - c axes) (Q_a - y_a - tail - late_a) - u n (1 - c) (Q_a - K_a)    where W <= u C and t C <= F_l, K_a is what of Q_a, F_l what of W takes
                                                   the link of level l (Passing.LINKS), and a one of n axes that do
 
@@ -72,7 +72,7 @@ class Polytope:
         model.add_entries(rows.astype(int), columns.astype(int), values)
 
     def _ahead_s(self, key: Key) -> np.ndarray | None:
-        """By axis the seconds of leaves that can be ahead; None where there are none of them."""
+        """By axis what leaves are late less than LATE says; None where there are none of them."""
         scope, way = key
         most_s = self.passing.leaves_s.get(scope) if way == FORWARD else None
         return most_s if most_s is not None and most_s.any() else None
@@ -85,7 +85,7 @@ class Polytope:
         e = [self._column({COMPUTE: -1.0}) for _ in axes]
         w = [self._column({WAITED: -1.0}) for _ in axes]
         r = [self._column({}) for _ in axes if even]
-        late = [self._column({self.passing.leaf(a): 1.0, self.passing.width: -float(ahead_s[a])}) for a in axes if ahead_s is not None]
+        late = [self._column({self.passing.late_leaf(a): 1.0, self.passing.width: -float(ahead_s[a])}) for a in axes if ahead_s is not None]
         beside = [relaxed.spans.get((key, level), ALL)[0] * (1.0 - min(0.99, contention * len(axes))) * bool(level and even) for level in self.passing.link]
         k = {a: self._slows(a, beside[a], most * (1.0 - contention), first) for a in axes if beside[a] > 0.0}
         waiting = dict.fromkeys([*w, *r], 1.0)

@@ -11,6 +11,7 @@ that a bound can be found over all of them.
     WAITS     of each mesh axis: its part of WAITED
     BUCKETS   how many buckets of leaves each block fills
     LINKS     of each mesh axis: seconds of WAITED, and then of all in the background, by the share that they take of the axis's link (only where asked for)
+    LATE      of each mesh axis: what of LEAF is not ahead, and `leaves_s` more (problem.leaves; with LINKS)
 
 Of a solution the entries add up to no more than what pipeline.passes finds for it. They are the same but for: sums of gradients in the background, which hide as if all
 weights that may rest alike did; the gradients of a weight that several operators read, which are left out because these share what they can, as is adding them up where some
@@ -26,11 +27,12 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost.comm import COLLECTIVES, fastest_ways, link_shares
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, fraction
+from autopar.layout import BUCKET_BYTES, fraction
 from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Ref
+from autopar.problem.leaves import Leaves
 from autopar.problem.members import Member, Way
 from autopar.problem.moved import Moved, add_to, over
 from autopar.problem.nets import Link
@@ -56,7 +58,7 @@ class Table:
 class Passing:
     """The tables of `model`; `forward` are prices on the same mesh. `late`: sums that go once per step, and leaves that are gathered then, are left out.
     `between`: nets, by number, between pieces that may be laid out each in its own way, as on places of a pipeline; they take nothing, and neither does what is in
-    the background outside of blocks, because some of these may hide what others bring. `linked`: with LINKS."""
+    the background outside of blocks, because some of these may hide what others bring. `linked`: with LINKS and LATE."""
 
     model: Model
     forward: ForwardPrices
@@ -72,7 +74,7 @@ class Passing:
     @property
     def width(self) -> int:
         """How many quantities a table has."""
-        return PLAIN + 4 * self.axes + 1 + 2 * self.axes * self.linked
+        return PLAIN + 4 * self.axes + 1 + 3 * self.axes * self.linked
 
     def ahead(self, axis: int) -> int:
         """The quantity AHEAD of an axis."""
@@ -103,6 +105,10 @@ class Passing:
     def links_behind(self, axis: int) -> int:
         """The quantity LINKS of an axis, of what is in the background."""
         return self.links_waited(axis) + self.axes
+
+    def late_leaf(self, axis: int) -> int:
+        """The quantity LATE of an axis."""
+        return self.links_behind(axis) + self.axes
 
     @property
     def link(self) -> list[str]:
@@ -139,13 +145,15 @@ class Passing:
     def nets(self) -> list[Table]:
         """Of each net."""
         found = [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
+        if self.linked and not self.late:
+            self._late(found)
         for index, table in enumerate(found if self.between is not None else ()):
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
             elif not table.scope:
                 table.each[..., PLAIN:self.waits(0)] = 0.0
                 if self.linked:
-                    table.each[..., self.links_behind(0):] = 0.0
+                    table.each[..., self.links_behind(0):self.late_leaf(0)] = 0.0
         return found
 
     def _scope(self, scope: str) -> str:
@@ -247,18 +255,30 @@ class Passing:
 
     @cached_property
     def leaves_s(self) -> Mapping[str, np.ndarray]:
-        """By scope of blocks and by axis: LEAF takes no more than that of what is ahead, the bytes of the first few buckets at what a byte takes, and what leaves take
-        beyond that, at whatever price of a byte says least."""
-        found: dict[str, np.ndarray] = {}
-        for scope in self.model.links[0].program.runs:
-            weights = {link.ref: (self._gathered(link), self.nets[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes].max(1))
-                       for index, link in reversed(list(enumerate(self.model.links))) if link.weight and link.cluster.scope == scope}
-            sizes = [nbytes for nbytes, _ in weights.values()]
-            last = sorted((float(nbytes.max()) for nbytes in sizes), reverse=True)[:LEAVES_AHEAD]
-            others = sum(float(nbytes[nbytes < BUCKET_BYTES].max(initial=0.0)) for nbytes in sizes)
-            first_bytes = sum(last) + min(LEAVES_AHEAD * BUCKET_BYTES, others)  # a bucket is full with a last one on top of less than it holds
-            found[scope] = np.array([_most_s(first_bytes, [(nbytes, leaf_s[:, axis]) for nbytes, leaf_s in weights.values()]) for axis in range(self.axes)])
-        return found
+        """By scope of blocks and by axis: so much less than all entries of LATE together is late."""
+        assert self.nets, "LATE is of the nets"
+        return {scope: leaves.most_s for scope, leaves in self._leaves.items()}
+
+    @cached_property
+    def _leaves(self) -> dict[str, Leaves]:
+        """By scope of blocks, once there are nets."""
+        return {}
+
+    def _late(self, nets: Sequence[Table]) -> None:
+        """Fills LATE in."""
+        runs, first = self.model.links[0].program.runs, dict[Ref, int]()
+        for index, link in enumerate(self.model.links):
+            if link.weight and link.cluster.scope in runs:
+                first.setdefault(link.ref, index)
+        for scope, run in runs.items():
+            own = [index for index in first.values() if self.model.links[index].cluster.scope == scope]
+            tables = [nets[index].each[FORWARD] for index in own]
+            leaves = Leaves([self._gathered(self.model.links[index]) for index in own], [each[..., self.leaf(0):self.leaf(0) + self.axes] for each in tables], run.count)
+            if any(seconds.any() for seconds in leaves.seconds):
+                self._leaves[scope] = leaves
+                for number, (index, each) in enumerate(zip(own, tables, strict=True)):
+                    if not self.shared[self.model.links[index].ref]:
+                        each[..., self.late_leaf(0):] = leaves.late_s(number)
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -301,7 +321,7 @@ class Passing:
         each[:, SHOWN] = moved.local_s + last * moved.by_axis[:, 2:4].sum((1, 2))
         each[:, PLAIN:PLAIN + 2 * self.axes] = (moved.by_axis[:, :2] - last * moved.by_axis[:, 2:4]).reshape(len(each), -1)
         if self.linked:
-            each[:, self.links_behind(0):] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
+            each[:, self.links_behind(0):self.late_leaf(0)] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
         add_to(found, each, moved.at, times)
 
     def _after(self, found: np.ndarray, moved: Moved, times: np.ndarray, first: int, hidden: np.ndarray) -> None:
@@ -313,16 +333,9 @@ class Passing:
             shown[:, SHOWN] = moving_s.sum(1)
             behind[:, first:first + self.axes] = moving_s
             if self.linked:
-                behind[:, self.links_behind(0):] = linked_s
+                behind[:, self.links_behind(0):self.late_leaf(0)] = linked_s
             add_to(found, shown, moved.at, times * (1.0 - under)[:, None])
             add_to(found, behind, moved.at, times * under[:, None])
         copies = np.zeros((len(moved.each), self.width))
         copies[:, SHOWN] = moved.local_s
         add_to(found, copies, moved.at, times)
-
-
-def _most_s(first_bytes: float, leaves: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Seconds of leaves of which so many bytes are ahead, given each one's bytes and seconds by choice. With any price of a byte: what all leaves take is their bytes at
-    that price and what is beyond it, and of both the share of the bytes is ahead."""
-    byte_s = {0.0, *(float(s) / float(b) for nbytes, seconds in leaves for b, s in zip(nbytes, seconds, strict=True) if b > 0)}
-    return min(price * first_bytes + sum(float(np.maximum(0.0, seconds - price * nbytes).max(initial=0.0)) for nbytes, seconds in leaves) for price in byte_s)

@@ -45,10 +45,12 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 @dataclass(eq=False)
 class Elsewhere:
     """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
-    once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one."""
+    once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one; `tell` is told those of the
+    best plan of all once answers are about as good as they get."""
 
     ask: Callable[[float], float]
     search: Callable[[float], float] = lambda known_s: math.inf
+    tell: Callable[[float], None] = lambda known_s: None
     seconds: float = math.inf
     done: bool = False
 
@@ -282,6 +284,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
         known = min(known, elsewhere.searched(min(first.cost.time_s for first in seen)))
     honed = _honed(planner, list(fit.values()), known, timer)
     known = min([known, *(each.cost.time_s for each in honed)])
+    elsewhere.tell(known)
     for first in sorted(seen, key=lambda c: c.cost.time_s):
         if first.solution.bound_s >= known * (1 - CLOSE) or timer.skips():
             bounds.append(first.solution.bound_s)

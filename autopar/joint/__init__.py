@@ -7,7 +7,8 @@
     explore      the walk through a space                       best         one stage or several, over all spaces
     offloading   parameters and optimizer state on the host     worth        what a step can gain there at most
     frontier     step time against memory                       alone        one part of the cluster against all of it
-    prove        what no plan of all these is faster than  bounded      the same of one shape
+    prove        what no plan of all these is faster than       bounded      the same of one shape
+    beside       a proof while the search goes on               board        claims that two processes look at
     relaxed      a step at prices of what hides            cutting      the prices that prove most
     polytope     which prices there are                    cases        bounds by how long passes wait
     solving      what is proven at some prices             effort       how closely a bound is looked for
@@ -16,7 +17,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import fx
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.alone import compared
+from autopar.joint.beside import Beside
 from autopar.joint.best import best
 from autopar.joint.inner import Inner
 from autopar.joint.prove import proven_s
@@ -46,15 +47,10 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
     inner = Inner(gm, hints, request)
-    timer = inner.timer
-    made = compared(inner, anywhere(inner, **about), best)
-    if request.recipe is not None:
-        return made
-    if request.prove:
-        return _proven(inner, made, math.inf, closely=True)
-    if timer.left_s < timer.limit_s * (1 - MOST):
-        return replace(made, notes=(*made.notes, UNPROVEN))
-    return _proven(inner, made, timer.ends_at, closely=False)
+    with Beside(inner) as proof:
+        inner.answered = proof.know
+        made = compared(inner, anywhere(inner, **about), best)
+        return made if request.recipe is not None else _proven(inner, made, proof)
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:
@@ -71,7 +67,16 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
     return offloading.or_faster(inner, made, about) if free else made
 
 
-def _proven(inner: Inner, made: Plan, deadline: float, *, closely: bool) -> Plan:
+def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    bound_s = proven_s(inner, made.predicted.step_s, tuple(made.mesh) if len(made.stages) == 1 else None, closely=closely, deadline=deadline)
+    timer, step_s = inner.timer, made.predicted.step_s
+    mesh = tuple(made.mesh) if len(made.stages) == 1 else None
+    if inner.request.prove:
+        bound_s = proven_s(inner, step_s, mesh)
+    elif timer.left_s >= timer.limit_s * (1 - MOST):
+        bound_s = proof.proven_s(step_s, mesh, timer.ends_at)
+    elif proof.looked:
+        bound_s = proof.so_far_s(step_s, mesh)
+    else:
+        return replace(made, notes=(*made.notes, UNPROVEN))
     return replace(made, predicted=replace(made.predicted, bound_s=bound_s))

@@ -29,7 +29,7 @@ def best(inner: Inner, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(inner, SEARCH, float("inf"), timer.ends_at)
-    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched) if several else None
+    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, inner.answered) if several else None
     try:
         flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, timer, **about)
     except InfeasibleError as error:
@@ -74,6 +74,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
         tried += _rows(walk)
         if found is not None and found.step_s < known_s * (1 - CLOSE):
             best, known_s = found, found.step_s
+            inner.answered(known_s)
     inner.timer.hurried |= any(walk.hurried for walk in walks)
     if not inner.request.settings.offload:
         inner.roomy.update(walks[0].pricing.roomy)

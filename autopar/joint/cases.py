@@ -54,7 +54,7 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effo
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
     deadline = time.perf_counter() + LIMIT_S
-    while open_[0].bound_s < cutoff_s and made < effort.cases and effort.meter.left > 0 and time.perf_counter() < deadline:
+    while open_[0].bound_s < cutoff_s and made < effort.cases and time.perf_counter() < deadline:
         worst = heapq.heappop(open_)
         split = _split(worst, keys)
         if split is None:
@@ -64,7 +64,6 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effo
             found = _case(replace(cutting, levels=[Level(narrower, level.met)]), keys, cutoff_s, made)
             heapq.heappush(open_, replace(found, bound_s=max(found.bound_s, worst.bound_s)))
             made += 1
-            effort.meter.spend()
     return open_[0].bound_s
 
 

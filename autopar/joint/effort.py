@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ROUNDS = 24
 """Rounds of cutting planes, where more of them prove nothing more."""
@@ -12,24 +11,12 @@ CASES = 1024
 """So many cases at most of one shape (joint.cases)."""
 
 
-@dataclass
-class Meter:
-    """How much may be spent, in cases."""
-
-    left: float = math.inf
-
-    def spend(self, cases: float = 1.0) -> None:
-        """So much less is left."""
-        self.left -= cases
-
-
 @dataclass(frozen=True)
 class Effort:
-    """`rounds` of cutting planes, and where there are `cases`, so many of these at most while `meter` has any left, with every Problem solved to the end."""
+    """`rounds` of cutting planes, and where there are `cases`, so many of these at most, with every Problem solved to the end."""
 
     rounds: int
     cases: int = 0
-    meter: Meter = field(default_factory=Meter)
 
 
 CLOSEST = Effort(ROUNDS, CASES)

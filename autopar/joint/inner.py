@@ -70,6 +70,7 @@ class Inner:
         self._origins: dict[str, str] = {}  # of runs that are parts of others: which
         self._entire: Inner | None = None  # the same with all runs of blocks as they are
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
+        self.answered: Callable[[float], None] = lambda known_s: None  # told the seconds of ever better answers
 
     def restart(self) -> None:
         """What is looked for from now on has the time of the request once more."""

@@ -20,18 +20,18 @@ holds with that and no update at all, and the least update.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
+from autopar.joint.board import Board, Part
 from autopar.joint.bounded import Alone, Timed
-from autopar.joint.effort import CASES, CLOSEST, ROUNDS, Effort, Meter
+from autopar.joint.effort import CASES, CLOSEST, ROUNDS, Effort
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.shapes import Shape
@@ -42,17 +42,17 @@ from autopar.recipes.free import spaces
 FEW = 4
 """Rounds of cutting planes, where more of them rarely prove more."""
 
-LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(FEW)), (False, Effort(ROUNDS, 32)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
+LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(FEW)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
 """Behind the floor: whether shapes are looked at together, and how closely."""
 
 CLOSE = len(LOOKS)
 """Looked at as closely as can be."""
 
-GLANCE = 2
-"""So many looks at all claims take no longer than the search of the answer did."""
+GLANCE, CLOSER = 2, 4
+"""So many looks at all claims take no longer than the search of the answer did; and at few of them."""
 
-SMALL, EACH, SHAPE = 24, 4, 15
-"""Of so few claims some are looked at closer, for so many cases (joint.cases) for each of them all: those of the lowest, where a shape that was not looked at before takes as long as so many."""
+SMALL = 24
+"""So many claims are few."""
 
 GOAL = 0.02
 """A gap that nobody wants smaller where planning is not to take long."""
@@ -71,20 +71,14 @@ class Claim:
     looks: int = field(compare=False, default=0)
 
 
-def proven_s(inner: Inner, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf) -> float:
+def proven_s(inner: Inner, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:
     """Seconds that no plan beats, `known_s`, the step of one that there is, at most: as `closely` as can be, or in about the time of a search, and with no look that begins behind
-    `deadline` (time.monotonic). `mesh` is that of a plan of one stage, which may be none that is always searched. On clusters of several parts that is only the least work."""
-    prover, least_s = Prover(inner, mesh=mesh), known_s if closely else known_s / (1 + GOAL)
-    claims = prover.claims()
-    heapq.heapify(claims)
-    if not closely:
-        prover.meter.left = EACH * len(claims) if len(claims) <= SMALL else 0.0
-    while claims and claims[0].bound_s < least_s and claims[0].looks < prover.most_looks and time.monotonic() < deadline:
-        for claim in prover.closer(heapq.heappop(claims), least_s):
-            heapq.heappush(claims, claim)
-            if claim.looks == CLOSE:
-                least_s = min(least_s, claim.bound_s)
-    return min([known_s, *(claim.bound_s for claim in claims)])
+    `deadline` (time.monotonic). `mesh` is that of a plan of one stage, which may be none that is always searched; of plans on some shapes `only`, where there are any. On clusters of
+    several parts that is only the least work."""
+    prover = Prover(inner, closely, mesh, only)
+    while time.monotonic() < deadline and prover.look(known_s):
+        pass
+    return prover.proven_s(known_s)
 
 
 def _spills(cluster: Cluster) -> bool:
@@ -94,11 +88,12 @@ def _spills(cluster: Cluster) -> bool:
 
 @dataclass(eq=False)
 class Prover:
-    """Bounds of all shapes of one graph."""
+    """Bounds of all shapes of one graph, or `only` of some; what is proven of which claim is on its `board`."""
 
     inner: Inner
-    meter: Meter = field(default_factory=Meter)
+    closely: bool = True
     mesh: tuple[int, ...] | None = None
+    only: Sequence[Shape] = ()
     _bounded: dict[Shape, Alone | Timed | None] = field(default_factory=dict)
 
     @cached_property
@@ -106,15 +101,49 @@ class Prover:
         """What knows the Problems and timetables of shapes."""
         return Pricing(self.inner, SEARCH)
 
+    @cached_property
+    def all_claims(self) -> list[Claim]:
+        """Those that there are in the beginning."""
+        return self.claims()
+
+    @cached_property
+    def board(self) -> Board:
+        """Of all claims."""
+        return Board([Part(claim.bound_s, 0, len(claim.shapes), 0) for claim in self.all_claims], self.most_looks)
+
     @property
     def most_looks(self) -> int:
         """So many looks at the same claim, at most."""
         if self.inner.request.cluster.parts:
             return 0
-        return CLOSE if self.meter.left > 0 else GLANCE
+        return CLOSE if self.closely else CLOSER if len(self.all_claims) <= SMALL else GLANCE
+
+    def enough_s(self, known_s: float) -> float:
+        """Nobody asks for a proof of more, given the step of a plan that there is."""
+        return min(known_s, self.board.settled_s) if self.closely else known_s / (1 + GOAL)
+
+    def proven_s(self, known_s: float) -> float:
+        """Seconds that no plan beats by what was looked at so far, `known_s` at most."""
+        return min(known_s, self.board.proven_s(self.enough_s(known_s)))
+
+    def look(self, known_s: float, who: int = 0) -> bool:
+        """Look once more at the claim that nobody else looks at of which least is proven; False where that proves nothing that is asked for."""
+        enough_s = self.enough_s(known_s)
+        taken = self.board.take(who, enough_s)
+        if taken is None:
+            return False
+        index, part = taken
+        claim, at, made = Claim(part.bound_s, self.all_claims[index].shapes[part.begin:part.end], part.looks), part.begin, list[Part]()
+        for closer in self.closer(claim, enough_s):
+            made.append(Part(closer.bound_s, at, at + len(closer.shapes), closer.looks))
+            at += len(closer.shapes)
+        self.board.tell(index, made)
+        return True
 
     def shapes(self) -> list[Shape]:
         """One place and one microbatch on every mesh, and all that the search may choose beside that."""
+        if self.only:
+            return list(self.only)
         request = self.inner.request
         flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.inner.whole.cuts_samples)
         flat = flat if self.mesh is None else list(dict.fromkeys([*flat, self.mesh]))
@@ -131,13 +160,11 @@ class Prover:
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
         """The same looked at once more; where shapes are not looked at together any more the first one, and the others together from the beginning. Nothing above `cutoff_s` is exact."""
         together, effort = LOOKS[claim.looks]
-        effort, first, others = replace(effort, meter=self.meter), claim.shapes[:1], claim.shapes[1:]
+        first, others = claim.shapes[:1], claim.shapes[1:]
         self.inner.request.say(f"proving: {first[0]}")
         if together:
             yield Claim(max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1)
             return
-        if first[0] not in self._bounded:
-            self.meter.spend(SHAPE)
         yield Claim(max(claim.bound_s, self.bound_s(first[0], cutoff_s, effort)), first, claim.looks + 1)
         if others:
             yield Claim(claim.bound_s, others)

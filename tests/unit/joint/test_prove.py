@@ -12,10 +12,10 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import plan
 from autopar.joint.bounded import Timed, cut_s
-from autopar.joint.effort import CLOSEST, Meter
+from autopar.joint.effort import CLOSEST
 from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import CLOSE, GLANCE, Prover, proven_s
+from autopar.joint.prove import CLOSE, CLOSER, GLANCE, SMALL, Prover, proven_s
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.plan import Plan
@@ -69,7 +69,7 @@ def test_a_proof_covers_the_mesh_of_the_answer() -> None:
 
 def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beginning() -> None:
     who = subject("hf-gpt2")
-    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), Meter(100.0))
+    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))))
     claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
     for _ in range(GLANCE):
         (claim,) = prover.closer(claim, math.inf)
@@ -78,9 +78,15 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
     assert first.bound_s >= claim.bound_s == others.bound_s
     (closer,) = prover.closer(first, math.inf)
     (others,) = prover.closer(others, math.inf)
-    assert closer.bound_s >= first.bound_s and prover.meter.left <= 100.0 and prover.most_looks == CLOSE
-    prover.meter.spend(100.0)
-    assert prover.most_looks == GLANCE
+    assert closer.bound_s >= first.bound_s and prover.most_looks == CLOSE
+    assert len(prover.all_claims) <= SMALL and replace(prover, closely=False).most_looks == CLOSER
+
+
+def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = subject("hf-gpt2")
+    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), closely=False)
+    monkeypatch.setattr("autopar.joint.prove.SMALL", len(prover.all_claims) - 1)
+    assert prover.most_looks == GLANCE and replace(prover, closely=True).most_looks == CLOSE
 
 
 def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> None:

@@ -1,0 +1,105 @@
+"""A proof beside the search: once there is an answer, another process looks at claims while this one searches on, and then both do (joint.board).
+
+The other process is forked, so that it has all that was made so far. It computes with numpy and OR-tools alone, never with torch, says nothing, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from dataclasses import replace
+from types import TracebackType
+
+from autopar.joint.board import FORKS
+from autopar.joint.inner import Inner
+from autopar.joint.prove import Prover, proven_s
+from autopar.joint.shapes import Shape
+
+OURS, THEIRS = range(2)
+
+WAIT_S = 0.005
+
+
+class Beside:
+    """What no plan for `inner` is faster than, looked for in the time of the search. Its other process is gone at the end of its context."""
+
+    def __init__(self, inner: Inner) -> None:
+        self.inner = inner
+        self.prover = Prover(inner, closely=False)
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def know(self, known_s: float) -> None:
+        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for it."""
+        if math.isinf(known_s) or self.inner.request.prove or self.prover.most_looks == 0:
+            return
+        self.prover.board.know(min(known_s, self.prover.board.known_s))
+        if self._process is None and able():
+            quiet = copy.copy(self.inner)
+            quiet.request = replace(self.inner.request, progress=None)
+            theirs = replace(self.prover, inner=quiet)
+            theirs.board = self.prover.board
+            self._process = multiprocessing.get_context("fork").Process(target=_look, args=(theirs,), daemon=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, as torch's: the other process needs none of them
+                self._process.start()
+
+    @property
+    def looked(self) -> bool:
+        """Whether the other process has proven more than the least work there is."""
+        return self._process is not None and self.prover.board.looked
+
+    def so_far_s(self, known_s: float, mesh: tuple[int, ...] | None) -> float:
+        """Seconds that no plan beats by what was looked at so far; `mesh` as proven_s has it."""
+        return min([self.prover.proven_s(known_s), *map(self.prover.floor_s, self._others(mesh))])
+
+    def proven_s(self, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
+        """As joint.prove.proven_s, with the other process where there is one."""
+        if self._process is None:
+            return proven_s(self.inner, known_s, mesh, closely=False, deadline=deadline)
+        board = self.prover.board
+        board.know(known_s)
+        while time.monotonic() < deadline and board.open(self.prover.enough_s(known_s)):
+            if self.prover.look(known_s, OURS):
+                continue
+            self._process.join(WAIT_S)
+            if not self._process.is_alive():
+                board.leave(THEIRS)
+        found_s = self.prover.proven_s(known_s)
+        if others := self._others(mesh):
+            found_s = min(found_s, proven_s(self.inner, known_s, closely=False, deadline=deadline, only=others))
+        return found_s
+
+    def _others(self, mesh: tuple[int, ...] | None) -> list[Shape]:
+        """That of a plan of one stage, where it is none that is always searched."""
+        own = [Shape(1, mesh, 1)] if mesh is not None else []
+        return [shape for shape in own if shape not in self.prover.shapes()]
+
+
+def able() -> bool:
+    """Whether another process may be forked, and has a core of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return FORKS and sys.platform == "linux" and cores > 1 and not multiprocessing.current_process().daemon
+
+
+def _look(prover: Prover) -> None:
+    """The other process: until there is nothing to look at, or nobody to do it for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that waits for this hears it, and ends this
+    gc.freeze()
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive() and prover.look(prover.board.known_s, THEIRS):
+        pass

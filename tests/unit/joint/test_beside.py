@@ -1,0 +1,123 @@
+"""A proof in another process: the same as in this one, and nothing of it is left, whatever happens."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.joint import beside, plan
+from autopar.joint.beside import Beside
+from autopar.joint.inner import Inner
+from autopar.joint.prove import proven_s
+from autopar.joint.shapes import Shape
+from autopar.problem.settings import Settings
+from autopar.request import Request
+from tests.helpers.verify import subject
+
+
+@pytest.fixture(autouse=True)
+def _able(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine with cores to spare."""
+    monkeypatch.setattr(beside, "able", lambda: True)
+    yield
+    assert not multiprocessing.active_children()
+
+
+def inner_of(prove: bool = False) -> Inner:
+    who = subject("hf-gpt2")
+    return Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"), prove=prove))
+
+
+@cache
+def step_s() -> float:
+    """Of a plan that is a tenth above what is proven, so that claims are looked at as closely as ever."""
+    return 1.1 * proven_s(inner_of(), math.inf, closely=False)
+
+
+def test_two_processes_prove_what_one_does() -> None:
+    alone_s = proven_s(inner_of(), step_s(), closely=False)
+    with Beside(inner_of()) as proof:
+        assert not proof.looked
+        proof.know(step_s())
+        proof.know(2 * step_s())  # slower ones are not news
+        (child,) = multiprocessing.active_children()
+        assert child.daemon and proof.proven_s(step_s(), None, math.inf) == pytest.approx(alone_s, rel=1e-9) and proof.looked
+        assert proof.so_far_s(step_s(), None) == pytest.approx(alone_s, rel=1e-9)
+
+
+def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothing() -> None:
+    with Beside(inner_of()) as proof:
+        proof.know(step_s())
+        while not proof.looked:
+            time.sleep(0.01)
+        multiprocessing.active_children()[0].join()
+        found_s = proof.so_far_s(step_s(), None)
+    assert found_s == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
+    assert found_s > min(proof.prover.floor_s(shape) for shape in proof.prover.shapes())
+
+
+def test_where_the_other_process_dies_this_one_goes_on() -> None:
+    with Beside(inner_of()) as proof:
+        proof.know(step_s())
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        proof.prover.board.take(beside.THEIRS, step_s())  # as if that was in the middle of something
+        assert proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
+
+
+def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
+    who = subject("gpt")
+    request = Request(Cluster.parse("h100:8x2"), Settings("train"))
+    own = Shape(1, (4, 2, 2), 1)
+    with Beside(Inner(who.captured.gm, {**who.captured.hints, "b": 64}, request)) as proof:
+        assert proof._others((4, 2, 2)) == [own] and proof._others((8, 2)) == [] == proof._others(None)
+        proof.know(1.0)
+        least_s = proven_s(proof.inner, 1.0, closely=False, only=[own])
+        assert proof.proven_s(1.0, (4, 2, 2), math.inf) <= least_s and proof.so_far_s(1.0, (4, 2, 2)) <= proof.prover.floor_s(own) < least_s
+
+
+def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Beside, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)  # the whole group of processes has it
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Beside, "proven_s", interrupted)
+    inner = inner_of()
+    with pytest.raises(KeyboardInterrupt):
+        plan(inner.gm, inner.hints, inner.request, model="m", graph_hash="")
+
+
+def test_a_search_forks_once_and_a_proof_of_all_shapes_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[object] = []
+    context = multiprocessing.get_context("fork")
+    process = context.Process
+    monkeypatch.setattr(context, "Process", lambda **given: (begun.append(given), process(**given))[1])
+    who, request = subject("hf-gpt2"), Request(Cluster.parse("h100:1x4"), Settings("train"))
+    made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    assert len(begun) == 1 and 0 <= made.predicted.gap < 0.5
+    with Beside(inner_of(prove=True)) as proof:
+        proof.know(step_s())
+        proof.know(math.inf)
+    assert len(begun) == 1
+
+
+def test_no_process_is_forked_from_one_that_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert not beside.able()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert beside.able() == beside.FORKS
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
+    assert not beside.able()

@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
+from autopar.cost.comm import collective_s
 from autopar.errors import InfeasibleError
 from autopar.joint.again import Again, agains
 from autopar.joint.cases import bound_s
@@ -27,6 +29,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.solving import CLOSE, Solver
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.pipeline.least import Example, Least, least, mean
+from autopar.planner import bare_plan
 from autopar.problem.build import Model
 from autopar.problem.passing import BACKWARD, INPUTS, PASSES, SHOWN, Passing
 from autopar.problem.remat import rematerialised
@@ -223,9 +226,27 @@ class Timed:
     def _passing(self, level: str) -> Passing:
         return Passing(self.models.at(level), self.models.forward, late=True, between=self.between, linked=True)
 
+    @cached_property
+    def _crossing_bytes(self) -> list[list[float]]:
+        """Of each cut in front of a piece but the first, bytes on a rank of what it sends, at least: each value cut over all ranks."""
+        micro, shape, inner = self.models.micro, self.shape, self.inner
+        some = [int(np.isfinite(node.cost_s).argmax()) for node in micro.problem.nodes]
+        plan, program = bare_plan(inner.whole, inner.mesh(shape), micro.decode(some), ""), inner.planner(shape.microbatches).program
+        return [[program.bytes_of(ref) / math.prod(shape.mesh) for ref in sends] for sends in inner.crossing(plan, shape.microbatches)[1:]]
+
+    def _sends_s(self, table: Timetable) -> list[float]:
+        """Seconds of a send from each stage to the next, at least: a stage has one piece or more, so that each cut has only some places that it may be in."""
+        places, ways, last = self.inner.grounds(self.shape)[0].places, self._crossing_bytes, table.stages - 2
+        found = []
+        for hop, (one, other) in enumerate(pairwise(table.at)):
+            link = places.link(one, other) if one != other else None
+            within = ways[hop:len(ways) - (last - hop)]
+            found.append(min(sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in within) if link is not None else 0.0)
+        return found
+
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
         """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""
         alike = self.shape.places == 1 or self.inner.request.cluster.device.alone > 1
         found = [(table, mean(table.places, table.microbatches) if alike else
-                  least(flow_of(table.kind, table.places, table.microbatches), table.stages, table.microbatches, example)) for table in self.tables]
+                  least(flow_of(table.kind, table.places, table.microbatches), table.stages, table.microbatches, example, self._sends_s(table))) for table in self.tables]
         return sorted(found, key=lambda way: way[1].step_s(example))

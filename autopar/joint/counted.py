@@ -37,7 +37,8 @@ def timed(passing: Passing, models: Models, table: Timetable, weights: Least, li
     node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
     net_s = [weights.once * each for each in _once_s(passing, once)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(micro, once, table, limit_bytes, between, hosted=hosted)))
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(micro, once, table, limit_bytes, between, hosted=hosted)),
+                   fixed_s=weights.fixed_s)
 
 
 def in_one_place(passing: Passing, models: Models, microbatches: int, share: float, piece: int | None = None, *, hosted: bool = False) -> Relaxed:

@@ -7,7 +7,8 @@
 
 Of what one shape is proven of:
 
-    length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut (pipeline.least)
+    length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut, and of sends with each value cut over all ranks
+              (pipeline.least)
     passes    the choices of layouts: what their passes take at least, at prices that cutting planes find (joint.relaxed, joint.cutting)
     places    may be laid out each in its own way: a block, and each operator outside, is bounded by itself, and what goes between takes nothing
     memory    no plan has more bytes than there are, by the count of the search: on one place its own, on several the mean over places. At a

@@ -53,7 +53,7 @@ class Costs:
 @dataclass(eq=False)
 class Relaxed:
     """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions whose
-    waits are within `spans`. `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.again)."""
+    waits are within `spans`. `fixed_s` are on top of all; `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.again)."""
 
     passing: Passing
     times: Mapping[Key, float]
@@ -62,6 +62,7 @@ class Relaxed:
     rooms: Sequence[Room] = ()
     spans: Spans = field(default_factory=dict)
     again: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    fixed_s: float = 0.0
 
     @property
     def problem(self) -> Problem:
@@ -81,7 +82,7 @@ class Relaxed:
     def sums(self, choice: Sequence[int], prices: Mapping[Key, np.ndarray] | None = None, bytes_s: np.ndarray | None = None) -> Sums:
         """What `choice` takes, with the seconds and bytes of `again` that cost least at these prices, or the first ones."""
         passes = {key: np.eye(1, self.passing.width + 1, self.passing.width)[0] for key in self.keys}
-        own_s, over = 0.0, -np.array([room.limit for room in self.rooms], float)
+        own_s, over = self.fixed_s, -np.array([room.limit for room in self.rooms], float)
         for v, c in enumerate(choice):
             own_s += float(self.node_s[v][c])
             over += [float(room.nodes[v][c]) for room in self.rooms]
@@ -123,7 +124,7 @@ class Relaxed:
             cost_s = np.maximum(cost_s, 0.0)
             net_s.append(cost_s if barred is None else np.where(barred, np.inf, cost_s))
         over_s = sum(float(m) * room.limit for m, room in zip(bytes_s, self.rooms, strict=True))
-        fixed_s = sum(float(values[-1]) for values in prices.values())
+        fixed_s = self.fixed_s + sum(float(values[-1]) for values in prices.values())
         fixed_s += sum(min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items())
         return Costs(node_s, net_s, fixed_s - up_s - over_s)
 

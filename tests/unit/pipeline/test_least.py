@@ -16,9 +16,9 @@ SHAPES = {Kind("1f1b"): (3, 4), Kind("interleaved_1f1b", 2): (2, 4), Kind("inter
 EXAMPLES = Example(1.0, 2.0, 0.9, 0.06), Example(1.0, 2.0, 0.0, 3.0), Example(1.0, 1.0, 1.0, 0.0)
 
 
-def _weights(kind: Kind, example: Example) -> Least:
+def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> Least:
     places, microbatches = SHAPES[kind]
-    return least(flow_of(kind, places, microbatches), Timetable(kind, places, microbatches).stages, microbatches, example)
+    return least(flow_of(kind, places, microbatches), Timetable(kind, places, microbatches).stages, microbatches, example, sends_s)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -27,10 +27,12 @@ def _weights(kind: Kind, example: Example) -> Least:
 def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     places, microbatches = SHAPES[kind]
     table = Timetable(kind, places, microbatches)
-    weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)))
+    sends = data.draw(st.lists(SECONDS, min_size=table.stages - 1, max_size=table.stages - 1))
+    weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)), tuple(sends))
     draw = data.draw(st.lists(st.tuples(*[SECONDS] * 4), min_size=table.stages, max_size=table.stages))
     once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
-    times = [StageTime(forward, inputs, late, 0.0, both) for forward, inputs, late, both in draw]
+    longer = data.draw(st.sampled_from([0.0, 0.5]))  # sends may take longer than they do at least
+    times = [StageTime(forward, inputs, late, sent + longer, both) for (forward, inputs, late, both), sent in zip(draw, [*sends, 0.0], strict=True)]
     whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
     compute = sum(min(time.inputs_s, time.of("B")) for time in times)
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
@@ -56,3 +58,12 @@ def test_the_bubble_is_seen(kind: Kind) -> None:
 def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:
     weights = _weights(Kind("1f1b"), Example(1.0, 2.0, 0.0, 0.0))
     assert weights.step_s(Example(1.0, 2.0, 0.0, 0.0)) == pytest.approx(3 * (3 + 4 - 1) / 3, rel=1e-4)
+
+
+def test_a_microbatch_waits_for_its_sends() -> None:
+    """Three places: the first microbatch is sent twice before the last place begins, the last one twice back before the first one ends; and some in between are waited for, too."""
+    example, sends = Example(1.0, 2.0, 0.0, 0.0), (0.01, 0.02)
+    plain_s, sent_s = (_weights(Kind("1f1b"), example, sent).step_s(example) for sent in ((), sends))
+    even = [StageTime(1 / 3, 2 / 3, send_s=sent) for sent in (*sends, 0.0)]
+    took_s = max(Timetable(Kind("1f1b"), *SHAPES[Kind("1f1b")]).ends_s(even, whole=True))
+    assert plain_s + 2 * sum(sends) <= sent_s * (1 + 1e-5) <= took_s * (1 + 1e-4)

@@ -75,14 +75,14 @@ def test_where_the_other_process_dies_this_one_goes_on() -> None:
 
 
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
-    who = subject("gpt")
-    request = Request(Cluster.parse("h100:8x2"), Settings("train"))
-    own = Shape(1, (4, 2, 2), 1)
-    with Beside(Inner(who.captured.gm, {**who.captured.hints, "b": 64}, request)) as proof:
-        assert proof._others((4, 2, 2)) == [own] and proof._others((8, 2)) == [] == proof._others(None)
-        proof.know(1.0)
-        least_s = proven_s(proof.inner, 1.0, closely=False, only=[own])
-        assert proof.proven_s(1.0, (4, 2, 2), math.inf) <= least_s and proof.so_far_s(1.0, (4, 2, 2)) <= proof.prover.floor_s(own) < least_s
+    who = subject("hf-gpt2")
+    own = Shape(1, (2, 2, 2), 1)
+    with Beside(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:4x2"), Settings("train")))) as proof:
+        assert proof._others((2, 2, 2)) == [own] and proof._others((4, 2)) == [] == proof._others(None)
+        known_s = 1.3 * proof.prover.floor_s(own)
+        proof.know(known_s)
+        least_s = proven_s(proof.inner, known_s, closely=False, only=[own])
+        assert proof.proven_s(known_s, (2, 2, 2), math.inf) <= least_s and proof.so_far_s(known_s, (2, 2, 2)) <= proof.prover.floor_s(own) < least_s
 
 
 def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ class Alone:
         cluster = inner.request.cluster
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, inner.request.settings, self.whole.forward_kernels)
         self.passing = Passing(self.plain, self.forward, late=False, linked=True)
+        self._met: dict[bool, Choices] = {False: [], True: []}  # with all the memory there is, by whether something is on the host: a closer look begins with them
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """Seconds that no plan beats with all the memory there is; `hosted` as bound_s has it."""
@@ -83,8 +84,7 @@ class Alone:
 
     def _roomy(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, Relaxed, Choices]:
         """The same, what it is of, and the solutions that were met."""
-        met: Choices = []
-        roomy = alone(self.passing, self.plain, math.inf, hosted=hosted)
+        roomy, met = alone(self.passing, self.plain, math.inf, hosted=hosted), self._met[hosted]
         return cut_s([roomy], cutoff_s, effort, met), roomy, met
 
     def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:

@@ -43,13 +43,13 @@ from autopar.recipes.free import spaces
 FEW = 4
 """Rounds of cutting planes, where more of them rarely prove more."""
 
-LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(FEW)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
+LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
 """Behind the floor: whether shapes are looked at together, and how closely."""
 
 CLOSE = len(LOOKS)
 """Looked at as closely as can be."""
 
-GLANCE, CLOSER = 2, 4
+GLANCE, CLOSER = 2, 3
 """So many looks at all claims take no longer than the search of the answer did; and at few of them."""
 
 SMALL = 24

@@ -46,7 +46,7 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 class Elsewhere:
     """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
     once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one; `tell` is told those of the
-    best plan of all once answers are about as good as they get."""
+    best plan of all once every mesh was looked at, and whenever it is better."""
 
     ask: Callable[[float], float]
     search: Callable[[float], float] = lambda known_s: math.inf
@@ -279,6 +279,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
             seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
             known = min(known, seen[-1].cost.time_s)
     fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
+    elsewhere.tell(known)
     if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
         known = min(known, elsewhere.asked(known))
         known = min(known, elsewhere.searched(min(first.cost.time_s for first in seen)))

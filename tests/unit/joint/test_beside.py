@@ -16,7 +16,7 @@ from autopar.cluster import Cluster
 from autopar.joint import beside, plan
 from autopar.joint.beside import Beside
 from autopar.joint.inner import Inner
-from autopar.joint.prove import proven_s
+from autopar.joint.prove import Prover, proven_s
 from autopar.joint.shapes import Shape
 from autopar.problem.settings import Settings
 from autopar.request import Request
@@ -86,6 +86,10 @@ def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
 
 
 def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Prover, known_s: float, who: int = 0) -> bool:
+        time.sleep(60.0 * (who == beside.THEIRS))
+        return False
+
     def interrupted(self: Beside, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
         (child,) = multiprocessing.active_children()
         assert child.pid is not None
@@ -93,6 +97,7 @@ def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None
         time.sleep(0.2)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Prover, "look", slow)
     monkeypatch.setattr(Beside, "proven_s", interrupted)
     inner = inner_of()
     with pytest.raises(KeyboardInterrupt):

@@ -37,16 +37,24 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
     """Rows of kind "model", outputs and gradients of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
-    it draws no random numbers but for dropout, and as it evaluates, where that is another thing. The model has its weights, on the CPU; it and they stay as they are."""
+    it draws no random numbers but for dropout, and as it evaluates, where that is another thing. A model that does not run in float32 is not compared. The model has its weights, on
+    the CPU; it and they stay as they are."""
     drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
     rows: list[Row] = []
-    if not drawing:
-        with undropped():
-            rows += _compared(model, captured, args, kwargs, training, keep_all)
-    if evaluates:
-        with _evaluating(model):
-            rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(model, captured, args, kwargs, training, evaluate)]
+    try:
+        if not drawing:
+            with undropped():
+                rows += _compared(model, captured, args, kwargs, training, keep_all)
+        if evaluates:
+            with _evaluating(model):
+                rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(model, captured, args, kwargs, training, evaluate)]
+    except _Stopped as stopped:
+        return rows, [f"the model is not compared with its graph: by itself it does not run in float32 on a CPU ({stopped})"]
     return rows, [f"the model draws random numbers ({', '.join(drawing[:3])}): it is {'' if evaluates else 'not '}compared with its graph{' in evaluation alone' if evaluates else ''}"] if drawing else []
+
+
+class _Stopped(RuntimeError):
+    """The model by itself does not run in some dtype, in its own words."""
 
 
 def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object]) -> list[Row]:
@@ -72,7 +80,10 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     batch = {**dict(zip(captured.input_names, args, strict=False)), **kwargs}
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
     got = train_step(gm, weights, _cast({name: batch[name] for name in captured.input_names}, dtype), training=training)
-    outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+    try:
+        outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+    except RuntimeError as error:
+        raise _Stopped(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__) from error
     if len(outputs) != len(got["output"]):
         return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
     rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]

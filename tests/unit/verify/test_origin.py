@@ -161,3 +161,21 @@ def test_a_module_of_two_names_is_compared_and_left_as_it_was() -> None:
         rows, _ = graph_rows(model, captured, (x,), {}, training=True)
         assert {row.name for row in rows} >= {"loss", "gradient of first.weight", "gradient of first.bias"} and all(row.ok for row in rows)
     assert model.first.weight is model.last.weight is before["first.weight"] and model.first.bias is before["first.bias"]
+
+
+class Halves(nn.Module):
+    """Adds rows of half precision up in a result that is as precise as its input: both are half where weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.proj(x).bfloat16()
+        return torch.zeros_like(x).scatter_add(0, torch.zeros(x.shape, dtype=torch.int64), rows)
+
+
+def test_a_model_that_does_not_run_in_float32_is_not_compared() -> None:
+    model, x = Halves().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16)
+    rows, notes = graph_rows(model, capture(model, (x,), mode="inference"), (x,), {}, training=False)
+    assert rows == [] and len(notes) == 1 and "does not run in float32 on a CPU (" in notes[0] and "dtype" in notes[0]

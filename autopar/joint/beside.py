@@ -49,14 +49,22 @@ class Beside:
             return
         self.prover.board.know(min(known_s, self.prover.board.known_s))
         if self._process is None and able():
-            quiet = copy.copy(self.inner)
-            quiet.request = replace(self.inner.request, progress=None)
-            theirs = replace(self.prover, inner=quiet)
-            theirs.board = self.prover.board
-            self._process = multiprocessing.get_context("fork").Process(target=_look, args=(theirs,), daemon=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, as torch's: the other process needs none of them
-                self._process.start()
+            self._process = self._forked()
+
+    def _forked(self) -> multiprocessing.process.BaseProcess | None:
+        """The other process; None where the system has no room for one."""
+        quiet = copy.copy(self.inner)
+        quiet.request = replace(self.inner.request, progress=None)
+        theirs = replace(self.prover, inner=quiet)
+        theirs.board = self.prover.board
+        process = multiprocessing.get_context("fork").Process(target=_look, args=(theirs,), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, as torch's: the other process needs none of them
+            try:
+                process.start()
+            except OSError:
+                return None
+        return process
 
     @property
     def looked(self) -> bool:

@@ -74,6 +74,16 @@ def test_where_the_other_process_dies_this_one_goes_on() -> None:
         assert proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
 
 
+def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", full)
+    with Beside(inner_of()) as proof:
+        proof.know(step_s())
+        assert not proof.looked and proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
+
+
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
     who = subject("hf-gpt2")
     own = Shape(1, (2, 2, 2), 1)

@@ -10,8 +10,8 @@ import math
 import mmap
 import multiprocessing
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,9 @@ STEPS = 64
 """So many bounds of a claim are kept; beyond that only the last one."""
 
 NOBODY = -1
+
+GONE_S = 1.0
+"""Who keeps the board to itself for so long is gone: it takes microseconds."""
 
 
 class Part(NamedTuple):
@@ -43,7 +46,7 @@ class Board:
         self._known_s, shared = shared[:1], shared[1:].reshape(count, -1)
         self._parts, self._bounds = shared[:, :4 * most].reshape(count, most, 4), shared[:, 4 * most:-2]
         self._looks, self._owner = shared[:, -2:].T
-        self._lock: AbstractContextManager[object] = multiprocessing.get_context("fork").Lock() if FORKS else threading.Lock()
+        self._lock = multiprocessing.get_context("fork").Lock() if FORKS else threading.Lock()
         self.most_looks = most_looks
         self._parts[:, :, 0] = math.inf
         self._parts[:, 0] = np.array(claims).reshape(count, 4)
@@ -70,8 +73,22 @@ class Board:
         least = self._parts[:, :, 0].argmin(1)
         return np.asarray(self._parts[np.arange(len(least)), least, 3] >= self.most_looks)
 
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Nobody else reads or writes inside."""
+        held = self._lock.acquire(timeout=GONE_S)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
     def open(self, enough_s: float) -> bool:
         """Whether looks may still prove more, up to `enough_s`: the claim of which least is proven can be looked at closer."""
+        with self._held():
+            return self._open(enough_s)
+
+    def _open(self, enough_s: float) -> bool:
         least = self._bounds[:, -1].argmin()
         return bool(self._bounds[least, -1] < enough_s and not self._done[least])
 
@@ -87,9 +104,9 @@ class Board:
 
     def take(self, who: int, enough_s: float) -> tuple[int, Part] | None:
         """Of the claims that nobody looks at the one of which least is proven, and of this the part; None where none of them may prove more. `who` looks at it until it is told."""
-        with self._lock:
+        with self._held():
             able = (self._owner == NOBODY) & ~self._done & (self._bounds[:, -1] < enough_s)
-            if not able.any() or not self.open(enough_s):
+            if not able.any() or not self._open(enough_s):
                 return None
             index = int(np.where(able, self._bounds[:, -1], math.inf).argmin())
             self._owner[index] = who
@@ -98,15 +115,16 @@ class Board:
 
     def tell(self, index: int, parts: Sequence[Part]) -> None:
         """What a look has made of the part that was taken of a claim."""
-        own = self._parts[index]
-        own[own[:, 0].argmin(), 0] = math.inf
-        free = iter(np.flatnonzero(np.isinf(own[:, 0])))
-        for part in parts:
-            own[next(free)] = part
-        at = min(int(self._looks[index]) + 1, STEPS - 1)
-        self._bounds[index, at:] = max(own[:, 0].min(), self._bounds[index, -1])
-        self._looks[index] += 1
-        self._owner[index] = NOBODY
+        with self._held():
+            own = self._parts[index]
+            own[own[:, 0].argmin(), 0] = math.inf
+            free = iter(np.flatnonzero(np.isinf(own[:, 0])))
+            for part in parts:
+                own[next(free)] = part
+            at = min(int(self._looks[index]) + 1, STEPS - 1)
+            self._bounds[index, at:] = max(own[:, 0].min(), self._bounds[index, -1])
+            self._looks[index] += 1
+            self._owner[index] = NOBODY
 
     def leave(self, who: int) -> None:
         """`who` is gone, and with it what it looked at."""

@@ -66,3 +66,10 @@ def test_of_more_looks_than_are_kept_the_last_one_counts() -> None:
     for number in range(2 * STEPS):
         board.tell(0, [Part(float(number), 0, 1, number)])
     assert board.proven_s(math.inf) == 2 * STEPS - 1 and board.proven_s(3.5) == 4.0
+
+
+def test_who_is_gone_with_the_board_in_hand_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.joint.board.GONE_S", 0.01)
+    board = Board([Part(1.0, 0, 1, 0)], LOOKS)
+    assert board._lock.acquire()
+    assert board.open(2.0) and board.take(0, 2.0) == (0, Part(1.0, 0, 1, 0))

@@ -23,8 +23,10 @@ from autopar.joint.prove import Prover, proven_s
 from autopar.joint.shapes import Shape
 
 OURS, THEIRS = range(2)
+"""Who looks at a claim: this process, or the other one."""
 
 WAIT_S = 0.005
+"""So often it is seen whether the other process is done with the claims that are left."""
 
 
 class Beside:

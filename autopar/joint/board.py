@@ -23,6 +23,7 @@ STEPS = 64
 """So many bounds of a claim are kept; beyond that only the last one."""
 
 NOBODY = -1
+"""Looks at a claim that anybody may take."""
 
 GONE_S = 1.0
 """Who keeps the board to itself for so long is gone: it takes microseconds."""

@@ -18,7 +18,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule
-from autopar.text import seconds
+from autopar.text import first_line, seconds
 
 _README = """# {model}: a sharded module
 
@@ -114,7 +114,7 @@ def _constants(path: Path) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(path, weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise PlanError(f"constants.pt of {path.parent} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]}): save it again") from error
+        raise PlanError(f"constants.pt of {path.parent} cannot be read ({first_line(error)}): save it again") from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise PlanError(f"constants.pt of {path.parent} cannot be read (it holds no tensors by name): save it again")
     return found

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, and what errors of others say, as people read them."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ def times(sizes: Sequence[int]) -> str:
 def three(value: float) -> str:
     """Three significant digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line, or what it is where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,6 +22,7 @@ from autopar.capture.alike import AlikeRun
 from autopar.capture.outer import Call, Tape, play, results
 from autopar.capture.valueless import UNTOLD
 from autopar.capture.watched import Watched
+from autopar.text import first_line
 
 
 def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -40,7 +41,7 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
         whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
                      lambda block: gave[block[0], _shown(runs, *block)])
     except UNTOLD as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)
 

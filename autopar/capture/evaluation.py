@@ -19,6 +19,7 @@ from torch import nn
 from autopar.capture.shadow import shadow
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
+from autopar.text import first_line
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,6 @@ def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwarg
                 return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
         again = played(shadow(model).eval(), inputs, numbers, known=trained.made)
     except UNTOLD as error:
-        return Evaluation(f"it does not run without values, to see what evaluation changes: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}", differs=True)
+        return Evaluation(f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True)
     other = again.other and f"{again.other} computes something that training does not ({again.where})"
     return Evaluation(again.on or other or "evaluation leaves out parts of what training computes", differs=True)

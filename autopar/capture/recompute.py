@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture import alike
 from autopar.capture.shadow import shadow
+from autopar.text import first_line
 
 Values = dict[str, torch.Tensor]
 RAISED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -55,7 +56,7 @@ def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Va
         try:
             answers[way] = give(model, path, keys)
         except RAISED as error:
-            said.append(f"{way}: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}")
+            said.append(f"{way}: {first_line(error)[:200]}")
         else:
             said += [f"{way} does not make it"] if not answers[way] else []
     return answers, said

@@ -236,13 +236,10 @@ class Timed:
 
     def _sends_s(self, table: Timetable) -> list[float]:
         """Seconds of a send from each stage to the next, at least: a stage has one piece or more, so that each cut has only some places that it may be in."""
-        places, ways, last = self.inner.grounds(self.shape)[0].places, self._crossing_bytes, table.stages - 2
-        found = []
-        for hop, (one, other) in enumerate(pairwise(table.at)):
-            link = places.link(one, other) if one != other else None
-            within = ways[hop:len(ways) - (last - hop)]
-            found.append(min(sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in within) if link is not None else 0.0)
-        return found
+        places, cuts, spare = self.inner.grounds(self.shape)[0].places, self._crossing_bytes, len(self._crossing_bytes) - (table.stages - 1)
+        hops = [places.link(one, other) for one, other in pairwise(table.at)]
+        took_s = {link: [sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in cuts] for link in dict.fromkeys(hops)}
+        return [min(took_s[link][hop:hop + spare + 1]) for hop, link in enumerate(hops)]
 
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
         """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""

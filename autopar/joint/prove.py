@@ -63,13 +63,13 @@ Bound = Callable[[Alone | Timed, float, bool], float]
 """Seconds that nothing on a shape beats, given from where on they need not be exact, and whether something is on the host."""
 
 
-@dataclass(order=True)
+@dataclass(frozen=True)
 class Claim:
     """Seconds that no plan on any of `shapes` beats, those with fewest microbatches first; looked at so many times (LOOKS)."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
-    looks: int = field(compare=False, default=0)
+    looks: int = 0
 
 
 def proven_s(inner: Inner, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:

@@ -340,14 +340,10 @@ class Passes:
         """Bytes on a rank of the leaf of one instance of a weight."""
         return link.size_bytes * fraction(made.value, self.prices.sizes)
 
-    @cached_property
+    @property
     def _weights(self) -> list[Link]:
-        """The first link of each weight: one that is read and fed to blocks has several."""
-        first: dict[tuple[str, int], Link] = {}
-        for link in self.model.links:
-            if link.weight:
-                first.setdefault(link.ref, link)
-        return list(first.values())
+        """The first link of each weight."""
+        return [self.model.links[index] for index in self.model.weights.values()]
 
 
 def _sum_s(loads: Sequence[Load]) -> float:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.layout import crowded, dim_of, fits, is_shard
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.clusters import Cluster, Joint
-from autopar.problem.graph import Op, Program
+from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.holding import counted
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.members import Choice, Member, members_of
@@ -51,6 +52,15 @@ class Model:
     def shared(self) -> int:
         """How many nets, the first ones, it has whatever is run again."""
         return len((self.plain or self.problem).nets)
+
+    @cached_property
+    def weights(self) -> dict[Ref, int]:
+        """Of each weight the first net, by number: one that is read and fed to blocks has several."""
+        found: dict[Ref, int] = {}
+        for index, link in enumerate(self.links):
+            if link.weight:
+                found.setdefault(link.ref, index)
+        return found
 
     def with_limit(self, limit_bytes: float) -> Model:
         """The same with other room in memory."""

@@ -144,9 +144,9 @@ class Passing:
     @cached_property
     def nets(self) -> list[Table]:
         """Of each net."""
-        found = [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
+        found = self._made
         if self.linked and not self.late:
-            self._late(found)
+            self._late()
         for index, table in enumerate(found if self.between is not None else ()):
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
@@ -155,6 +155,11 @@ class Passing:
                 if self.linked:
                     table.each[..., self.links_behind(0):self.late_leaf(0)] = 0.0
         return found
+
+    @cached_property
+    def _made(self) -> list[Table]:
+        """Of each net by itself."""
+        return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
 
     def _scope(self, scope: str) -> str:
         return scope if scope in self.model.links[0].program.runs else ""
@@ -253,32 +258,32 @@ class Passing:
         sizes = self.model.prices.sizes
         return np.array([link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows])
 
-    @cached_property
+    @property
     def leaves_s(self) -> Mapping[str, np.ndarray]:
-        """By scope of blocks and by axis: so much less than all entries of LATE together is late."""
-        assert self.nets, "LATE is of the nets"
+        """By scope of blocks that have leaves, and by axis: so much less than all entries of LATE together is late."""
         return {scope: leaves.most_s for scope, leaves in self._leaves.items()}
 
     @cached_property
-    def _leaves(self) -> dict[str, Leaves]:
-        """By scope of blocks, once there are nets."""
-        return {}
+    def _leaves(self) -> Mapping[str, Leaves]:
+        """By scope of the blocks in which any are gathered once per step."""
+        found = {}
+        for scope, own in self._of_blocks.items():
+            seconds = [self._made[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes] for index in own]
+            if any(each.any() for each in seconds):
+                found[scope] = Leaves([self._gathered(self.model.links[index]) for index in own], seconds, self.model.links[0].program.runs[scope].count)
+        return found
 
-    def _late(self, nets: Sequence[Table]) -> None:
-        """Fills LATE in."""
-        runs, first = self.model.links[0].program.runs, dict[Ref, int]()
-        for index, link in enumerate(self.model.links):
-            if link.weight and link.cluster.scope in runs:
-                first.setdefault(link.ref, index)
-        for scope, run in runs.items():
-            own = [index for index in first.values() if self.model.links[index].cluster.scope == scope]
-            tables = [nets[index].each[FORWARD] for index in own]
-            leaves = Leaves([self._gathered(self.model.links[index]) for index in own], [each[..., self.leaf(0):self.leaf(0) + self.axes] for each in tables], run.count)
-            if any(seconds.any() for seconds in leaves.seconds):
-                self._leaves[scope] = leaves
-                for number, (index, each) in enumerate(zip(own, tables, strict=True)):
-                    if not self.shared[self.model.links[index].ref]:
-                        each[..., self.late_leaf(0):] = leaves.late_s(number)
+    @cached_property
+    def _of_blocks(self) -> Mapping[str, list[int]]:
+        """By scope of blocks the first nets of its weights, in the order in which buckets are filled (pipeline.passes)."""
+        return {scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope] for scope in self.model.links[0].program.runs}
+
+    def _late(self) -> None:
+        """Fills LATE in; of a weight that several operators read it is nothing."""
+        for scope, leaves in self._leaves.items():
+            for number, index in enumerate(self._of_blocks[scope]):
+                if not self.shared[self.model.links[index].ref]:
+                    self._made[index].each[FORWARD, ..., self.late_leaf(0):] = leaves.late_s(number)
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -299,7 +304,7 @@ class Passing:
     @cached_property
     def _weights_bytes(self) -> float:
         """Bytes of all weights."""
-        return sum({link.ref: link.size_bytes * link.count for link in reversed(self.model.links) if link.weight}.values())
+        return sum(link.size_bytes * link.count for link in map(self.model.links.__getitem__, self.model.weights.values()))
 
     def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> Moved:
         return Moved(self.model.prices.routes.moved(ways, size_bytes, bucket_bytes), ways.at, self.axes)

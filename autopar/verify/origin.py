@@ -24,6 +24,7 @@ from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.lift import lifted
 from autopar.capture.own_backwards import once
+from autopar.text import first_line
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
 from autopar.verify.reference import train_step
@@ -83,7 +84,7 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     try:
         outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
     except RuntimeError as error:
-        raise _Stopped(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__) from error
+        raise _Stopped(first_line(error)) from error
     if len(outputs) != len(got["output"]):
         return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
     rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]

@@ -87,11 +87,12 @@ def verify(plan: PlanFile,
            tolerance: Annotated[float | None, typer.Option(min=0.0, help="largest relative difference; 1e-9 in float64, 1e-4 in float32")] = None,
            batch: Annotated[int | None, typer.Option(min=1, help="another batch than planned")] = None,
            seq: Annotated[int | None, typer.Option(min=1, help="another sequence than planned")] = None,
+           device: Annotated[str, typer.Option(help="of the ranks: cpu, or cuda, whose devices they share where there are fewer")] = "cpu",
            json: Json = None) -> None:
     """Compare the emitted module on local ranks with the model on one device; exit code 0 only if all is equal."""
     from autopar.cli.verifying import verify_command
 
-    raise typer.Exit(verify_command(plan, dtype, tolerance, batch, seq, json))
+    raise typer.Exit(verify_command(plan, dtype, tolerance, batch, seq, json, device))
 
 
 @app.command()

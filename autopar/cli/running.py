@@ -20,7 +20,7 @@ from autopar.cli.emitting import bundle
 from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.runtime import launch
-from autopar.runtime.optimizer_state import OPTIMIZERS
+from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
 from autopar.text import seconds
 
@@ -67,7 +67,7 @@ def train(job: Job) -> list[Step]:
     plan = job.bundle.plan
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
-    optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=job.lr) if plan.mode == "train" else None
+    optimizer = optimizer_of(plan.optimizer, module.parameters(), job.lr) if plan.mode == "train" else None
     scaler, done = scaler_for(module), []
     for number in range(job.steps):
         start, loss = time.perf_counter(), None
@@ -91,15 +91,15 @@ def placed(plan: Plan) -> Plan:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
     if plan.device_kind == "cpu" or torch.cuda.device_count() >= local:
         return plan
-    return on_cpu(plan)
+    return on(plan, "cpu")
 
 
-def on_cpu(plan: Plan) -> Plan:
-    """The same plan for CPU ranks."""
+def on(plan: Plan, kind: str) -> Plan:
+    """The same plan for ranks on devices of `kind`, "cpu" or "cuda"."""
     def changed(cluster: Mapping[str, Any]) -> dict[str, Any]:
         if "parts" in cluster:
             return {**cluster, "parts": [changed(part) for part in cluster["parts"]]}
-        return {**cluster, "device": {**cluster["device"], "kind": "cpu"}}
+        return {**cluster, "device": {**cluster["device"], "kind": kind}}
 
     return dataclasses.replace(plan, cluster=changed(plan.cluster))
 

@@ -11,17 +11,20 @@ import torch
 from autopar.capture import own_state
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
-from autopar.cli.running import on_cpu
+from autopar.cli.running import on
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, verify
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+DEVICES = ("cpu", "cuda")
 
 
-def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int | None, seq: int | None, json: str | None) -> int:
-    """Verify, print, and give the exit code: 0 when every value is within the tolerance, 1 otherwise."""
+def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int | None, seq: int | None, json: str | None, device: str = "cpu") -> int:
+    """Verify on ranks of `device`, print, and give the exit code: 0 when every value is within the tolerance, 1 otherwise."""
+    if device not in DEVICES:
+        raise PlanError(f"device {device!r}: wanted one of {', '.join(DEVICES)}")
     if dtype not in TOLERANCES:
         raise PlanError(f"dtype {dtype!r}: wanted one of {', '.join(TOLERANCES)}")
     with progress(f"verifying {where}") as tell:
@@ -30,7 +33,7 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
         tell("the model against its graph")
         rows, notes = graph_rows(loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train")
         tell(f"{rebuilt.plan.ranks} ranks against one device")
-        report = verify(case(rebuilt, loaded, getattr(torch, dtype)), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+        report = verify(case(rebuilt, loaded, getattr(torch, dtype), device), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
         report = replace(report, rows=(*rows, *report.rows), notes=(*notes, *report.notes))
     if not write_json(json, json_text.loads(report.to_json())):
         show(checked(report))
@@ -42,6 +45,6 @@ def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None
     return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
 
 
-def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64) -> Case:
-    """What to verify: the plan on CPU ranks, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
-    return case_of(rebuilt.captured, on_cpu(rebuilt.plan), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)
+def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
+    """What to verify: the plan on ranks of `device`, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
+    return case_of(rebuilt.captured, on(rebuilt.plan, device), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)

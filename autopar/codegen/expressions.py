@@ -146,11 +146,20 @@ for _name, _symbol in _INFIX.items():
 
 
 def write(target: Any, call: Written) -> str:
-    """One call as an expression."""
+    """One call as an expression; what makes tensors out of nothing makes them on the device of the mesh."""
     writer = EXPRESSIONS.get(target)
     if writer is not None and not (call.kwargs and _is_infix(target)):
         return writer(call)
-    return f"{qualified(target)}({', '.join([*call.args, *(f'{k}={v}' for k, v in call.kwargs.items())])})"
+    named = call.kwargs | ({"device": "MESH.device_type"} if _makes(target) else {})
+    return f"{qualified(target)}({', '.join([*call.args, *(f'{k}={v}' for k, v in named.items())])})"
+
+
+def _makes(target: Any) -> bool:
+    """Whether an operator's result has no other tensor's device: arange, full, eye, rand and their like."""
+    if not isinstance(target, OpOverload):
+        return False
+    arguments = target._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 
 
 def _is_infix(target: Any) -> bool:

@@ -4,12 +4,16 @@
     backward    autograd's nodes carry the number of the forward operator that made them: the last one that began with that number
     steps       ranges of the runtime (`runtime.marks`), wherever they run
     optimizer   the range that torch puts around its step
+
+On GPUs a range counts the seconds of the kernels that it started; the copy of the range that the profiler has among the kernels does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from torch.autograd import DeviceType
 
 from autopar.profile.label import OP
 from autopar.runtime.marks import PREFIX
@@ -24,7 +28,7 @@ LOCAL = ("slice", "mask")
 
 def attributed(events: Sequence[Any], *, cuda: bool = False) -> dict[Key, float]:
     """Seconds by key of all that ran in `events` (`torch.profiler.profile.events()`)."""
-    ordered = sorted(events, key=lambda event: (event.thread, event.time_range.start, -event.time_range.end))
+    ordered = sorted((event for event in events if event.device_type == DeviceType.CPU), key=lambda event: (event.thread, event.time_range.start, -event.time_range.end))
     return _Walk(cuda).over(ordered)
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from autopar.bundle import Bundle
 from autopar.profile.attribute import Key, attributed
-from autopar.runtime.optimizer_state import OPTIMIZERS
+from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
 
 WARM = 2
@@ -46,7 +46,7 @@ def record(job: Job) -> Recorded:
     plan, cuda = job.bundle.plan, job.bundle.plan.device_kind == "cuda"
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
-    optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=1e-4) if plan.mode == "train" else None
+    optimizer = optimizer_of(plan.optimizer, module.parameters(), 1e-4) if plan.mode == "train" else None
     scaler = scaler_for(module)
 
     def step() -> None:

@@ -71,7 +71,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """A float64 number that other contents would hardly have."""
     flat = (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).flatten()
     some = flat[::max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().double()
-    return (some * torch.arange(1, len(some) + 1, dtype=torch.float64)).nan_to_num().sum()
+    return (some * torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device)).nan_to_num().sum()
 
 
 def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:

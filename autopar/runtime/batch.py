@@ -147,7 +147,7 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
     everyone: list[Any] = [None] * mesh.ranks
     dist.all_gather_object(everyone, mine)
-    coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank), mesh.sizes)) for rank in range(mesh.ranks)]
+    coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank, device="cpu"), mesh.sizes)) for rank in range(mesh.ranks)]
     for index, (name, layout) in enumerate(inputs.items()):
         entries = parse(layout)
         shapes = {coord: everyone[rank][index][0] for rank, coord in enumerate(coords)}

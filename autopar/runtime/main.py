@@ -21,6 +21,7 @@ from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime.module import ShardedModule
+from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
 
 CONSTANTS = "constants.pt"  # beside the emitted file, where it was saved: what no state dict holds
@@ -48,7 +49,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     else:
         initialise(model, options.seed)
     batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = optimizer_of("adamw", model.parameters(), options.lr)
     scaler, loss = scaler_for(model), float("nan")
     for step in range(options.steps):
         start = time.perf_counter()

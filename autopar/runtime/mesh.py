@@ -7,6 +7,7 @@ runs. Ranks are numbered row by row: the last axis varies fastest, as in torch's
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -20,6 +21,13 @@ from autopar.layout import chunk
 _MESHES: list[Mesh] = []
 PIPELINE = "pipeline"
 """The name of the pipeline axis in torch's mesh."""
+
+
+def _grow_segments() -> None:
+    """Let torch's allocator grow its segments, unless it is at work or the user says how it works: in segments of fixed size 7 of 80 GiB were not to be had
+    where 73 were needed (Llama-3 8B on an H100), and plans count on what `usable_memory` leaves."""
+    if not torch.cuda.is_initialized() and "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 class Mesh:
@@ -46,6 +54,8 @@ class Mesh:
                 return known
         if len(key[0]) != len(key[1]) or any(n < 1 for n in key[0]):
             raise RunError(f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more")
+        if device_type == "cuda":
+            _grow_segments()
         mesh = super().__new__(cls)
         mesh.sizes, mesh.names, mesh.device_type, mesh.places, mesh.behind = key
         mesh.number = len(_MESHES)

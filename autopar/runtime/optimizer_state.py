@@ -6,7 +6,7 @@ reordered rows, which another plan would read in the wrong order without noticin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,15 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
 State = dict[str, Any]
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 """The optimizers that a plan can name."""
+
+
+def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of a plan as it is priced: on GPUs in one pass over the memory, where torch by itself takes a pass for each operator."""
+    held = list(parameters)
+    fused = bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
+    return OPTIMIZERS[name](held, lr=lr, fused=fused or None)
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:

@@ -128,7 +128,7 @@ class Engine:
             for number in range(self.count):
                 self._alone(number)
         else:
-            numbers = torch.arange(self.count)
+            numbers = torch.arange(self.count, device="cpu")  # for the host
             if self.sent is not None:
                 self.sent.forget()
             self.schedule.step(microbatch=numbers, target=numbers, return_outputs=False)
@@ -145,7 +145,7 @@ class Engine:
     def _alone(self, number: int) -> None:
         """One microbatch through all stages of a model that is on one place."""
         received: tuple[Tensor, ...] = ()
-        loss = torch.empty(0)
+        loss = torch.empty(0, device="cpu")
         with regather.regathering(self.syncs[0]):
             for stage in self.stages:
                 received, results = self.run(stage, received, self.micro[number], self.sizes)

@@ -37,7 +37,7 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
 
 def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """`fn(*args)` on `ranks`, or on ranks of its own, which share the memory of `args` with this process."""
-    return launch(fn, case.plan.ranks, *args) if ranks is None else ranks.run(fn, *args)
+    return launch(fn, case.plan.ranks, *args, device_type=case.plan.device_kind) if ranks is None else ranks.run(fn, *args)
 
 
 def _row(kind: str, name: str, error: float, tolerance: float) -> Row:

@@ -25,12 +25,12 @@ def scale(wanted: Tensor) -> float:
 
 
 def gap(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference; infinity where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
+    """Largest absolute difference, found on the device of `got`; infinity where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
     if got is None or got.shape != wanted.shape or got.is_complex() != wanted.is_complex():
         return math.inf
     if wanted.numel() == 0:
         return 0.0
-    got, wanted = _real(got), _real(wanted)
+    got, wanted = _real(got), _real(wanted.to(got.device))
     if got.dtype != wanted.dtype or not wanted.is_floating_point():
         got, wanted = got.double(), wanted.double()
     if wanted.dim() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from torch.autograd import DeviceType
 
 from autopar.profile.attribute import attributed
 
@@ -22,6 +23,7 @@ class Event:
     end: float
     sequence_nr: int = -1
     thread: int = 1
+    device_type: DeviceType = DeviceType.CPU
 
     @property
     def time_range(self) -> Range:
@@ -43,6 +45,11 @@ def test_the_backward_belongs_to_the_last_operator_that_began_with_its_number() 
     assert found["op", "g"] == pytest.approx((40 + 20 + 20) * 1e-6)
     assert found["op", "f"] == pytest.approx(50e-6)
     assert found["reduce_scatter", 1, 64] == pytest.approx(10e-6) and found["sync", "all_reduce", 0] == pytest.approx(10e-6)
+
+
+def test_the_copy_of_a_range_on_a_gpu_is_none_of_its_own() -> None:
+    on_gpu = Event("autopar op f", 20, 90, thread=7, device_type=DeviceType.CUDA)
+    assert attributed([Event("autopar op f", 0, 100), on_gpu]) == {("op", "f"): pytest.approx(100e-6)}
 
 
 def test_the_optimizer_and_other_threads() -> None:

@@ -17,6 +17,7 @@ from autopar.rules import RULES
 from autopar.rules.halo import borders
 from autopar.rules.oracle import Together, call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
+from autopar.runtime.mesh import Mesh
 from passes import ops
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
@@ -141,7 +142,7 @@ def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs
     """Runs the source text that codegen writes for the call."""
     if not isinstance(target, torch._ops.OpOverload):
         return target(*args, **kwargs)
-    held: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    held: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "MESH": Mesh((1,), ("x",))}
 
     def text(item: Any) -> str:
         if isinstance(item, torch.Tensor):

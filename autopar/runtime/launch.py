@@ -6,8 +6,8 @@
         ranks.run(fn, x)
         ranks.run(other, y)
 
-Ranks are forked where that is safe (half a second for four) and spawned otherwise; they meet through a file, so no port is
-taken. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed.
+Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs; they meet through a file, so no port is
+taken. Where there are more ranks than GPUs they share these, and talk by gloo: NCCL has no two ranks on one. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ class _Report:
 def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 600.0, device_type: str = "cpu") -> list[Any]:
     """`fn(*args)` on `nprocs` local ranks, one thread each; their results, which must be picklable, in rank order.
 
-    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda"). Raises RunError with the traceback of the first rank
+    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError with the traceback of the first rank
     that failed, or with the ranks that were not done within `timeout_s`; all other ranks are stopped then.
     """
-    team = _Team.start(nprocs, lambda rank: (partial(fn, *args),), timeout_s, device_type)
+    fork = _can_fork(device_type)
+    job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))  # multiprocessing itself would keep a file open for each tensor
+    team = _Team.start(nprocs, lambda rank: (job,), timeout_s, device_type, fork)
     try:
         return _collect(team, timeout_s)
     finally:
@@ -93,7 +95,7 @@ class Ranks:
 
     def _start(self) -> _Team:
         pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.nprocs)]
-        self._team = _Team.start(self.nprocs, lambda rank: _Inbox(pairs[rank][0]), self.timeout_s, self.device_type)
+        self._team = _Team.start(self.nprocs, lambda rank: _Inbox(pairs[rank][0]), self.timeout_s, self.device_type, _can_fork(self.device_type))
         for there, _ in pairs:
             there.close()
         self._doors = [here for _, here in pairs]
@@ -143,11 +145,11 @@ class _Team:
     folder: tempfile.TemporaryDirectory[str]
 
     @staticmethod
-    def start(nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str) -> _Team:
-        """Start them; rank r does `jobs(r)`, one report each."""
+    def start(nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, fork: bool) -> _Team:
+        """Start them, forked or spawned; rank r does `jobs(r)`, one report each."""
         if nprocs < 1:
             raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
-        context: Any = multiprocessing.get_context("fork" if _can_fork() else "spawn")
+        context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         team = _Team([], [], tempfile.TemporaryDirectory(prefix="autopar-"))
         try:
             for rank in range(nprocs):
@@ -199,8 +201,27 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.stack"
 
 
-def _can_fork() -> bool:
-    return sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
+def _can_fork(device_type: str) -> bool:
+    """Whoever has only asked whether there is a GPU has a driver that no fork of it can use; and builds of torch with CUDA may have an autograd that none can."""
+    if device_type != "cpu" or sys.platform != "linux" or torch.cuda.is_initialized() or dist.is_initialized():
+        return False
+    child = os.fork()
+    if not child:
+        works = False
+        try:
+            works = _differentiates()
+        finally:
+            os._exit(not works)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _differentiates() -> bool:
+    """Whether autograd works in this process."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
@@ -222,10 +243,14 @@ def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: 
 
 def _join(rank: int, nprocs: int, store: str, device_type: str, timeout_s: float) -> None:
     """Meet the others."""
+    backend = "gloo"
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
-                            world_size=nprocs, timeout=timedelta(seconds=timeout_s))
+        count = torch.cuda.device_count()
+        if not count:
+            raise RunError(f"{nprocs} ranks on CUDA devices, of which this machine has none")
+        torch.cuda.set_device(rank % count)
+        backend = "nccl" if nprocs <= count else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=nprocs, timeout=timedelta(seconds=timeout_s))
 
 
 class _Reporting:

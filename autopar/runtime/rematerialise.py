@@ -44,7 +44,7 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     call = _Call(block)
     anchor, results = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, early_stop=False, **kwargs)
     own = [out for out in pytree.tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)]
-    register_multi_grad_hook(own, lambda _: anchor.saved_tensors, mode="any")
+    register_multi_grad_hook(own, lambda _: anchor.grad_fn.saved_tensors, mode="any")
     return results
 
 
@@ -71,8 +71,8 @@ class _Call:
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The first time the node that has the first saved tensor, and what the block gives; again as far as `enough`, for what is saved alone."""
-        anchor = _Anchor.apply(torch.zeros((), requires_grad=True)).grad_fn
+        """The first time a result of the node that has the first saved tensor (the node by itself would have let go of it), and what the block gives; again as far as `enough`, for what is saved alone."""
+        anchor = _Anchor.apply(torch.zeros((), device="cpu", requires_grad=True))
         if not running_again():
             return anchor, self.block(*args, **kwargs)
         with suppress(Enough):

@@ -73,9 +73,16 @@ class OwnStage(pipelining.PipelineStage):
 
     def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._runtime_validate = False  # under TORCH_DISTRIBUTED_DEBUG=DETAIL it wants the strides of what is sent of what is left
+        self._runtime_validate = False  # torch 2.13, under TORCH_DISTRIBUTED_DEBUG=DETAIL: it wants the strides of what is sent of what is left
         self._sent = sent
         self._going: dict[int, Sequence[Tensor]] = {}  # of each microbatch, what is to go to another place
+
+    def _validate_fwd_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Torch before 2.13 always wants them."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch before 2.13 sends around first, less what goes to this rank itself, where two stages meet: gloo has no way there."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -140,7 +147,7 @@ class OwnStage(pipelining.PipelineStage):
     def _make(self, infos: Sequence[Any], *, zero: bool = False) -> None:
         """Buffers that are there in name only, in memory."""
         for info in infos:
-            if info.buffer is not None and info.buffer.is_meta:
+            if _buffered(info) and info.buffer.is_meta:
                 made = torch.zeros_like if zero else torch.empty_like
                 info.buffer = made(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
 
@@ -172,10 +179,15 @@ class OwnStage(pipelining.PipelineStage):
         self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
 
 
+def _buffered(info: Any) -> bool:
+    """Whether something is received into a buffer; inputs of the first stage are not."""
+    return getattr(info, "buffer", None) is not None
+
+
 def _let_go(infos: Sequence[Any]) -> None:
     """Tensors that have been used, and are to be received again in the next step."""
     for info in infos:
-        if info.buffer is not None and not info.buffer.is_meta:
+        if _buffered(info) and not info.buffer.is_meta:
             info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=info.buffer.requires_grad)
 
 

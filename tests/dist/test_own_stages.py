@@ -51,7 +51,7 @@ class Seen(OwnStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         infos = [info for recv in (self.args_recv_info, self.grad_recv_info) for infos in recv.values() for info in infos]
-        self.most = max(self.most, sum(info.buffer is not None and not info.buffer.is_meta for info in infos))
+        self.most = max(self.most, sum(getattr(info, "buffer", None) is not None and not info.buffer.is_meta for info in infos))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 
@@ -81,7 +81,8 @@ def run(name: str, places: tuple[int, ...]) -> None:
             sent.finish()
         for stage in stages:
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            assert all(info.buffer is None or info.buffer.is_meta for info in infos)
+            assert all(getattr(info, "buffer", None) is None or info.buffer.is_meta for info in infos)
+            assert all(op.peer != rank for op in stage._get_init_p2p_neighbors_ops())
             assert stage.most <= (2 * MICROBATCHES if name in ("ScheduleGPipe", "ScheduleLoopedBFS") else MICROBATCHES)
     for i, part in mine.items():
         for key, value in part.named_parameters():

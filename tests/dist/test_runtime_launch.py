@@ -26,6 +26,27 @@ def test_results_come_in_rank_order_and_ranks_end():
     assert not any(_alive(pid) for _, _, pid in results)
 
 
+def test_ranks_are_spawned_where_forks_could_not_differentiate(monkeypatch):
+    monkeypatch.setattr(sys.modules[launch.__module__], "_differentiates", lambda: False)
+    assert launch(_squared, 2, 3.0) == [6.0, 6.0]
+    with Ranks(2) as ranks:
+        assert ranks.run(_squared, 4.0) == [8.0, 8.0]
+
+
+def _squared(x):
+    leaf = torch.tensor(x, requires_grad=True)
+    leaf.square().backward()
+    return float(leaf.grad)
+
+
+def test_ranks_on_gpus_need_one():
+    if torch.cuda.device_count():
+        assert launch(_rank_and_threads, 1, 0, device_type="cuda")[0][0] == 0
+        return
+    with pytest.raises(RunError, match="1 ranks on CUDA devices, of which this machine has none"):
+        launch(_rank_and_threads, 1, 0, device_type="cuda")
+
+
 def _fails_late_on_0_early_on_2():
     if dist.get_rank() == 2:
         raise ValueError("the cause")

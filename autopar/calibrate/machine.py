@@ -18,6 +18,7 @@ from torch.nn import functional
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.cold import Cold
 from autopar.calibrate.samples import Sample
+from autopar.runtime.optimizer_state import optimizer_of
 
 SQUARES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 OBLONG = {"cpu": ((512, 2048, 256), (512, 256, 2048), (64, 1024, 1024), (1024, 64, 256), (2048, 384, 128), (16, 1024, 1024), (96, 1536, 512),
@@ -37,7 +38,7 @@ LAYERS, WIDTH, CHAIN = 4, 16, 20
 OPERATORS = 7
 """Those of a layer as a program has them (`_layer`)."""
 
-UPDATES = ((1 << 10, 64), (1 << 17, 32), (1 << 20, 8))
+UPDATES = {"cpu": ((1 << 10, 64), (1 << 17, 32), (1 << 20, 8)), "cuda": ((1 << 10, 64), (1 << 22, 16), (1 << 26, 2))}
 """Elements of a parameter, and how many of them: those of a model are no longer in the caches when they come again."""
 
 PAIRS = 9
@@ -90,7 +91,7 @@ def arithmetic(clock: Clock) -> list[Sample]:
 
 def launches(clock: Clock) -> list[Sample]:
     """One operator that has next to nothing to do, forward or backward, as autograd runs it; the size is its elements. On a CPU, whose rank is the host as well, the
-    mean over those of the layers of a model, whose weights get gradients; on a GPU, whose host is ahead, the simplest."""
+    mean over those of the layers of a model, whose weights get gradients; on a GPU, which does them sooner than its host asks for them, the simplest."""
     step, operators = _layers() if clock.kind == "cpu" else _chain(clock.kind)
     return [Sample("launch", (WIDTH,), clock.apart_s(step) / operators)]
 
@@ -130,9 +131,9 @@ def _layer(x: Tensor, scale: Tensor, up: Tensor, more: Tensor, down: Tensor, res
 def updates(clock: Clock) -> list[Sample]:
     """AdamW's step on one parameter as emitted modules have them; the size is its elements."""
     mesh, found = init_device_mesh(clock.kind, (dist.get_world_size(),)), []
-    for elements, count in UPDATES:
+    for elements, count in UPDATES[clock.kind]:
         parameters = [_parameter(elements, mesh) for _ in range(count)]
-        optimizer = torch.optim.AdamW(parameters)
+        optimizer = optimizer_of("adamw", parameters, 1e-3)
         found.append(Sample("update", (elements,), clock.apart_s(optimizer.step) / count))
     return found
 

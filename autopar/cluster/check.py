@@ -29,6 +29,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "achievable": (1e-3, 1.0, "a share of the peak, over 0 and at most 1"),
     "achievable_of": (1e-3, 1.0, "a share of the peak, over 0 and at most 1"),
     "spread": (0.0, 1.0, "a share of the speed, 0 to 1"),
+    "attention_width": (0.0, 4096.0, "the width of heads; 0 where any is alike"),
+    "flash2": (1e-3, 1.0, "a share of the rate of attention, over 0 and at most 1"),
     "sustained": (1e-3, 1.0, "a share of what is achievable, over 0 and at most 1"),
     "achievable_bandwidth": (1e-3, 1.0, "a share of the bandwidth, over 0 and at most 1"),
     "vector_flops": (0.0, 1e18, "FLOP per second: 60 TFLOP/s is 60e12; 0 where the peak of float32 is meant"),

@@ -162,11 +162,11 @@ def _device(data: Any) -> Device:
     for key in ("peak_flops", "achievable_of", "sources"):
         if not isinstance(data.get(key, {}), dict):
             fail("device", key, data[key], "a table")
-    attention = data.get("attention")
-    if attention is not None and not (isinstance(attention, list) and all(isinstance(share, float) for share in attention)):
-        fail("device", "attention", attention, "a list of two shares of the peak")
-    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None,
-                             "attention": tuple(attention) if attention is not None else None}))
+    pairs = {key: data[key] for key in ("attention", "unaligned") if data.get(key) is not None}
+    for key, pair in pairs.items():
+        if not (isinstance(pair, list) and all(isinstance(share, float) for share in pair)):
+            fail("device", key, pair, "a list of two shares of the peak" if key == "attention" else "a list of two shares of the rate")
+    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None, **{key: tuple(pair) for key, pair in pairs.items()}}))
 
 
 def _level(data: Any) -> Level:

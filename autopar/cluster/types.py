@@ -122,7 +122,10 @@ class Device:
     dispatch_s            seconds of the host for one operator of an eager forward (0: hidden); the device waits where it has less to do
     sustained             share of `achievable`, and of `attention`, that is left over a whole training step, whose clocks the power limit sets
     spread                standard deviation of the speed of alike devices in different nodes, which wait for the slowest of them
-    attention             share of the peak that fused attention reaches on long sequences, forward and backward
+    attention             share of the peak that fused attention reaches on long sequences and heads 128 wide, forward and backward
+    attention_width       of heads whose exponentials take as long as their products: w wide they have w / (w + it) of the rate of those without (0: any width is alike)
+    flash2                what FlashAttention-2 reaches, as a share of `attention`, where torch runs another kernel
+    unaligned             share of a matmul's rate that is left where rows of 16-bit operands begin at odd elements, and where at even ones, but not at multiples of 16 bytes
     achievable_of         `achievable` of dtypes that have another one
     vector_flops          FLOP/s of what is no matmul (GELU, softmax, norms), FLOPs as `passes.annotate_flops` counts them; 0: the peak of float32
     cache_bytes           bytes that an operator may move at `cache_bandwidth_bytes_s`; what is above goes to memory
@@ -153,6 +156,9 @@ class Device:
     sustained: float = 1.0
     spread: float = 0.0
     attention: tuple[float, float] | None = None
+    attention_width: float = 0.0
+    flash2: float = 1.0
+    unaligned: tuple[float, float] = (0.36, 0.36)
     achievable_of: dict[str, float] = field(default_factory=dict, hash=False)
     vector_flops: float = 0.0
     cache_bytes: int = 0
@@ -178,6 +184,8 @@ class Device:
             fail(where, "attention", self.attention, "two shares of the peak, forward and backward")
         if self.cache_bytes and self.cache_bandwidth_bytes_s < self.memory_bandwidth_bytes_s * self.achievable_bandwidth:
             fail(where, "cache_bandwidth_bytes_s", self.cache_bandwidth_bytes_s, "at least what large copies reach, where cache_bytes is given")
+        if not all(0 < share <= 1 for share in self.unaligned) or len(self.unaligned) != 2:
+            fail(where, "unaligned", self.unaligned, "two shares of the rate, of rows at odd and at even elements")
         if self.best_shape is not None and (len(self.best_shape) != 3 or min(self.best_shape) < 1):
             fail(where, "best_shape", self.best_shape, "three positive sizes m, n, k")
 

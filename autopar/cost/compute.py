@@ -12,7 +12,7 @@ tiles of output that one multiprocessor works on at a time (TILES) and over cuts
     reuse   area / (area + reuse (width + height))                small tiles read more for each multiplication
     depth   k / (k + tile / 2)                                    filling and draining the pipeline of one tile
 
-On accelerators rows of operands that do not start at multiples of 16 bytes are read element by element, at UNALIGNED of the rate.
+On accelerators rows of operands that do not start at multiples of 16 bytes are read element by element or by twos (`Device.unaligned`).
 The best shapes that were measured fill whole waves: 1024 x 10240 on 108 multiprocessors is 2.96 waves of 256 x 128, 2048 x 2048
 on 132 is 0.97, 1792 x 16128 on 148 is 2.98 of 256 x 256. No operator gets faster when it grows.
 """
@@ -32,6 +32,7 @@ Number = TypeVar("Number", float, sympy.Expr)
 
 # Operators without a matmul run on the vector units at about the float32 rate, whatever their dtype.
 VECTOR_DTYPE = "float32"
+WIDE = 0.5  # of that rate in float64
 
 
 def op_s(flops: float, nbytes: float, dtype: str, device: Device, *, matmul: Shape | None = None, share: float | None = None) -> float:
@@ -51,12 +52,16 @@ def op_s(flops: float, nbytes: float, dtype: str, device: Device, *, matmul: Sha
 
 def vector_rate(dtype: str, device: Device) -> float:
     """FLOP/s of operators that are no matmul: what was measured, or the peak that bounds them."""
-    return device.vector_flops or device.flops(vector_dtype(dtype, device))
+    bound, share = vector_bound(dtype, device)
+    return device.vector_flops or device.flops(bound) * share
 
 
-def vector_dtype(dtype: str, device: Device) -> str:
-    """The dtype whose peak bounds operators that are no matmul: the slower of `dtype` and float32."""
-    return min(dtype, VECTOR_DTYPE, key=device.flops)
+def vector_bound(dtype: str, device: Device) -> tuple[str, float]:
+    """The dtype whose peak bounds operators that are no matmul, and the share of it: the slower of `dtype` and float32. Tensor cores do float64 as fast as the
+    vector units do float32, and these do it at half of that at best (A100, H100, MI300X datasheets)."""
+    if dtype.removeprefix("torch.") == "float64" and device.flops(dtype) > WIDE * device.flops(VECTOR_DTYPE):
+        return VECTOR_DTYPE, WIDE
+    return min(dtype, VECTOR_DTYPE, key=device.flops), 1.0
 
 
 def matmul_efficiency(flops: float, matmul: Shape, device: Device) -> float:
@@ -64,6 +69,27 @@ def matmul_efficiency(flops: float, matmul: Shape, device: Device) -> float:
     m, n, k = matmul
     relative = shape_factor(m, n, k, max(1.0, flops / (2.0 * m * n * k)), device) / best_factor(device)
     return device.achievable * min(1.0, relative)
+
+
+def straight_share(device: Device) -> float:
+    """Share of the memory's rate that is left for eager kernels that do not read and write straight through. A CPU's go by cache lines all the same."""
+    return 1.0 if device.kind == "cpu" else min(1.0, device.units * BY_ROWS_BYTES_S / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
+
+
+def aligned_share(sizes: tuple[float, ...], itemsize: int, device: Device) -> float:
+    """Share of the rate that is left by rows of `sizes` elements, which begin where these end: NVIDIA, Matrix Multiplication Background User's Guide, section 4,
+    and `Device.unaligned`. A CPU copies them first."""
+    if device.kind == "cpu" or all(size * itemsize % ALIGNED_BYTES == 0 for size in sizes):
+        return 1.0
+    return device.unaligned[0 if itemsize == 2 and any(size % 2 for size in sizes) else 1]
+
+
+def attention_share(device: Device, direction: int, width: float, rate: float = 1.0) -> float:
+    """Share of the peak that fused attention reaches on long sequences of heads `width` wide, forward (0) or backward (1), at `rate` times the device's own."""
+    assert device.attention is not None, "asked where it is known"
+    exponentials = device.attention_width
+    narrow = min(1.0, width * (HEAD + exponentials) / (HEAD * (width + exponentials))) if exponentials else 1.0
+    return min(1.0, rate * device.attention[direction]) * narrow
 
 
 def best_factor(device: Device) -> float:
@@ -77,9 +103,15 @@ def best_factor(device: Device) -> float:
 ALIGNED_BYTES = 16
 """Rows that start at multiples of this are read whole."""
 
-UNALIGNED = 0.36
-"""Share of the rate that is left where rows of 16-bit operands do not start at multiples of `ALIGNED_BYTES`: NVIDIA, Matrix
-Multiplication Background User's Guide, section 4; the share is fitted, see docs/cost-model.md."""
+BY_ROWS_BYTES_S = 11.4e9
+"""Bytes per second and multiprocessor at most of eager kernels that do not read and write straight through (`problem.traffic.by_rows`), however fast the memory is: measured on one H100,
+1.5 TB/s on 132, of norms, biases, and products with a column or a row (benchmarks/README.md, one GPU)."""
+
+RAMP = 2
+"""Fused attention has keys / (keys + so many tiles) of its rate, of the keys that a row sees on the mean: half of all where it is causal."""
+
+HEAD = 128
+"""The width of heads that `Device.attention` is of."""
 
 BACKWARD = {"cuda": 0.9, "cpu": 1.0}
 """Rate of the matmuls of weights in the backward by kind of device, as a share of the forward's: operands lie transposed, gradients are added up.

@@ -16,7 +16,7 @@ import sympy
 
 from autopar.cluster import Device, MeshAxis, Protocol, Span
 from autopar.cost.comm import LOCAL, Part, Way, fastest_ways, way_line
-from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_dtype
+from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_bound
 from autopar.errors import PlanError
 
 Size: TypeAlias = "int | sympy.Expr"
@@ -127,7 +127,8 @@ def _peak(dtype: str) -> sympy.Symbol:
 
 def _vector(dtype: str, device: Device) -> sympy.Expr:
     """The rate of what is no matmul: a number where it was measured."""
-    return sympy.Float(device.vector_flops) if device.vector_flops else _peak(vector_dtype(dtype, device))
+    bound, share = vector_bound(dtype, device)
+    return sympy.Float(device.vector_flops) if device.vector_flops else _peak(bound) * share if share < 1 else _peak(bound)
 
 
 def _memory(nbytes: Size, device: Device) -> sympy.Expr:

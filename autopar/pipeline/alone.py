@@ -33,7 +33,8 @@ def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> 
                   for part in (piece.passes[FORWARD], piece.passes[BACKWARD]))
     exposed_s = time_s - found.compute_s
     hidden_s = moved_s - exposed_s
-    return replace(found, time_s=time_s, exposed_s=exposed_s, hidden_s=hidden_s if hidden_s > ROUNDING * time_s else 0.0)
+    least_s = ROUNDING * time_s
+    return replace(found, time_s=time_s, exposed_s=exposed_s if abs(exposed_s) > least_s else 0.0, hidden_s=hidden_s if hidden_s > least_s else 0.0)
 
 
 def _side_by_side_s(problem: Problem, choice: tuple[int, ...]) -> float:

@@ -98,7 +98,7 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
     hints = {"b": setup.micro_batch * setup.expert_ways, "s": setup.seq}
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
-                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention, dealt=True,
+                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * cluster.device.flash2, dealt=True,
                         tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts")
     planner = Planner.of(gm, hints, Request(cluster, settings))
     mesh = _mesh(cluster, sizes)

@@ -27,7 +27,7 @@ class Software:
     matmul_share         rate of such matmuls as a share of the device's best in that dtype
     optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
     hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
-    attention            rate of fused attention as a multiple of that of torch's own kernels on the device
+    attention            rate of fused attention as a multiple of FlashAttention-2's on the device
     habits               how it holds memory
     gathered_bytes       bytes of one element of a weight that is gathered where it is used
     tensor_share         share of the bytes of tensor-parallel collectives that is sent, where some go in fewer bits

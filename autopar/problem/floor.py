@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Device
-from autopar.cost.compute import BACKWARD, vector_rate
+from autopar.cost.compute import BACKWARD, attention_share, vector_rate
 from autopar.problem.graph import Op, Program
 from autopar.problem.kernels import ATTENTION, matmul_dtype, multiplies
 from autopar.problem.settings import Settings
@@ -90,6 +90,6 @@ def _best_rate(op: Op, direction: int, device: Device, settings: Settings) -> fl
         return vector_rate(op.dtype, device)
     dtype = matmul_dtype(op, settings)
     if op.target is ATTENTION and device.attention is not None:
-        return device.flops(dtype) * min(1.0, settings.attention * device.attention[direction])
+        return device.flops(dtype) * attention_share(device, direction, op.call.ins[0].sizes[-1], settings.attention)
     turned = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
     return device.flops(dtype) * device.best_share(dtype) * device.sustained * turned

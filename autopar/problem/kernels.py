@@ -13,13 +13,24 @@ import torch
 
 from autopar.cluster import Device
 from autopar.cost.comm import copy_s
-from autopar.cost.compute import ALIGNED_BYTES, BACKWARD, UNALIGNED, Shape, matmul_efficiency, op_s
+from autopar.cost.compute import (
+    BACKWARD,
+    RAMP,
+    Shape,
+    aligned_share,
+    attention_share,
+    matmul_efficiency,
+    op_s,
+    straight_share,
+)
 from autopar.cost.memory import itemsize
 from autopar.layout import Layout, fraction
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
 from autopar.problem.settings import Settings
+from autopar.problem.traffic import by_rows
 from autopar.rules import tiles
+from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Site
@@ -77,6 +88,7 @@ class _Shard:
     def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
         self.device, self.settings = kernels.device, kernels.settings
         self.op, self.sizes = op, sizes
+        self.straight = straight_share(self.device) if by_rows(op) and not self.settings.fused else 1.0
         self.used, self.tiled = sites(op, options, sizes), tiles.tiled(options)
         self.options = tuple(map(tiles.as_worked, options)) if self.tiled > 1 else options
 
@@ -109,7 +121,7 @@ class _Shard:
         op = self.op
         dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
-        seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
+        seconds = op_s(flops, nbytes / self.straight, dtype, self.device, matmul=matmul, share=share)
         if dtype != op.dtype:
             seconds += copy_s(self._cast_bytes(direction) / 2 / self.tiled, self.device)
         follows = self.settings.fused and not op.leads
@@ -131,16 +143,15 @@ class _Shard:
             return None
         device = self.device
         if op.target is ATTENTION and device.attention is not None:
-            keys = op.call.ins[1].sizes[-2]
-            return min(1.0, self.settings.attention * device.attention[direction]) * keys / (keys + 4 * device.tile) * device.sustained
+            keys, ramp = op.call.ins[1].sizes[-2], RAMP * device.tile * (2 if given(op.call)["is_causal"] else 1)
+            return attention_share(device, direction, op.call.ins[0].sizes[-1], self.settings.attention) * keys / (keys + ramp) * device.sustained
         m, n, k = matmul
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
         turned = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
-        whole_rows = device.kind == "cpu" or all(size * itemsize(op.dtype) % ALIGNED_BYTES == 0 for size in (n, k))
-        if not whole_rows and not any(op.weight):
+        aligned = aligned_share((n, k), itemsize(op.dtype), device)
+        if aligned < 1 and not any(op.weight):
             return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained
-        aligned = 1.0 if whole_rows else UNALIGNED
         other = self.settings.matmul_share if dtype != op.dtype else 1.0
         return len(found) / sum(1 / share for share in found) * aligned * turned * other * device.best_share(dtype) / device.achievable * device.sustained
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from autopar.problem.gradients import NO_GRADIENT, carried_on, reaching
 from autopar.problem.graph import Op, Program, Ref, Run
-from autopar.problem.traffic import annotate
+from autopar.problem.traffic import LOSSES, annotate
 from autopar.rules.language import Call, Tensor
-from passes import edit, facts, ops
+from passes import edit, facts
 from passes.saved import Saved, saved_positions
 
 
@@ -185,9 +185,6 @@ class _Reader:
         fqn = str(entry.get("target") or entry.get("name") or "")
         self.program.ops[name] = Op(name, self.scope, node, kind, Call(kind, (tensor,), {}, ()), (ref,), self.count, fqn,
                                     weight=(False,), batch=(batch,), where="the model's outputs")
-
-
-LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

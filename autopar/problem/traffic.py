@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.rules.language import Tensor
+from passes import ops
 from passes.tables import BINARY, UNARY
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ aten = torch.ops.aten
 POINTWISE = frozenset((*UNARY, *BINARY, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self))
 ENDS = frozenset((aten.cat.default, aten.softmax.int, aten.log_softmax.int, aten.layer_norm.default, aten.rms_norm.default))
 NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
+LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
+SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
+DRAWN_BYTES = 4
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 """Operators through which a gradient passes as it is."""
 
@@ -41,6 +45,11 @@ def annotate(program: Program) -> None:
         _add_up(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
         op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes, _works(op)
+        if op.target in LOSSES:  # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
+            op.bytes += tensor_bytes(op.call.ins[0])
+            op.backward_bytes += 2 * tensor_bytes(op.call.ins[0]) if op.backward_bytes else 0.0
+        if op.target is aten.dropout.default:  # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
+            op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
     for producer, reader, tensor in _joined(program, readers):
         _fuse(producer, reader, tensor)
 
@@ -48,6 +57,15 @@ def annotate(program: Program) -> None:
 def _works(op: Op) -> bool:
     """Whether the Op is a kernel at all, not a view."""
     return op.bytes > 0 or op.flops > 0
+
+
+def by_rows(op: Op) -> bool:
+    """Whether the kernels of an Op, run by itself, do not read and write straight through: norms, softmaxes, and pointwise operators that repeat an operand along others, whose
+    gradient is a sum over these."""
+    if op.target in NORMS or op.target in SOFTMAXES:
+        return True
+    whole = op.call.outs[0].sizes if op.call.outs else ()
+    return op.target in POINTWISE and any(t.sizes != whole and math.prod(t.sizes) > 1 for t in op.call.ins)
 
 
 def tensor_bytes(tensor: Tensor) -> float:
@@ -63,8 +81,8 @@ def _backward_bytes(op: Op) -> float:
     if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result
         summed = [t for t in grads if t.sizes != op.call.outs[0].sizes]
         return sum(out + tensor_bytes(t) for t in summed)
-    if op.target is aten.embedding.default:  # rows are added to where they came from
-        return 3 * out
+    if op.target is aten.embedding.default:  # rows are added to where they came from, in zeros of the weight's size
+        return 3 * out + sum(tensor_bytes(t) for t in grads)
     kept = sum(tensor_bytes(op.tensors[i]) for i in op.read_back) + op.extra_bytes
     if op.target in NORMS and len(grads) > 1:  # the gradients of weight and bias are a kernel of their own, which reads both again
         kept += out + tensor_bytes(op.call.ins[0])

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Level, Protocol, presets
+from autopar.cluster import Cluster, Device, Level, Protocol, presets
 from autopar.cluster.check import RANGES
 from autopar.cluster.here import here, match
 from autopar.errors import ClusterError
@@ -32,6 +32,7 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     numbers = {f.name for f in dataclasses.fields(cluster.device) if f.name in RANGES and getattr(cluster.device, f.name) != f.default}
     numbers = {name for name in numbers if getattr(cluster.device, name) != {}}
     numbers |= {name for name in ("best_shape", "attention") if getattr(cluster.device, name) is not None}
+    numbers |= {"unaligned"} if cluster.device.unaligned != Device.unaligned else set()
     assert set(cluster.device.sources) == numbers
     texts = [*cluster.device.sources.values(), *(level.source for level in cluster.levels)]
     texts += [protocol.source for level in cluster.levels for protocol in level.protocols]

@@ -61,6 +61,17 @@ def test_what_was_not_measured_stays_as_the_preset_has_it() -> None:
     assert collective_s("all_gather", 1e6, axes[1]) == pytest.approx(collective_s("all_gather", 1e6, axes[0]), rel=0.01)
 
 
+def test_of_a_gpu_it_is_the_host_that_starts_operators() -> None:
+    base = Cluster.parse("h100")
+    share, tokens = 0.5, 8192
+    flops = 0.5 * 2 * 8 * tokens * tokens * 128
+    seconds = base.device.launch_s + flops / (base.device.flops("bfloat16") * share * 0.6) * (tokens + 512) / tokens
+    known = [(-1, Sample("launch", (16,), 22e-6)), (-1, Sample("attention forward", (1, tokens), seconds)), (-1, Sample("attention backward", (1, tokens), 2.5 * seconds))]
+    found = fitted(base, (1, 1), known, "2026-11-26").cluster.device
+    assert found.dispatch_s == 22e-6 and found.launch_s == base.device.launch_s and found.sources["dispatch_s"].startswith("measured 2026-11-26")
+    assert found.attention == pytest.approx((share, share), rel=0.01)  # of heads of 128, measured on heads of 64
+
+
 @pytest.mark.parametrize("seconds, why", [(-1e-3, "no time can be that"), (0.0, "no time can be that"), (math.nan, "no time can be that"),
                                           (1e-12, "above the limit of the hardware")])
 def test_nonsense_is_left_out_and_reported(seconds: float, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.problem.graph import Op
 from autopar.problem.reading import read
+from autopar.problem.traffic import by_rows
 
 B, S, D = 4, 8, 16
 SIZE = B * S * D * 4
@@ -55,3 +57,62 @@ def test_sums_pass_gradients_on_and_values_read_twice_add_them_up() -> None:
 def test_fusing_never_moves_more() -> None:
     for op in ops().values():
         assert 0 <= op.fused_bytes <= op.bytes and 0 <= op.fused_backward_bytes <= op.backward_bytes
+
+
+class Head(nn.Module):
+    """Embeddings, a bias, and the cross-entropy of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Embedding(V, D), nn.Parameter(torch.empty(D))
+        self.out = nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.out(self.table(ids) + self.bias).flatten(0, 1), labels.flatten())
+
+
+V = 32
+
+
+def head() -> dict[str, Op]:
+    with torch.device("meta"):
+        model, ids = Head(), torch.empty(B, S, dtype=torch.int64)
+    program = read(capture(model, (ids, ids)).gm, {"b": B, "s": S}, training=True)
+    return {str(getattr(op.target, "__name__", "")).partition(".")[0]: op for op in program.ops.values() if op.role == "op"}
+
+
+def test_a_loss_writes_log_probabilities_and_a_gradient_of_theirs() -> None:
+    loss, logits, labels = head()["cross_entropy_sum"], B * S * V * 4, B * S * 8
+    assert loss.bytes == pytest.approx(2 * logits + labels, abs=16)  # read and written; what the loss itself has is a number
+    assert loss.backward_bytes == pytest.approx(4 * logits + labels, abs=16)  # zeros written, read with the log-probabilities, the gradient written
+    assert loss.fused_bytes == pytest.approx(logits + labels, abs=16) and loss.fused_backward_bytes == pytest.approx(2 * logits + labels, abs=16)
+
+
+class Dropping(nn.Module):
+    """Dropout behind a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.first(x), 0.1).sum()
+
+
+def test_dropout_draws_a_mask_by_itself() -> None:
+    with torch.device("meta"):
+        model, x = Dropping(), torch.empty(B, S, D)
+    found = [op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "dropout" in op.name]
+    mask = B * S * D
+    assert [op.bytes for op in found] == [2 * SIZE + 5 * mask] and [op.fused_bytes for op in found] == [2 * SIZE]
+    assert [op.backward_bytes for op in found] == [2 * SIZE + mask]
+
+
+def test_the_gradient_of_a_table_begins_as_zeros_of_its_size() -> None:
+    assert head()["embedding"].backward_bytes == 3 * SIZE + V * D * 4
+
+
+def test_which_kernels_do_not_go_straight_through() -> None:
+    assert by_rows(head()["add"]) and not by_rows(head()["linear"]) and not by_rows(head()["cross_entropy_sum"])
+    found = ops()
+    assert by_rows(found["layer_norm"]) and not any(by_rows(found[name]) for name in ("gelu", "mul", "add"))

@@ -81,7 +81,7 @@ def _recurrent(each: int) -> Callable[[fx.Node], Size]:
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten._weight_norm.default: _second,
     aten.batch_norm.default: _channels,
-    aten.dropout.default: facts.nbytes,  # the mask in the dtype of the result (autopar/runtime/algorithms/dropout.py)
+    aten.dropout.default: _elements(1),  # the mask (autopar/runtime/algorithms/dropout.py)
     aten.embedding_bag.padding_idx: _bags,
     aten.group_norm.default: _groups,
     aten.gru.input: _recurrent(4),

@@ -15,7 +15,7 @@ from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
 from autopar.memory.moves import fresh, halfway, workspace
-from autopar.memory.operators import COPIED, DROPOUT, Local, forward_bytes
+from autopar.memory.operators import COPIED, Local, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
@@ -243,10 +243,7 @@ class Forward:
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
-        extra = self.extra_bytes(op)
-        if self.habits.mask_bytes and op.target is DROPOUT:
-            extra *= self.habits.mask_bytes / op.out_dtypes[0].itemsize
-        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, extra)
+        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op))
 
     def _kept(self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]) -> list[Storage]:
         """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""

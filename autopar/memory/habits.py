@@ -20,7 +20,6 @@ class Habits:
     loss_in_place    the loss over classes works where the logits in its own dtype are, and leaves their gradient there
     fused_update     the optimizer's step takes nothing beside its state
     kept_bytes       bytes of one element of what matmuls of blocks keep of their rows, a copy in 8 bits; 0: the rows themselves
-    mask_bytes       bytes of one element of a mask of dropout; 0: those of what it masks
     hosted           of each stage, the share of masters and optimizer state that is in the memory of the host
     hosted_kept      of each stage, the share of what waiting microbatches keep that is there
     workspace_bytes  taken once by libraries through the allocator (cuBLAS)
@@ -36,7 +35,6 @@ class Habits:
     loss_in_place: bool = False
     fused_update: bool = False
     kept_bytes: int = 0
-    mask_bytes: int = 0
     hosted: tuple[float, ...] = ()
     hosted_kept: tuple[float, ...] = ()
     workspace_bytes: float = 0.0

@@ -40,9 +40,6 @@ COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
 """Operators that keep a tensor of the size of operand 0, their log-softmax, and not operand 0."""
 
 
-DROPOUT = aten.dropout.default
-
-
 def nothing(local: Local) -> float:
     """No bytes."""
     return 0.0

@@ -48,10 +48,10 @@ class Facts:
 PYTORCH = Habits(frames=False, keeps_sent=False, fused_update=True)
 """Eager PyTorch: what autograd does not keep goes with its last reader; optimizers with fused kernels."""
 
-IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in_place=True, mask_bytes=1)
+IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in_place=True)
 """Megatron-Core: gradients add up in buffers (DistributedDataParallel), what is gathered along the sequence is gathered again
 (tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits (tensor_parallel/cross_entropy.py),
-outputs of stages are given back when they are sent (deallocate_pipeline_outputs); kernels of Transformer Engine, whose masks are bytes."""
+outputs of stages are given back when they are sent (deallocate_pipeline_outputs)."""
 
 EXPERT_CALLS = 150
 """Calls of the host for a layer of experts of Megatron-Core that no graph captures, on the hosts of `dispatch_s`: fitted on the fit half of all rows with experts (docs/cost-model.md)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,5 +23,20 @@ def dropout(x: Tensor, p: float, layout: str, *, key: str, mesh: Mesh) -> Tensor
     if p == 1.0:
         return x * 0.0
     generator = current().generator(key, parse(layout), mesh.coord, x.device)
-    keep = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(generator=generator) >= p
-    return x * keep.to(x.dtype) / (1.0 - p)
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=generator)
+    dropped: Tensor = _Masked.apply(x, kept, 1.0 / (1.0 - p))
+    return dropped
+
+
+class _Masked(torch.autograd.Function):
+    """What is kept, scaled: one kernel there and one back, torch's own for the backward of dropout. Autograd keeps the mask, a byte for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, kept, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.ops.aten.native_dropout_backward(grads[0], ctx.saved_tensors[0], ctx.scale), None, None

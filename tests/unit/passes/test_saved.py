@@ -116,7 +116,7 @@ def expected_bytes(target, args):
 
 EXTRA = {
     aten.gru.input: 3000, aten.lstm.input: 5000, aten.rnn_relu.input: 1000, aten.rnn_tanh.input: 1000,  # states and gates at each position
-    aten.dropout.default: 8 * 40 * 50,  # the mask, in the dtype of the result
+    aten.dropout.default: 8 * 40 * 50,  # the mask, here in the dtype of the result, in emitted programs a byte for each element
     aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
     aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,
     aten.layer_norm.default: 2 * 8 * 4,

@@ -95,11 +95,6 @@ def test_a_fused_chain_keeps_what_it_reads() -> None:
     assert apart - fused == pytest.approx(between, rel=0.02)
 
 
-def test_masks_are_as_many_bytes_as_stated() -> None:
-    two, one = (kept(held(replace(OTHERS, mask_bytes=n))) for n in (0, 1))
-    assert two - one == 2 * 4 * 128 * 256  # two in each of four blocks
-
-
 def test_what_is_gathered_again_is_not_kept() -> None:
     sequence = replace(SETUP, sequence_parallel=True)
     gathered, again = (kept(held(replace(OTHERS, regathers=on), sequence)) for on in (False, True))

@@ -1,6 +1,7 @@
 # make demo      set up .venv, plan GPT-2 small for 4 CPU ranks, run one training step, compare with one device
 # make test      set up .venv, lint, type-check, fast tests on the same examples every time
 # make test-all  as test, with the full matrix and what takes long (tests/long.txt), on new examples
+# make test-gpu  what needs a GPU
 PY    ?= python3
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -12,7 +13,7 @@ export TOKENIZERS_PARALLELISM = false
 # Waiting threads sleep, because four ranks may share two cores; large tensors come in large pages.
 DEMO_ENV := OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo test test-all test-gpu lint types clean
 
 # What is imported is compiled then: most modules of the dependencies never are, and all of them take a minute.
 $(STAMP): pyproject.toml
@@ -34,6 +35,9 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/pytest -n $(JOBS) -m 'not gpu'
+
+test-gpu: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) -m gpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

@@ -223,8 +223,15 @@ class Backward:
         return self.again[storage]
 
     def _gradient(self, op: Op, value: Value) -> Storage:
-        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there is one."""
+        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there is one, or cast to the dtype in which it rests."""
         made = self._own("gradients of activations", value)
+        source = self.forward.program.ops[value.ref[0]]
+        if self.habits.casts_gradients and source.role == "param":
+            computed = str(source.out_dtypes[0])
+            wider = itemsize(rests_in(computed, self.shares.plan.precision)) / itemsize(computed)
+            if wider > 1:
+                self.book.new("temporaries", made.node, made.where, made.nbytes)
+                made.nbytes *= wider
         if self.habits.standing and value.leaf is not None and op.flops > 0:
             made.nbytes = 0.0
         return made

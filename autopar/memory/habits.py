@@ -14,6 +14,7 @@ class Habits:
                      received may be there before it is used (torch's stages)
     standing         gradients of parameters are in buffers that are made once, add up there and are summed there
     gradient_bytes   bytes of one element of a gradient that waits for the update; 0: those of the parameter at rest
+    casts_gradients  gradients of parameters that rest in a wider dtype are cast to it one by one, as soon as they are made
     moment_bytes     bytes of one element of each of the optimizer's moments; 0: those of the parameter at rest
     fused            chains of pointwise operators run as one kernel, whose backward works from what it read: nothing between is made or kept
     regathers        activations that are gathered for a matmul are gathered again in the backward, not kept
@@ -29,6 +30,7 @@ class Habits:
     keeps_sent: bool = True
     standing: bool = False
     gradient_bytes: int = 0
+    casts_gradients: bool = True
     moment_bytes: int = 0
     fused: bool = False
     regathers: bool = False

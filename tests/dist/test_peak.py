@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import autopar
 from autopar.bundle import Bundle
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -11,6 +13,7 @@ from autopar.memory import Place, predict
 from autopar.memory.place import WEIGHTS
 from autopar.plan import Plan
 from autopar.problem.reading import read
+from models import gpt
 from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised
@@ -43,6 +46,18 @@ def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
     (place, counted), = compared(who, by_recipe(who, (2,), recipe))
     assert counted.step_bytes > 50_000
     assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(("recipe", "batch"), [("single", 4), ("ddp", 4), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)])
+def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batch: int) -> None:
+    """Of a table that is used twice, too, larger than all else: where few samples leave nothing beside it, and where many do."""
+    torch.manual_seed(0)
+    model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=2, heads=4, hidden=128), batch, 16)
+    ranks = 1 if recipe == "single" else 2
+    made = autopar.compile(model, f"cpu:1x{ranks}", args, precision="bf16", recipe=recipe, time_limit_s=10.0)
+    assert made.captured is not None
+    counted = living(ranks).run(counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True)))[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])

@@ -20,7 +20,7 @@ SIZES = Config(vocab=2048, positions=256, layers=8, heads=8, kv_heads=8, head_di
 UNFUSED = replace(SIZES, fused_attention=False, gated=True)
 SETUP = Setup(1, 8, 128, tp=2, dp=2, pp=2, zero=1)
 CLUSTER = Cluster.parse("h100:2x8")
-OTHERS = Habits(frames=False, keeps_sent=False)
+OTHERS = Habits(frames=False, keeps_sent=False, casts_gradients=False)
 
 
 @cache

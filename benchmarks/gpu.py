@@ -4,7 +4,7 @@
     python -m benchmarks.gpu run DIR [--json FILE]              # on a machine with a GPU; needs torch alone
     python -m benchmarks.gpu show benchmarks/gpu_h100.json [--again]   # what was measured on an H100; --again: against what is predicted now
 
-A rank of many runs beside nobody: its collectives return at once (torch's fake process group), so that what it computes and holds is measured, and
+A rank of many runs beside nobody: its collectives return at once (torch's fake process group; of pipelines that of torch 2.11, as 2.13 asks neighbours for shapes first), so that what it computes and holds is measured, and
 communication is none of it. Such a step is compared with what the simulation says that the rank computes, a step on one GPU with the whole step, and the
 peak of torch's allocator with the peak that is predicted. `launched` are the seconds until the host has issued a step: where they are about the step, the
 GPU waits for the host. `busy` are the seconds of kernels.
@@ -137,7 +137,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table and the means."""
     print(tabulate(map(row, rows), headers=["case", "shape", "predicted ms", "measured ms", "error %", "launched ms", "busy ms", "predicted GiB", "allocated GiB", "error %",
                                             "reserved GiB"], floatfmt=".1f", tablefmt="github"))
-    right = [line for found in rows if "error" not in found for line in [row(found)]]
+    right = [row(found) for found in rows if "error" not in found]
     for what, at in (("step", 4), ("memory", 9)):
         errors = [abs(line[at]) for line in right if math.isfinite(line[at])]
         if errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -64,28 +65,19 @@ def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
     if plan.ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=about["rank"], world_size=plan.ranks)
         pipeline.everywhere = lambda loss, place, mesh: loss  # the loss of another place: nobody tells it
-    step, module = _stepping(bundle, about["batch"])
-    for _ in range(WARM):
-        step()
-    _done(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = [_timed(step, device) for _ in range(STEPS)]
-    found = {"measured_s": statistics.median(took for took, _ in times), "launched_s": statistics.median(launched for _, launched in times), "times": times,
-             "allocated_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 1,
-             "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else 1}
-    held = torch.cuda.memory_allocated() if device == "cuda" else 1
-    del step, module
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    step = _stepping(bundle, about["batch"])
+    found = dict(zip(("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"), _taken(step, device), strict=True))
+    del step
+    _forget(device)
     labelled = (folder / "labelled.py").read_text()
-    step, module = _stepping(replace(bundle, source=labelled if device == "cuda" else labelled.replace("'cuda'", "'cpu'")), about["batch"])
-    found |= {"held_bytes": held, **_profiled(step, device)}
-    del step, module
+    step = _stepping(replace(bundle, source=labelled if device == "cuda" else labelled.replace("'cuda'", "'cpu'")), about["batch"])
+    found |= _profiled(step, device)
+    del step
+    _forget(device)
     return {**found, **(_plain(about, device) if about["alone"] else {})}
 
 
-def _stepping(bundle: Bundle, inputs: Mapping[str, Any]) -> tuple[Callable[[], None], ShardedModule]:
+def _stepping(bundle: Bundle, inputs: Mapping[str, Any]) -> Callable[[], None]:
     """A training step of a module with small weights, on random inputs."""
     torch.manual_seed(0)
     module = bundle.build()
@@ -98,13 +90,11 @@ def _stepping(bundle: Bundle, inputs: Mapping[str, Any]) -> tuple[Callable[[], N
         module.train_step(*batch)
         optimizer.step()
 
-    return step, module
+    return step
 
 
 def _plain(about: Mapping[str, Any], device: str) -> dict[str, Any]:
     """The model as its author wrote it, under torch's autocast where the plan is of mixed precision: seconds of a step and bytes at its peak."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
     loaded = load(about["model"], batch=about["sizes"][0], seq=about["sizes"][1], device=device)
     optimizer = optimizer_of("adamw", loaded.model.parameters(), 1e-4)
 
@@ -116,16 +106,9 @@ def _plain(about: Mapping[str, Any], device: str) -> dict[str, Any]:
         optimizer.step()
 
     try:
-        for _ in range(WARM):
-            step()
-        _done(device)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times = [_timed(step, device) for _ in range(STEPS)]
+        return dict(zip(("plain_s", "plain_launched_s", "plain_bytes"), _taken(step, device), strict=False))
     except torch.OutOfMemoryError as error:
         return {"plain_error": str(error)[:200]}
-    return {"plain_s": statistics.median(took for took, _ in times), "plain_launched_s": statistics.median(launched for _, launched in times),
-            "plain_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 1}
 
 
 @torch.no_grad()
@@ -145,6 +128,18 @@ def _fill(module: ShardedModule) -> None:
 def _random(shape: list[int], dtype: str, below: int) -> Tensor:
     kind = getattr(torch, dtype)
     return torch.randn(shape, dtype=kind) if kind.is_floating_point else torch.randint(below, shape, dtype=kind)
+
+
+def _taken(step: Callable[[], None], device: str) -> tuple[float, ...]:
+    """Seconds of a step and those until it is issued, medians; bytes allocated and reserved at the peak, and allocated behind it (not numbers on a CPU)."""
+    for _ in range(WARM):
+        step()
+    _done(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = map(statistics.median, zip(*(_timed(step, device) for _ in range(STEPS)), strict=True))
+    held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()) if device == "cuda" else (math.nan,) * 3
+    return *times, *held
 
 
 def _timed(step: Callable[[], None], device: str) -> tuple[float, float]:
@@ -178,3 +173,8 @@ def _profiled(step: Callable[[], None], device: str) -> dict[str, Any]:
 def _done(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def _forget(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from autopar.calibrate.fits import Fit, Fits
 from autopar.calibrate.least import fit
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Device
-from autopar.cost.compute import RAMP, attention_share, best_factor, shape_factor
+from autopar.cost.compute import RAMP, best_factor, narrow_share, shape_factor
 from passes.annotate_flops import ATTENTION_BACKWARD
 
 TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -151,7 +151,7 @@ def _arithmetic(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str
 def _attention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
     """Shares of the peak, over what short sequences leave of them (`Prices`)."""
     dtype = "float32" if base.kind == "cpu" else "bfloat16"
-    shares, narrow = [], attention_share(dataclasses.replace(base, attention=(1.0, 1.0)), 0, 64)
+    shares = []
     for way, factor in (("forward", 1.0), ("backward", float(ATTENTION_BACKWARD))):
         found = fits.sensible(_of(samples, f"attention {way}"), lambda s: s.size[0] * s.size[1] / s.seconds, 1e12, "tokens/s")
         found = [s for s in found if s.seconds > base.launch_s]
@@ -161,7 +161,7 @@ def _attention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str,
         for sample in found:
             batch, tokens = sample.size
             flops = factor * 0.5 * 2 * batch * 8 * tokens * tokens * 128
-            each.append(flops / (sample.seconds - base.launch_s) / base.flops(dtype) * (tokens + 2 * RAMP * base.tile) / tokens / narrow)
+            each.append(flops / (sample.seconds - base.launch_s) / base.flops(dtype) * (tokens + 2 * RAMP * base.tile) / tokens / narrow_share(base, 64))
         share = min(1.0, statistics.median(each))
         shares.append(share)
         fits.add(Fit(f"attention {way}", share, len(each), statistics.median(abs(share / one - 1) for one in each), "causal, 8 heads of 64"))

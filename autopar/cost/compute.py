@@ -87,9 +87,13 @@ def aligned_share(sizes: tuple[float, ...], itemsize: int, device: Device) -> fl
 def attention_share(device: Device, direction: int, width: float, rate: float = 1.0) -> float:
     """Share of the peak that fused attention reaches on long sequences of heads `width` wide, forward (0) or backward (1), at `rate` times the device's own."""
     assert device.attention is not None, "asked where it is known"
+    return min(1.0, rate * device.attention[direction]) * narrow_share(device, width)
+
+
+def narrow_share(device: Device, width: float) -> float:
+    """Share of the rate of fused attention on heads of HEAD that those `width` wide have (`Device.attention_width`)."""
     exponentials = device.attention_width
-    narrow = min(1.0, width * (HEAD + exponentials) / (HEAD * (width + exponentials))) if exponentials else 1.0
-    return min(1.0, rate * device.attention[direction]) * narrow
+    return min(1.0, width * (HEAD + exponentials) / (HEAD * (width + exponentials))) if exponentials else 1.0
 
 
 def best_factor(device: Device) -> float:

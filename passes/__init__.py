@@ -10,6 +10,7 @@ from passes.annotate_flops import annotate_flops
 from passes.annotate_memory import annotate_memory
 from passes.bags import bags
 from passes.batch_norm import batch_norm
+from passes.biases import biases
 from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
@@ -68,6 +69,7 @@ NORMALIZE: tuple[Pass, ...] = (
     losses,
     means,
     drop_noops,
+    biases,
     lint,
 )
 """From an exported graph to the contract."""

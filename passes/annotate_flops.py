@@ -139,6 +139,7 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.einsum.default: _einsum,
     aten.gru.input: _recurrent,
     aten.linear.default: _matmul,
+    ops.affine: _matmul,
     ops.experts: _experts,
     ops.grouped_matmul: _matmul,
     aten.lstm.input: _recurrent,

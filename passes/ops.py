@@ -53,6 +53,11 @@ def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
     return total / count
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x [..., i] @ weight [i, o] + bias [o]` in one kernel: [..., o]."""
+    return F.linear(x, weight.t(), bias)
+
+
 def as_complex(parts: Tensor) -> Tensor:
     """Complex numbers of their parts `[..., 2]`, which may lie in memory in any order: [...]."""
     return torch.view_as_complex(parts.contiguous())

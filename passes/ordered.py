@@ -10,21 +10,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from passes import edit, facts
+from passes import edit, facts, ops
 
 aten = torch.ops.aten
 
-ORDERED = (aten.einsum.default, aten.linear.default, aten.matmul.default)
-"""Ops of two tensors that are reordered in front of the kernel."""
+BIASED = (aten.linear.default, ops.affine)
+ORDERED = (aten.einsum.default, aten.matmul.default, *BIASED)
+"""Ops of two tensors, those of BIASED perhaps with a bias, that are reordered in front of the kernel."""
 
 
 def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
     """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of its own: torch is
     asked, at example sizes. Each is kept for the gradient of the other."""
     operands = edit.tensor_operands(node)
-    if node.target not in ORDERED or len(operands) != 2:
+    if node.target not in ORDERED or len(operands) > 2 + (node.target in BIASED):
         return ()
-    tensors = [_alike(node, operand).requires_grad_(1 - position in positions) for position, operand in enumerate(operands)]
+    tensors = [_alike(node, operand).requires_grad_(position < 2 and 1 - position in positions) for position, operand in enumerate(operands)]
     kept: list[Tensor] = []
     queue: Iterator[Tensor] = iter(tensors)
 

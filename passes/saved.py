@@ -161,6 +161,7 @@ SAVED: dict[Any, Row] = {
     aten.layer_norm.default: _fixed(0, 1, 2),
     aten.leaky_relu.default: OPERAND,
     aten.linear.default: _crosswise,
+    ops.affine: _crosswise,
     aten.log.default: OPERAND,
     aten.log_softmax.int: RESULT,
     aten.lstm.input: _recurrent(2),

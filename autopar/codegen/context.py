@@ -9,7 +9,7 @@ from typing import Any
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import Edges, Reshard, edges, options, out_pair
-from autopar.codegen.expressions import qualified
+from autopar.codegen.expressions import EXPRESSIONS, qualified
 from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
@@ -98,7 +98,7 @@ class Context:
     def use(self, target: Any) -> None:
         """Remember that the file calls `target`, so that plain functions get imported."""
         module = getattr(target, "__module__", "")
-        if module.startswith("passes."):
+        if module.startswith("passes.") and target not in EXPRESSIONS:
             self.functions[qualified(target)] = module
 
     def reason(self, reshard: Reshard) -> str:

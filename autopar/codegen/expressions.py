@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload
+from passes import ops
 
 aten = torch.ops.aten
 
@@ -138,6 +139,7 @@ EXPRESSIONS: dict[Any, Writer] = {
     aten.to.dtype: _cast,
     aten.transpose.int: _method("transpose"),
     aten.unsqueeze.default: _method("unsqueeze"),
+    ops.affine: lambda call: f"F.linear({call.args[0]}, {call.args[1]}.t(), {call.args[2]})",
 }
 for _name, _symbol in _INFIX.items():
     for _overload in _OVERLOADS.get(_name, ("Tensor", "Scalar")):

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.layout import BUCKET_BYTES
+from autopar.rules.arguments import bias_of
 from autopar.rules.language import Call, Tensor
 
 ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.to.dtype
@@ -48,6 +49,8 @@ class Op:
     backward_bytes: float = 0.0
     fused_bytes: float = 0.0  # forward, and of the backward, where chains of pointwise operators run as one kernel (problem.traffic)
     fused_backward_bytes: float = 0.0
+    bias_bytes: float = 0.0  # of the backward of a product, that the gradient of its bias reads: a kernel of its own
+    fused_bias_bytes: float = 0.0
     leads: bool = True  # whether it is a kernel of its own then
     weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
     batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
@@ -88,14 +91,20 @@ class Op:
 
     @property
     def weights_share(self) -> float:
-        """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone."""
-        graded = [weight for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
-        return sum(graded) / len(graded) if graded else 0.0
+        """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone; the bias of a product takes next to nothing."""
+        bias = bias_of(self.call)
+        graded = [weight for weight, tensor in self._graded if tensor is not bias]
+        return sum(graded) / len(graded) if graded else float(self.weighs)
 
     @property
     def weighs(self) -> bool:
         """Whether a part of its backward is for weights, and it is not made of them alone."""
-        return self.weights_share > 0.0 and not self.of_weights
+        return any(weight for weight, _ in self._graded) and not self.of_weights
+
+    @property
+    def _graded(self) -> list[tuple[bool, Tensor]]:
+        """Its operands that get gradients, and whether each is made of parameters alone."""
+        return [(weight, tensor) for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
 
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
         """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered

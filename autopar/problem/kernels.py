@@ -105,7 +105,17 @@ class _Shard:
         ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)
         if not (self.settings.training and op.graded):
             return ahead, 0.0
-        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1)
+        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1) + self._bias_s()
+
+    def _bias_s(self) -> float:
+        """Seconds of the gradient of a bias, if there is one: the gradients of all rows added up."""
+        op = self.op
+        nbytes = op.fused_bias_bytes if self.settings.fused else op.bias_bytes
+        if not nbytes:
+            return 0.0
+        local = fraction(tuple(o.outs[0].value for o in self.options), self.sizes)
+        straight = 1.0 if self.settings.fused else straight_share(self.device)
+        return op_s(0.0, local * nbytes / straight, op.dtype, self.device)
 
     def _beside_bytes(self) -> tuple[float, float]:
         """What tiles read and write beside one pass over all tensors, forward and backward."""

@@ -28,7 +28,7 @@ from passes.ordered import ORDERED
 aten = torch.ops.aten
 KEEPABLE = (
     aten.addmm.default, aten.bmm.default, aten.conv1d.default, aten.conv2d.default, aten.linear.default, aten.matmul.default, aten.mm.default,
-    aten.scaled_dot_product_attention.default,
+    aten.scaled_dot_product_attention.default, ops.affine,
 )
 """Operators whose results can be kept although several readers or their own backward need them: one kernel makes all of them."""
 

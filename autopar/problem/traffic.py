@@ -3,6 +3,8 @@
 Backward: gradients of results and what was kept are read, gradients of operands are written; a sum passes the gradient on as it
 is. Where several operators read a value, their gradients are added up: read, read, write for each beyond the first.
 
+Biases are added on the way out of a product; their gradients are sums by a kernel of their own.
+
 Fused: a pointwise operator whose only reader is pointwise too, a norm or a softmax runs in the kernel of that reader, and what
 lies between them stays in registers. What the backward needs of it is computed again from what the kernel read (as
 inductor and hand-written kernels do), so its bytes are not written either. A norm or softmax ends a kernel.
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.rules.arguments import bias_of
 from autopar.rules.language import Tensor
 from passes import ops
 from passes.tables import BINARY, UNARY
@@ -41,6 +44,8 @@ def annotate(program: Program) -> None:
     for op in program.ops.values():
         if op.role == "op" and _works(op):
             op.backward_bytes = _backward_bytes(op)
+            bias = bias_of(op.call)
+            op.bias_bytes = op.fused_bias_bytes = tensor_bytes(op.call.outs[0]) + tensor_bytes(bias) if bias is not None and bias.grad else 0.0
     for ref, found in readers.items():
         _add_up(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
@@ -52,6 +57,9 @@ def annotate(program: Program) -> None:
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
     for producer, reader, tensor in _joined(program, readers):
         _fuse(producer, reader, tensor)
+    for op, reader in _read_once(program, readers):
+        if op.bias_bytes and reader.target in POINTWISE - SUMS:
+            op.fused_bias_bytes = 0.0  # summed up where the gradient is made
 
 
 def _works(op: Op) -> bool:
@@ -74,7 +82,8 @@ def tensor_bytes(tensor: Tensor) -> float:
 
 
 def _backward_bytes(op: Op) -> float:
-    grads = [t for t in op.call.ins if t.grad]
+    bias = bias_of(op.call)
+    grads = [t for t in op.call.ins if t.grad and t is not bias]
     if not op.graded or not grads:
         return 0.0
     out = sum(tensor_bytes(t) for t in op.call.outs if t.grad)
@@ -98,14 +107,20 @@ def _add_up(program: Program, ref: Ref, readers: list[Op]) -> None:
 
 def _joined(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op, Tensor]]:
     """Pairs of operators that run in one kernel, with the tensor between them."""
+    for op, reader in _read_once(program, readers):
+        if op.target in POINTWISE and reader.target in POINTWISE | ENDS:
+            yield op, reader, op.call.outs[0]
+
+
+def _read_once(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op]]:
+    """Operators whose result one other operator of the same scope reads, and that one."""
     leaving = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     for op in program.ops.values():
         ref = (op.name, 0)
-        if op.role != "op" or op.target not in POINTWISE or ref in leaving or len(readers.get(ref, ())) != 1:
-            continue
-        reader = readers[ref][0][0]
-        if reader.role == "op" and reader.scope == op.scope and reader.target in POINTWISE | ENDS:
-            yield op, reader, op.call.outs[0]
+        if op.role == "op" and ref not in leaving and len(readers.get(ref, ())) == 1:
+            reader = readers[ref][0][0]
+            if reader.role == "op" and reader.scope == op.scope:
+                yield op, reader
 
 
 def _fuse(producer: Op, reader: Op, between: Tensor) -> None:

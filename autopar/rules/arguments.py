@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.language import Call
+from autopar.rules.language import Call, Tensor
+from passes.ordered import BIASED
 
 Spec = Callable[[Call], str]
 
@@ -21,6 +22,11 @@ def given(call: Call) -> dict[str, Any]:
         else:
             found[argument.name] = call.kwargs.get(argument.name, argument.default_value)
     return found
+
+
+def bias_of(call: Call) -> Tensor | None:
+    """What a product with a weight adds to its rows, if it adds any."""
+    return call.ins[2] if call.target in BIASED and len(call.ins) == 3 else None
 
 
 def overloads(names: str) -> list[Any]:

@@ -30,15 +30,17 @@ def matmul(call: Call) -> str:
     return "... m k, ... k n -> ... m n"
 
 
-def with_bias(plain: str, whole: str, bias: str) -> Spec:
-    """`plain` for two operands; with a third, the bias, `whole`: the summed-over factor must not be split, or every rank
-    would add the bias."""
+def with_bias(plain: str, bias: str) -> Spec:
+    """`plain` for two operands; a third one is the bias, which is added."""
     def spec(call: Call) -> str:
-        if len(call.ins) == 2:
-            return plain
-        left, right = whole.split(" -> ")
-        return f"{left}, {bias} -> {right}"
+        left, right = plain.split(" -> ")
+        return plain if len(call.ins) == 2 else f"{left}, +{bias} -> {right}"
     return spec
+
+
+def factors(call: Call) -> str:
+    """Linear in each factor alone, or in each together with the bias."""
+    return "each" if len(call.ins) == 2 else "0+2|1+2"
 
 
 def unless_bias(call: Call) -> str:
@@ -208,12 +210,13 @@ RULES: dict[Any, Rule] = {
     aten.dot.default: Rule("k, k -> ", linear="each"),
     aten.einsum.default: Rule(einsum, linear="each"),
     aten.embedding.default: Rule(embedding),
-    aten.linear.default: Rule(with_bias("... i, o i -> ... o", "... i!, o i! -> ... o", "o"), linear=unless_bias),
+    aten.linear.default: Rule(with_bias("... i, o i -> ... o", "o"), linear=factors),
     aten.matmul.default: Rule(matmul, linear="each"),
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
     aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads, partly={"v": values}),
+    ops.affine: Rule(with_bias("... k, k n -> ... n", "n"), linear=factors),
     ops.count_each: Rule("n -> c!"),
     ops.grouped_matmul: Rule("n! k, g@own_groups k m, e! -> n! m", linear="0|1"),
 }

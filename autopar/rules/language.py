@@ -6,13 +6,14 @@
     {q|k|v}                      a dim made of pieces side by side: all pieces split together, section by section
     1                            a dim that is never split (size 1, broadcast)
     (nothing)                    a scalar; before the arrow also: no operands
+    + (before an operand)        it is added to the outputs, as a bias: where these are parts of a sum, so is it
     ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the factor
     f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
 
 A factor that an output lacks is summed over (or `reduce`d): splitting it gives a partial result. `options` turns a rule
 into everything that a node can do on one axis (DESIGN section 4):
 
-    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R
+    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R, and with P/R also operands that are added
     replicate      R/R everywhere
     pass gradient  values replicated, gradients partial: R/P everywhere (any backward is linear in the gradient)
     pass partial   operators linear in their operands: P/R -> P/R
@@ -77,10 +78,11 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed rule string, before it meets shapes: dims per operand and output, and the marks of factors."""
+    """A parsed rule string, before it meets shapes: dims per operand and output, which operands are added to the outputs, and the marks of factors."""
 
     ins: tuple[tuple[Dim | None, ...], ...]  # None stands for "..."
     outs: tuple[tuple[Dim | None, ...], ...]
+    added: tuple[bool, ...]
     whole: tuple[str, ...]
     runs: tuple[tuple[str, str], ...]
 
@@ -134,11 +136,13 @@ def parse(text: str) -> Spec:
         raise RuleError(f"rule {text!r} must have exactly one '->'")
     marks: dict[str, str] = {}
     left, right = (side.strip() for side in text.split("->"))
-    ins = tuple(_operand(part, marks, text) for part in left.split(","))  # an empty one is a scalar
+    operands = [part.strip() for part in left.split(",")]  # an empty one is a scalar
+    added = tuple(part.startswith("+") for part in operands)
+    ins = tuple(_operand(part.removeprefix("+"), marks, text) for part in operands)
     outs = tuple(_operand(part, marks, text) for part in right.split(","))
     whole = tuple(f for f, mark in marks.items() if mark == "!")
     runs = tuple((f, mark[1:]) for f, mark in marks.items() if mark[:1] == "@")
-    return Spec(ins, outs, whole, runs)
+    return Spec(ins, outs, added, whole, runs)
 
 
 def _operand(part: str, marks: dict[str, str], text: str) -> tuple[Dim | None, ...]:
@@ -272,7 +276,7 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
     """
     spec = parse(text)
     if not call.ins and spec.ins == ((),):
-        spec = replace(spec, ins=())  # nothing before the arrow: no operands
+        spec = replace(spec, ins=(), added=())  # nothing before the arrow: no operands
     shaped = Shaped(spec, call, text)
     out = [_uniform(call, "", "R", "R")]
     if any(t.grad for t in call.outs):
@@ -309,8 +313,10 @@ def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
         variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
     found = []
     for cut in variants:
-        ins = _seen(call, [_place_use(shaped, group, dims, t, cut, False, reduce) for dims, t in zip(shaped.ins, call.ins, strict=True)])
         outs = tuple(_place_use(shaped, group, dims, t, cut, True, reduce) for dims, t in zip(shaped.outs, call.outs, strict=True))
+        parts = any(use.value == reduce for use in outs)
+        ins = _seen(call, [_place_use(shaped, group, dims, t, cut, parts and added, reduce)
+                           for dims, t, added in zip(shaped.ins, call.ins, shaped.spec.added, strict=True)])
         if reduce != "P" and any(u.value == reduce and t.grad for u, t in zip(outs, call.outs, strict=True)):
             continue  # the gradient of a maximum goes to one rank only: no layout describes it
         name = ("+" if run else "|").join(group) + ("" if len(cut) == 1 else "/" + ":".join(map(str, cut)))
@@ -319,7 +325,8 @@ def _split(shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str,
 
 
 def _place_use(shaped: Shaped, group: tuple[str, ...], dims: Sequence[Dim], tensor: Tensor, cut: tuple[int, ...],
-               output: bool, reduce: str) -> Use:
+               summed: bool, reduce: str) -> Use:
+    """How a tensor lies; one without the factors is a part of what is `summed`, or the same on all ranks."""
     for index, dim in enumerate(dims):
         if dim.join == "|" and dim.factors == group:
             return _use(tensor, entry := shard(index, tuple(shaped.sizes[f] for f in group)), entry)
@@ -327,7 +334,7 @@ def _place_use(shaped: Shaped, group: tuple[str, ...], dims: Sequence[Dim], tens
         if place := shaped.place(factor, dims):
             entry = shard(place[0], cut) if len(cut) > 1 else place[1]
             return _use(tensor, entry, entry)
-    return _use(tensor, reduce, "R") if output else _use(tensor, "R", "P")
+    return _use(tensor, reduce, "R") if summed else _use(tensor, "R", "P")
 
 
 def _linear(call: Call, linear: str) -> list[Option]:

@@ -23,6 +23,7 @@ from autopar.layout import is_shard
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Option, Tensor, Use
 from autopar.rules.site import Inner, Site
+from passes import ops
 
 aten = torch.ops.aten
 NAMES = {"tiles": 1, "lookup_tiles": 0}
@@ -31,7 +32,7 @@ of the result."""
 COUNTS = tuple(2**power for power in range(1, 11))
 """The numbers of tiles that there are algorithms for."""
 
-OPERATORS: dict[Any, str] = {aten.embedding.default: "lookup_tiles", aten.linear.default: "tiles", aten.matmul.default: "tiles", aten.mm.default: "tiles"}
+OPERATORS: dict[Any, str] = {aten.embedding.default: "lookup_tiles", **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, ops.affine), "tiles")}
 """Operators that can gather their weight in tiles, and the algorithm."""
 BY_OUTPUTS = (aten.linear.default,)
 """Those whose weight has a row per output; rows of other products are inputs."""

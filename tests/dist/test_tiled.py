@@ -21,9 +21,7 @@ from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.errors import InfeasibleError, RunError
 from autopar.memory import predict
-from autopar.memory import predict
 from autopar.plan import Plan
-from autopar.problem.reading import read
 from autopar.problem.reading import read
 from autopar.problem.tiling import tiled
 from autopar.recipes import roles
@@ -33,6 +31,7 @@ from autopar.runtime.algorithms import tiled_embedding, tiled_linear, tiled_matm
 from autopar.runtime.cuts import own
 from autopar.verify import Report, case_of, verify
 from models.mlp import build
+from passes import ops
 from tests.dist.test_peak import beside_state
 from tests.helpers.peak import counted_on_rank
 from tests.helpers.ranks import living, on_ranks
@@ -67,7 +66,7 @@ def test_lookups_equal_one_device(sizes: tuple[int, ...], axis: int, tiles: int,
     on_ranks(math.prod(sizes), _embeddings, sizes, axis, tiles, padding)
 
 
-PRODUCTS: dict[str, Callable[..., Tensor]] = {"linear": F.linear, "linear with bias": F.linear, "matmul": torch.matmul}
+PRODUCTS: dict[str, Callable[..., Tensor]] = {"linear": F.linear, "linear with bias": F.linear, "matmul": torch.matmul, "matmul with bias": ops.affine}
 
 
 def _drawn(*shape: int) -> Tensor:
@@ -86,8 +85,8 @@ def _products(sizes: tuple[int, ...], axis: int, tiles: int, kind: str, trained:
     shard = own(weight, rests, mesh.sizes, mesh.coord).clone().requires_grad_(trained[1])
     local = None if bias is None else bias.clone().requires_grad_()
     with count() as seen:
-        if kind == "matmul":
-            got = tiled_matmul(part, shard, tiles=tiles, axes=(axis,), mesh=mesh)
+        if kind.startswith("matmul"):
+            got = tiled_matmul(part, shard, local, tiles=tiles, axes=(axis,), mesh=mesh)
         else:
             got = tiled_linear(part, shard, local, tiles=tiles, axes=(axis,), mesh=mesh)
         _close(got, own(wanted, rows, mesh.sizes, mesh.coord))

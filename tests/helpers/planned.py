@@ -58,9 +58,9 @@ class Planned:
 
 
 @cache
-def graph() -> fx.GraphModule:
+def graph(layers: int = 4) -> fx.GraphModule:
     """The captured stack."""
-    gm = export_graph(Stack(), (torch.zeros(16, 512), torch.zeros(16, 8)), dims=({0: B}, {0: B}))
+    gm = export_graph(Stack(layers=layers), (torch.zeros(16, 512), torch.zeros(16, 8)), dims=({0: B}, {0: B}))
     gm.meta["outputs"] = [{"name": "loss", "kind": "loss", "target": ""}]
     return run(run(gm, NORMALIZE), ANNOTATE)
 

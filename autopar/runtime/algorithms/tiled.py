@@ -33,9 +33,9 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles
     return out
 
 
-def tiled_matmul(x: Tensor, weight: Tensor, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """torch.matmul: `x [..., i]` this rank's rows, `weight [i/n, o]` its part of the weight -> `[..., o]`. As `tiled_linear` else."""
-    out: Tensor = _Matmul.apply(x, weight, _tiling(weight, tiles, axes, mesh, "tiled_matmul"))
+def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
+    """torch.matmul, and a bias: `x [..., i]` this rank's rows, `weight [i/n, o]` its part of the weight, `bias [o]` whole -> `[..., o]`. As `tiled_linear` else."""
+    out: Tensor = _Matmul.apply(x, weight, bias, _tiling(weight, tiles, axes, mesh, "tiled_matmul"))
     return out
 
 
@@ -167,7 +167,7 @@ class _Linear(torch.autograd.Function):
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Tensor, how: _Tiling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: Tensor, bias: Tensor | None, how: _Tiling) -> Tensor:
         ctx.save_for_backward(x, shard)
         ctx.how = how
         columns, tiles, total = how.columns(x), _Gathered(how, shard), None
@@ -176,6 +176,8 @@ class _Matmul(torch.autograd.Function):
             total = part.to(wide(part.dtype)) if total is None else total.add_(part)
             del part
         assert total is not None, "at least one tile"
+        if bias is not None:
+            total.add_(bias)
         return total.to(x.dtype)
 
     @staticmethod
@@ -192,7 +194,8 @@ class _Matmul(torch.autograd.Function):
             if sums is not None:
                 sums.wait()
                 sums.add(columns[..., number, :].flatten(-2).flatten(0, -2).T @ rows)
-        return grad_x, None if sums is None else sums.all(), None
+        bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None if sums is None else sums.all(), bias, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -30,6 +30,7 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.gelu.default: [((X,), {}), ((X,), {"approximate": "tanh"})],
     aten.layer_norm.default: [((X, [6]), {}), ((X, [6], rand(6), rand(6), 1e-3), {}), ((X, [4, 6], None, None, 1e-3), {})],
     aten.linear.default: [((X, rand(3, 6)), {}), ((X, rand(3, 6), rand(3)), {})],
+    ops.affine: [((X, rand(6, 3), rand(3)), {})],
     aten.log_softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})], aten.softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
     aten.matmul.default: [((X, rand(6, 3)), {})], aten.mm.default: [((rand(2, 3), rand(3, 4)), {})], aten.permute.default: [((X, [2, 0, 1]), {})],
     aten.relu.default: [((X - 1,), {})], aten.rsqrt.default: [((X,), {})], aten.silu.default: [((X,), {})], aten.tanh.default: [((X,), {})],
@@ -70,7 +71,7 @@ def texts(item: Any, names: dict[str, Any]) -> str:
     return repr(item)
 
 
-@pytest.mark.parametrize("target", list(EXPRESSIONS), ids=str)
+@pytest.mark.parametrize("target", list(EXPRESSIONS), ids=qualified)
 def test_the_text_computes_what_the_operator_does(target: Any) -> None:
     calls = CALLS.get(target) or infix_calls(target)
     for args, kwargs in calls:

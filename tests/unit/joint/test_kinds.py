@@ -120,7 +120,7 @@ def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_no_cut_and_no_order_is_faster(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all places where the stack can be cut for two places, and both orders."""
-    inner = Inner(graph(), {"b": BATCH}, Request(two_kinds("cpu:1x2", 2.0), recipe=name))
+    inner = Inner(graph(6), {"b": BATCH}, Request(two_kinds("cpu:1x2", 2.0), recipe=name))
     shape, walk = Shape(2, (2,), 16), Explorer(inner, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60)
     (table,) = walk.pricing.tables(shape)
     chosen = inner.solve(inner.models(shape, (roles.data,)), table, "none", exact=True)

@@ -70,7 +70,6 @@ SAMPLES = {
     aten.index.Tensor: lambda: (aten.index.Tensor, (r(5, 40), [IDS])),
     aten.index_select.default: lambda: (aten.index_select.default, (r(5, 40), 0, IDS[0])),
     aten.layer_norm.default: lambda: (aten.layer_norm.default, (r(4, 50), [50], r(50), r(50))),
-    aten.linear.default: lambda: (aten.linear.default, (r(3, 40), r(6, 40))),
     aten.log_softmax.int: lambda: (aten.log_softmax.int, (r(40, 50), -1)),
     aten.masked_fill.Scalar: lambda: (aten.masked_fill.Scalar, (r(40, 50), torch.rand(40, 50) > 0.5, 0.0)),
     aten.matmul.default: lambda: (aten.matmul.default, (r(2, 3, 40), r(40, 6))),

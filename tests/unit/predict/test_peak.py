@@ -79,7 +79,8 @@ def test_a_pipeline_that_is_full_takes_no_more() -> None:
 
 
 def test_emitted_modules_hold_more_than_software_that_lets_go() -> None:
-    assert held(OTHERS).peak_bytes < held(Habits()).peak_bytes
+    setup = replace(SETUP, micro_batch=4)  # so that the most is there in a backward, not while gradients are summed
+    assert held(OTHERS, setup).peak_bytes < held(Habits(), setup).peak_bytes
 
 
 def test_standing_gradients_are_as_many_bytes_as_stated() -> None:

@@ -102,8 +102,8 @@ def test_options_of_a_placed_operator() -> None:
     first, last = (next(op for op in found.program.ops.values() if op.role == "op" and any(
         found.program.ops[ref[0]].fqn == f"short.{i}.weight" for ref in op.operands)) for i in range(2))
     one = found.branches.options(first, 4)[1]
-    assert [str(u) for u in (*one.ins, *one.outs)] == ["R|P", "O1|O1", "O1|O1"]
-    assert [str(u) for u in found.branches.options(last, 4)[1].ins] == ["O1|O1", "O1|O1"]
+    assert [str(u) for u in (*one.ins, *one.outs)] == ["R|P", "O1|O1", "O1|O1", "O1|O1"]  # input, weight, bias; result
+    assert [str(u) for u in found.branches.options(last, 4)[1].ins] == ["O1|O1", "O1|O1", "O1|O1"]
     assert [coordinate_of(o) for o in found.branches.options(first, 4)] == [0, 1]
     assert not found.branches.options(first, 1)
 

@@ -12,7 +12,6 @@ from autopar.problem.frontier import Choices, Point, point
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
 from autopar.problem.rerun import keepable
-from tests.helpers.planned import graph
 from tests.helpers.verify import subject
 
 Numbers = dict[str, float]
@@ -40,7 +39,8 @@ def _hull(points: list[Point]) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_corners_are_those_of_all_choices(seed: int) -> None:
-    program = read(graph(), {"b": 2048}, training=True, device="cpu")
+    who = subject("gpt").captured
+    program = read(who.gm, who.hints, training=True, device="cpu")
     (scope,) = program.runs
     names = [op.name for op in program.ops.values() if op.scope == scope and keepable(op)]
     assert 3 < len(names) < 10

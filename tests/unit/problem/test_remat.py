@@ -25,8 +25,8 @@ from tests.helpers.planned import graph, planned
 HINTS = {"b": 2048}
 
 
-def _planner(cluster: str = "cpu:1x4", **about: object) -> Planner:
-    return Planner.of(graph(), HINTS, Request(Cluster.parse(cluster), **about))  # type: ignore[arg-type]
+def _planner(cluster: str = "cpu:1x4", layers: int = 4, **about: object) -> Planner:
+    return Planner.of(graph(layers), HINTS, Request(Cluster.parse(cluster), **about))  # type: ignore[arg-type]
 
 
 def _model(planner: Planner, level: str, recipe: str = "zero3") -> Model:
@@ -116,7 +116,7 @@ def test_blocks_are_run_again_where_nothing_fits_without() -> None:
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])
 def test_kept_results_fill_the_memory_that_there_is(recipe: str) -> None:
     """Between a block that is run again whole and one that is not at all: the more memory the less time, and never more than there is."""
-    planner = _planner()
+    planner = _planner(layers=12)
     plain, full = _model(planner, "none", recipe), _model(planner, "full", recipe)
     forward = ForwardPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings)
     choice = ilp.search(plain.problem, time_limit_s=5.0).choice

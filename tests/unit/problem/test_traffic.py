@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from autopar.capture import capture
 from autopar.problem.graph import Op
 from autopar.problem.reading import read
 from autopar.problem.traffic import by_rows
+from autopar.rules.language import Call, Tensor
 
 B, S, D = 4, 8, 16
 SIZE = B * S * D * 4
@@ -86,6 +89,48 @@ def test_a_loss_writes_log_probabilities_and_a_gradient_of_theirs() -> None:
     assert loss.bytes == pytest.approx(2 * logits + labels, abs=16)  # read and written; what the loss itself has is a number
     assert loss.backward_bytes == pytest.approx(4 * logits + labels, abs=16)  # zeros written, read with the log-probabilities, the gradient written
     assert loss.fused_bytes == pytest.approx(logits + labels, abs=16) and loss.fused_backward_bytes == pytest.approx(2 * logits + labels, abs=16)
+
+
+class Biased(nn.Module):
+    """A product with a bias, whose result one operator reads."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], trained: bool = True) -> None:
+        super().__init__()
+        self.first, self.between = nn.Linear(D, D), between
+        self.first.bias.requires_grad_(trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.between(self.first(x)).sum()
+
+
+def product(between: Callable[[torch.Tensor], torch.Tensor] = F.gelu, *, trained: bool = True) -> Op:
+    with torch.device("meta"):
+        model, x = Biased(between, trained), torch.empty(B, S, D)
+    (found,) = [op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "linear" in op.name]
+    return found
+
+
+def test_a_bias_is_added_on_the_way_out_and_its_gradient_is_a_sum_by_itself() -> None:
+    weight, bias = D * D * 4, D * 4
+    found = product()
+    assert found.bytes == found.fused_bytes == 2 * SIZE + weight + bias
+    assert found.backward_bytes == 2 * SIZE + weight  # as without it
+    assert found.bias_bytes == SIZE + bias
+    assert product(trained=False).bias_bytes == 0.0
+
+
+def test_the_gradient_of_a_bias_is_summed_where_a_fused_kernel_makes_what_it_sums() -> None:
+    assert product(F.gelu).fused_bias_bytes == 0.0
+    for apart in (lambda h: h + h.detach(), lambda h: h.softmax(-1), lambda h: h @ h.mT):  # gradients that are there, or that a norm or a product makes
+        assert product(apart).fused_bias_bytes == SIZE + D * 4
+
+
+@pytest.mark.parametrize(("x", "weight", "bias", "share"), [(True, True, True, 0.5), (True, False, True, 0.0), (False, True, True, 1.0), (False, False, True, 1.0), (True, True, False, 0.5)])
+def test_a_bias_takes_no_share_of_a_backward_but_what_is_its_alone(x: bool, weight: bool, bias: bool, share: float) -> None:
+    tensors = Tensor((B, D), x), Tensor((D, D), weight), Tensor((D,), bias)
+    call = Call(torch.ops.aten.linear.default, tensors, {}, (Tensor((B, D)),))
+    found = Op("linear", "", None, "op", call, (), weight=(False, True, True))  # type: ignore[arg-type]
+    assert (found.weights_share, found.weighs) == (share, weight or bias)
 
 
 class Dropping(nn.Module):

@@ -47,7 +47,8 @@ CONTRACTIONS: Samples = {
     aten.lstm.input: [case(f(5, 4, 3), [f(1, 5, 2), f(1, 5, 2)], weights(4, 3, 2), True, 1, 0.0, True, False, True)],
     aten.rnn_relu.input: [case(f(5, 4, 3), f(1, 5, 2), weights(1, 3, 2), True, 1, 0.0, True, False, True)],
     aten.rnn_tanh.input: [case(f(4, 5, 3), f(1, 5, 2), weights(1, 3, 2), True, 1, 0.0, True, False, False)],
-    aten.linear.default: [case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1))],
+    aten.linear.default: [case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1)),
+                          case(f(3, 5, 4), f(6, 4), f(6))],
     aten.matmul.default: [case(f(5, 4), f(4, 6)), case(f(4), f(4)), case(f(4), f(3, 4, 6)), case(f(3, 5, 4), f(4)), case(f(4), f(4, 6)),
                           case(f(3, 5, 4), f(4, 6)), case(f(5, 1, 3, 4), f(2, 4, 6)), case(f(5, 4), f(3, 4, 6)), case(f(5, 4), f(4))],
     aten.mm.default: [case(f(5, 4), f(4, 6)), case(f(5, 5), f(5, 5))],
@@ -73,6 +74,7 @@ CONTRACTIONS: Samples = {
                   case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 4), f(6, 4, 5), "lambda x: F.gelu(x)"),
                   case(f(8, 3), i(6, 8, 2), f(8, 2), f(6, 3, 8), f(6, 4, 5), "halves(lambda first, second: F.silu(second) + first)", f(6, 8)),
                   case(f(8, 4, 3), i(6, 8, 4, 2), f(8, 4, 2), f(6, 3, 8), f(6, 4, 5), "pairs(lambda even, odd: (y0 := torch.clamp(even, None, 0.5)) * y0 * odd)", f(6, 8))],
+    ops.affine: [case(f(5, 4), f(4, 6), f(6)), case(f(3, 5, 4), f(4, 6), f(6)), case(f(2, 5, 1), f(1, 257), f(257))],
     ops.grouped_matmul: [case(f(7, 4), f(3, 4, 5), torch.tensor([2, 4, 6]))],
 }
 

@@ -67,6 +67,15 @@ def test_matmul_is_the_table_of_the_design():
     }
 
 
+def test_what_is_added_to_parts_of_a_sum_is_a_part_too():
+    found = by_factor("m k, n k, +n -> m n", call((4, 6), (8, 6), (8,), outs=((4, 8),)), linear="0+2|1+2")
+    assert found == {
+        "": (["R|R"] * 3, ["R|R"]), "grad": (["R|P"] * 3, ["R|P"]),
+        "m": (["S0|S0", "R|P", "R|P"], ["S0|S0"]), "k": (["S1|S1", "S1|S1", "P|R"], ["P|R"]), "n": (["R|P", "S0|S0", "S0|S0"], ["S1|S1"]),
+        "P0+2": (["P|R", "R|P", "P|R"], ["P|R"]), "P1+2": (["R|P", "P|R", "P|R"], ["P|R"]),
+    }
+
+
 def test_whole_factors_and_algorithms():
     assert list(by_factor("a! b -> a b", call((4, 4), outs=((4, 4),)))) == ["", "grad", "b"]
     found = {o.factor: o.run for o in options("v@embedding d, a -> a d", call((8, 4), (6,), outs=((6, 4),)), 2)}

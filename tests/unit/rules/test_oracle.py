@@ -253,6 +253,8 @@ def test_windows_that_reach_beyond_the_ranks_beside_are_refused():
 PLANTED = {
     "softmax without !": (aten.softmax.int, Rule("... -> ..."), case(f(5, 4), -1)),
     "addmm that adds its bias on every rank": (aten.addmm.default, Rule("n, m k, k n -> m n"), case(f(6), f(5, 4), f(4, 6))),
+    "linear that adds its bias on every rank": (aten.linear.default, Rule("... i, o i, o -> ... o"), case(f(5, 4), f(6, 4), f(6))),
+    "bias that is part of a sum, of a product that is none": (aten.linear.default, Rule("... i, o i, o -> ... o", linear="2"), case(f(5, 4), f(6, 4), f(6))),
     "mean of means of uneven shards": (aten.mean.dim, Rule("a b -> b"), case(f(5, 4), [0])),
     "a number added to a partial sum": (aten.add.Scalar, Rule("... -> ...", linear="all"), case(f(5, 4), 1.0)),
     "layer_norm with its last dim cut": (aten.layer_norm.default, Rule("... n, n, n -> ... n"), case(f(5, 4), [4], f(4), f(4))),

@@ -29,6 +29,7 @@ from passes.losses import losses
 from passes.matmul import matmul
 from passes.means import means
 from passes.noises import noises
+from passes.norms import norms
 from passes.one_sample import one_sample
 from passes.pieces import pieces
 from passes.provenance import provenance
@@ -49,6 +50,7 @@ NORMALIZE: tuple[Pass, ...] = (
     spellings,
     drop_noops,
     broadcasts,
+    norms,
     noises,
     rejoined,
     ranges,

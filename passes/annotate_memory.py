@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,8 +40,9 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
             grads = [carries[operand] for operand in edit.tensor_operands(node)]
             keeps = carries[node] and node.target is not operator.getitem
             node.meta["saved"] = _saved(node, grads) if keeps else Saved()
-            if keeps and node.target is aten.scaled_dot_product_attention.default and _unfused_on_cpu(node, grads):
-                node.meta["saved_on_cpu"] = _unfused(node)
+            on_cpu = ON_CPU[node.target](node, grads) if keeps and node.target in ON_CPU else None
+            if on_cpu is not None:
+                node.meta["saved_on_cpu"] = on_cpu
     return gm
 
 
@@ -85,16 +88,28 @@ def _looked_up(node: fx.Node, written: Size) -> Size:
     return facts.numel(chosen) * facts.shape(table)[1] * facts.dtype(table).itemsize if node.target in BAGS else written
 
 
-def _unfused_on_cpu(node: fx.Node, grads: list[bool]) -> bool:
-    """Whether the fused kernel of the CPU refuses: it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp)."""
-    given = edit.args_of(node)
-    return any(grads[3:]) or bool(given["dropout_p"])
-
-
-def _unfused(node: fx.Node) -> Saved:
-    """Attention as plain products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a batch of
+def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
+    """Where the fused kernel of the CPU refuses, as it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp), attention as plain
+    products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a batch of
     products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too."""
     given = edit.args_of(node)
+    if not (any(grads[3:]) or given["dropout_p"]):
+        return None
     itemsize = facts.dtype(node).itemsize
     scores = itemsize * prod((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
     return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1))
+
+
+def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:
+    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy, and the root of each for their gradient; what the weight
+    is multiplied with for its."""
+    rows, weight = grads[0], any(grads[1:])
+    itemsize = facts.dtype(node).itemsize
+    wide = max(itemsize, torch.float32.itemsize)
+    copies = int(rows and wide > itemsize) + int(weight)
+    roots = prod(facts.shape(node)[:-1]) if rows else 0
+    return Saved((0,) if rows and wide == itemsize else (), (), wide * (copies * facts.numel(node) + roots))
+
+
+ON_CPU: dict[Any, Callable[[fx.Node, list[bool]], Saved | None]] = {aten.rms_norm.default: _rms_norm, aten.scaled_dot_product_attention.default: _attention}
+"""What autograd keeps of operators whose kernel on a CPU is another one, or none; None where it is the same."""

@@ -127,6 +127,7 @@ EXPRESSIONS: dict[Any, Writer] = {
     aten.permute.default: _method("permute"),
     aten.relu.default: _function("F.relu"),
     aten.reshape.default: _sized("reshape"),
+    aten.rms_norm.default: _function("F.rms_norm"),
     aten.rsqrt.default: _function("torch.rsqrt"),
     aten.scaled_dot_product_attention.default: _attention,
     aten.select.int: _select,

@@ -34,6 +34,8 @@ NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
+PLAIN_NORM = (7, 20)
+"""How often plain operators read or write all rows for an RMSNorm, forward and backward."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 """Operators through which a gradient passes as it is."""
 
@@ -53,6 +55,9 @@ def annotate(program: Program) -> None:
         if op.target in LOSSES:  # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
             op.bytes += tensor_bytes(op.call.ins[0])
             op.backward_bytes += 2 * tensor_bytes(op.call.ins[0]) if op.backward_bytes else 0.0
+        if op.target is aten.rms_norm.default and program.device == "cpu":  # plain operators one by one, in float32 at least (layer_norm.cpp, rms_norm_composite)
+            wide = 4.0 * max(1, op.call.outs[0].itemsize // 4) * math.prod(op.call.outs[0].sizes)
+            op.bytes, op.backward_bytes = PLAIN_NORM[0] * wide, PLAIN_NORM[1] * wide if op.backward_bytes else 0.0
         if op.target is aten.dropout.default:  # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
     for producer, reader, tensor in _joined(program, readers):

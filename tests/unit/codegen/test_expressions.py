@@ -38,6 +38,7 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
         ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {}), ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), None, 0.0, True), {}),
         ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(4, 4)), {"scale": 0.3}),
         ((rand(1, 4, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {"is_causal": True, "enable_gqa": True})],
+    aten.rms_norm.default: [((X, [6], None, 1e-6), {}), ((X, [6], rand(6), 1e-6), {})],
     aten.select.int: [((X, 1, 2), {}), ((X, -1, -1), {})],
     aten.slice.Tensor: [((X,), {}), ((X, 1, 1, 3), {}), ((X, 0, 1, 2**63 - 1), {}), ((X, -1, 0, 6, 2), {}), ((X, 2, -2), {}), ((X, 1, None, 2), {})],
     aten.split_with_sizes.default: [((X, [1, 3], 1), {}), ((X, [1, 1]), {})],

@@ -133,6 +133,29 @@ def test_a_bias_takes_no_share_of_a_backward_but_what_is_its_alone(x: bool, weig
     assert (found.weights_share, found.weighs) == (share, weight or bias)
 
 
+class Normed(nn.Module):
+    """An RMSNorm of what a product makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).sum()
+
+
+@pytest.mark.parametrize(("device", "forward", "backward"), [("cuda", 2, 5), ("cpu", 7, 20)])
+def test_a_norm_without_a_kernel_on_cpus_is_many_passes_there(device: str, forward: int, backward: int) -> None:
+    with torch.device("meta"):
+        model, x = Normed(), torch.empty(B, S, D)
+    program = read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True, device=device)
+    (norm,) = [op for op in program.ops.values() if "rms_norm" in op.name]
+    small = 4 * SIZE / D  # weights, and a number for each row
+    assert norm.bytes == pytest.approx(forward * SIZE, abs=small)
+    assert norm.backward_bytes == pytest.approx(backward * SIZE, abs=small)
+    assert norm.fused_bytes == pytest.approx(2 * SIZE, abs=small)
+
+
 class Dropping(nn.Module):
     """Dropout behind a product."""
 

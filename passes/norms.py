@@ -1,0 +1,136 @@
+"""Recognises RMSNorm that a model spells out: six kernels forward, and what each keeps, where torch has one.
+
+    x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)          # also x * x; 1 / sqrt, division by sqrt, ** -0.5
+    (...x.to(float32)...).to(x.dtype)                         # with all of it in a wider dtype
+    weight * (...)                                            # of the last dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+SQUARES: dict[Any, Callable[..., bool]] = {
+    aten.mul.Tensor: lambda one, other: one is other,
+    aten.pow.Tensor_Scalar: lambda base, by: by == 2,
+    aten.square.default: lambda base: True,
+}
+"""What squares its first operand, if its operands are such."""
+
+
+def norms(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: every cast spelled `to`; means not yet taken apart.
+    does: finds rows that are divided by the root of the mean of their squares, with casts around and a weight behind.
+    gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models round before they multiply, too.
+    """
+    for node in edit.calls(gm, aten.mul.Tensor, aten.div.Tensor):
+        found = _norm(node)
+        if found is not None:
+            _replace(found)
+    return edit.finish(gm)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """`node` is `rows`, each divided by the root of the mean of its squares and `eps`."""
+
+    node: fx.Node
+    rows: fx.Node
+    eps: float
+
+
+def _norm(node: fx.Node) -> _Norm | None:
+    for rows, root, inverse in _quotients(node):
+        squares = _inside(root, inverse)
+        if squares is not None:
+            mean, eps = squares
+            wide = _squared(_mean_of_last(mean))
+            if wide is not None and rows in (wide, _source(wide)) and facts.dtype(node) == facts.dtype(wide) and facts.shape(node) == facts.shape(rows):
+                return _Norm(node, wide, eps)
+    return None
+
+
+def _quotients(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """What may be rows, what may be the root, and whether that is one over it already."""
+    left, right = node.args[0], node.args[1]
+    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+        return
+    if node.target is aten.div.Tensor:
+        yield left, right, False
+    else:
+        yield left, right, True
+        yield right, left, True
+
+
+def _inside(root: fx.Node, inverse: bool) -> tuple[Any, float] | None:
+    """m and eps, where `root` is the root of m + eps, or one over it."""
+    if inverse and edit.call_of(root, aten.reciprocal.default) is not None:
+        root, inverse = root.args[0], False  # type: ignore[assignment]  # what is inverted
+    power = edit.call_of(root, aten.pow.Tensor_Scalar)
+    plain = edit.call_of(root, aten.rsqrt.default if inverse else aten.sqrt.default)
+    total = plain.args[0] if plain is not None else power.args[0] if power is not None and power.args[1] == (-0.5 if inverse else 0.5) else None
+    added = edit.call_of(total, aten.add.Tensor, aten.add.Scalar)
+    if added is None or not isinstance(added.args[1], (int, float)) or edit.args_of(added)["alpha"] != 1:
+        return None
+    return added.args[0], float(added.args[1])
+
+
+def _mean_of_last(node: Any) -> Any:
+    """What `node` is the mean of over its last dim, which stays as one of size 1."""
+    mean = edit.call_of(node, aten.mean.dim)
+    if mean is None:
+        return None
+    given = edit.args_of(mean)
+    rank = len(facts.shape(given["self"]))
+    kept = given["keepdim"] and facts.dtype(mean) == facts.dtype(given["self"])
+    return given["self"] if kept and [dim % rank for dim in given["dim"] or ()] == [rank - 1] else None
+
+
+def _squared(node: Any) -> fx.Node | None:
+    """What `node` is the square of."""
+    one = edit.call_of(node, *SQUARES)
+    return one.args[0] if one is not None and SQUARES[one.target](*one.args) else None  # type: ignore[return-value]  # a tensor
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """`node` before it was made wider."""
+    cast = edit.call_of(node, aten.to.dtype)
+    if cast is None:
+        return node
+    operand: fx.Node = cast.args[0]  # type: ignore[assignment]  # what is cast
+    return operand if _bits(operand) <= _bits(node) else node
+
+
+def _bits(node: fx.Node) -> int:
+    dtype = facts.dtype(node)
+    return torch.finfo(dtype).bits if dtype.is_floating_point else 0
+
+
+def _replace(found: _Norm) -> None:
+    """The norm as one operator: of what is there before the casts, if it is cast back, and with the weight, if one comes next."""
+    rows, last = found.rows, found.node
+    cast, source = _only_user(last, aten.to.dtype), _source(rows)
+    if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source):
+        rows, last = source, cast
+    product = _only_user(last, aten.mul.Tensor)
+    weight = next((arg for arg in product.args if arg is not last), None) if product is not None else None
+    weighted = isinstance(weight, fx.Node) and facts.shape(weight) == facts.shape(rows)[-1:] and facts.dtype(weight) == facts.dtype(rows)
+    last = product if weighted and product is not None else last
+    width = facts.shape(rows)[-1]
+    with edit.before(last):
+        new = edit.call(last.graph, aten.rms_norm.default, (rows, [width], weight if weighted else None, found.eps), like=found.node)
+    edit.replace(last, new)
+
+
+def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
+    """The one that reads `node`, if it is alone and a call of `target`."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target else None

@@ -21,6 +21,7 @@ from autopar.cli.console import show, write_json
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.report.calibration import calibration as report
+from autopar.runtime.joining import joined
 
 
 def calibrate_command(output: Path, device: str | None, ranks: int | None, seconds: float, json: str | None) -> None:
@@ -78,13 +79,8 @@ def _group(device: str) -> Iterator[int]:
         yield dist.get_rank() if dist.is_initialized() else 0
         return
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
+    with joined(device) as rank:
+        yield rank
 
 
 @contextlib.contextmanager

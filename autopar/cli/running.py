@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from autopar.cli.emitting import bundle
 from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.runtime import launch
+from autopar.runtime.joining import joined
 from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
 from autopar.text import seconds
@@ -53,8 +53,8 @@ def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
         job = Job(bundle(rebuilt), rebuilt.weights, rebuilt.batch, steps, lr, quiet=json == "-")
     if "WORLD_SIZE" in os.environ:
-        with _group(rebuilt.plan.device_kind):
-            done, first = train(job), dist.get_rank() == 0
+        with joined(rebuilt.plan.device_kind) as rank:
+            done, first = train(job), rank == 0
     else:
         done, first = launch(train, rebuilt.plan.ranks, job, device_type=rebuilt.plan.device_kind)[0], True
     if first:
@@ -102,15 +102,3 @@ def on(plan: Plan, kind: str) -> Plan:
         return {**cluster, "device": {**cluster["device"], "kind": kind}}
 
     return dataclasses.replace(plan, cluster=changed(plan.cluster))
-
-
-@contextlib.contextmanager
-def _group(device_type: str) -> Iterator[None]:
-    """The process group of torchrun."""
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

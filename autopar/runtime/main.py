@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.runtime.joining import join
 from autopar.runtime.module import ShardedModule
 from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
@@ -37,9 +38,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     if mesh.ranks > 1 and not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
             raise RunError(f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}")
-        if mesh.device_type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if mesh.device_type == "cuda" else "gloo")
+        join(mesh.device_type)
     model = model_class(seed=options.seed)
     constants = Path(inspect.getfile(model_class)).parent / CONSTANTS
     if constants.is_file():

@@ -33,7 +33,8 @@ class RMSNorm(nn.RMSNorm):
         if not self.in_parts:
             return super().forward(x)
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+        squares = wide.pow(2).sum(-1, keepdim=True) / x.shape[-1]  # of a mean the passes would make the kernel
+        return (wide * torch.rsqrt(squares + 1e-5)).to(x.dtype) * self.weight
 
 
 def norm(config, width=None):

@@ -76,7 +76,7 @@ def test_tensor_parallel(work: Work, cluster: str, recipe: str) -> None:
     assert columns == [name for name in block if name.split(".")[-2] in DENSE], str(made)
     vocabulary = [w for w in made.weights.values() if "vocabulary" in w.uses[0]]
     assert any(max(w.shape) > 50_000 for w in vocabulary) == (recipe == "megatron"), str(made)
-    norms = [n for n, op in made.program.ops.items() if "layer_norm" in str(op.target) or "rsqrt" in str(op.target)]
+    norms = [n for n, op in made.program.ops.items() if "layer_norm" in str(op.target) or "rms_norm" in str(op.target)]
     split = {made.kinds[name] for name in norms if made.program.ops[name].scope}
     assert split == ({(ATTRIBUTE,)} if recipe == "tp_sp" else {(REPLICATE,)}), str(made)
 

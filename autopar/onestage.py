@@ -309,11 +309,12 @@ def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[tuple[
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer) -> list[Candidate]:
-    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. None of a mesh of which they prove no less than another takes honed:
-    what hides better there than linear prices know is no more than there."""
+    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Of each but the first one tangent says whether it may: whether more
+    hides there where linear prices prove no less than another takes honed, else whether it comes near that."""
     honed: list[Candidate] = []
     for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
-        if honed and each.solution.bound_s >= min(other.cost.time_s for other in honed):
+        least_s = min((other.cost.time_s for other in honed), default=math.inf)
+        if honed and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
             continue
         if timer.skips():
             break

@@ -39,7 +39,7 @@ from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
-from autopar.search.tangents import roamed
+from autopar.search.tangents import promises, roamed
 
 HONINGS = 3
 """How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
@@ -238,7 +238,7 @@ class Planner:
         if found.model.prices.overlap == 0.0:
             return found  # nothing hides, so that its Problem has the seconds of a step
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
-        state = Passed(Passing(model, forward, late=False), found.solution.choice)
+        state = self._state(found)
         price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # what is near is asked for again with other room
         state.limit_bytes = -math.inf
         for _ in range(HONINGS):
@@ -257,6 +257,18 @@ class Planner:
             else:
                 more_bytes += made.peak - limit_bytes
         return found
+
+    def promises(self, found: Candidate, below_s: float) -> bool:
+        """Whether a Candidate that fits, honed, may take less than so many seconds."""
+        if found.model.prices.overlap == 0.0:
+            return False
+        state = self._state(found)
+        state.limit_bytes = self.request.limit_bytes
+        return promises(state, found.solution.choice, below_s)
+
+    def _state(self, found: Candidate) -> Passed:
+        """The passes of a Candidate's choices."""
+        return Passed(Passing(found.model.with_limit(self.request.limit_bytes), self._forward(found.mesh), late=False), found.solution.choice)
 
     def counted(self, found: Candidate) -> Candidate:
         """With the bytes at the peak of its fullest rank."""

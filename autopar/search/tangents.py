@@ -36,6 +36,13 @@ def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late
     return (found, found_s) if found_s < start_s or best == start else honed(state, start, price_s, late, tried)
 
 
+def promises(state: State, start: Choice, below_s: float) -> bool:
+    """Whether one tangent at `start`, of the widest spread, leads below so many seconds by the State."""
+    state.reset(start)
+    takes_time = float(state.seconds(state.totals)[0]) > 0.0
+    return takes_time and _descended(tangent(state, SPREADS[-1]), state) is not None and float(state.seconds(state.totals)[0]) < below_s
+
+
 def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
     """The fastest by the State of what is reached from `start`, tangent by tangent."""
     state.reset(start)

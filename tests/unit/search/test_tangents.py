@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from autopar.search import exhaustive
 from autopar.search.descent import fits
 from autopar.search.honing import honed
 from autopar.search.state import State
-from autopar.search.tangents import SPREADS, roamed, tangent
+from autopar.search.tangents import SPREADS, promises, roamed, tangent
 from tests.helpers.problems import problems, random_problem
 
 
@@ -64,8 +65,28 @@ def test_what_takes_no_time_stays() -> None:
     free = replace(free, nodes=tuple(replace(node, cost_s=np.zeros_like(node.cost_s), hide_s=np.zeros_like(node.hide_s), group=-1) for node in free.nodes), nets=(), groups=0)
     state = State(free, (0, 0))
     assert roamed(state, (0, 0), lambda choice: 0.0) == ((0, 0), 0.0)
+    assert not promises(state, (0, 0), math.inf)
     with pytest.raises(ValueError, match="no time"):
         tangent(state, SPREADS[0])
+
+
+def test_one_tangent_promises_no_more_than_all_reach() -> None:
+    better = 0
+    for seed in range(60):
+        problem = random_problem(seed, nodes=6)
+        start = tuple(len(node.labels) - 1 for node in problem.nodes)
+        if not fits(problem, start):
+            continue
+        state, start_s = State(problem, start), problem.price(start).time_s
+
+        def price_s(choice: tuple[int, ...], problem: Problem = problem) -> float:
+            return problem.price(choice).time_s
+
+        reached_s = roamed(state, start, price_s)[1]
+        assert promises(state, start, math.inf)
+        assert not promises(state, start, reached_s * (1 - 1e-9))
+        better += promises(state, start, start_s)
+    assert better > 5
 
 
 def test_it_reaches_most_optima_that_descent_alone_does_not() -> None:

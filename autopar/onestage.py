@@ -298,7 +298,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
         bounds.append(max(first.solution.bound_s, here.solution.bound_s))
         known = min(known, here.cost.time_s)
         if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
-            honed += [here, *_honed(planner, [here], known, timer)]
+            honed += [here, *_honed(planner, [here], known, timer, min((each.cost.time_s for each in honed), default=math.inf))]
     return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
 
 
@@ -308,18 +308,18 @@ def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[tuple[
     return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in meshes]
 
 
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer) -> list[Candidate]:
-    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Of each but the first one tangent says whether it may: whether more
-    hides there where linear prices prove no less than another takes honed, else whether it comes near that."""
+def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer, least_s: float = math.inf) -> list[Candidate]:
+    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Where another takes `least_s`, honed, or one of them,
+    one tangent says whether they may: whether more hides there where linear prices prove no less than that, else whether it comes near."""
     honed: list[Candidate] = []
     for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
-        least_s = min((other.cost.time_s for other in honed), default=math.inf)
-        if honed and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
+        if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
             continue
         if timer.skips():
             break
         planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
         honed.append(planner.honed(each, timer.skips))
+        least_s = min(least_s, honed[-1].cost.time_s)
     return honed
 
 

@@ -26,7 +26,7 @@ class Latent:
 class Config:
     """Sizes and kinds; the defaults are GPT-2 small.
 
-    `norm_in_parts`: RMS norms are operators one by one. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
+    `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
     else scores, softmax and their product one by one, `fused_softmax`: scale and mask in the kernel of the softmax. `window` > 0: every second block, the first one too, attends to so many tokens only.
     `latent`: attention is that. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide, and `shared` columns of experts that all tokens meet; not in the first `dense` blocks.
     `ahead`: one more block and head predict the token behind the next (https://arxiv.org/abs/2412.19437, section 2.2).
@@ -46,6 +46,7 @@ class Config:
     gated: bool = False
     squared_relu: bool = False
     bias: bool = True
+    bias_apart: bool = False
     rotary: bool = False
     tied: bool = True
     dropout: float = 0.0

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class Adapted(nn.Linear):
@@ -15,11 +16,18 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.adapter(x)
 
 
+class BiasApart(nn.Linear):
+    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + self.bias[None]  # a row: of a vector the passes would make one kernel
+
+
 def linear(config, name, wide, narrow):
     """The layer of a block that is called `name`."""
     if name in config.adapted:
         return Adapted(wide, narrow, config.bias, config.adapters)
-    return nn.Linear(wide, narrow, bias=config.bias)
+    return BiasApart(wide, narrow) if config.bias and config.bias_apart else nn.Linear(wide, narrow, bias=config.bias)
 
 
 class RMSNorm(nn.RMSNorm):

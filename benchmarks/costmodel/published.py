@@ -132,7 +132,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
-                  hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, gated=not gpt, squared_relu=squared,
+                  hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, window=_number(r"sliding-window (\d+)", about), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))

@@ -31,7 +31,7 @@ of the default width of nemo/collections/llm/peft/lora.py."""
 @dataclass(frozen=True)
 class Facts:
     """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `zero`: ZeRO's stage where a line says none. `ahead`: models that can predict the token behind
-    the next do. `norm_in_parts`: RMS norms are operators one by one. `dropout`: the rate while training. `adapters`: what rows that train
+    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `dropout`: the rate while training. `adapters`: what rows that train
     such have. `why`: where it is known from."""
 
     software: Software
@@ -40,6 +40,7 @@ class Facts:
     zero: int = 0
     ahead: bool = False
     norm_in_parts: bool = False
+    bias_apart: bool = False
     dropout: float = 0.0
     adapters: Adapters = EVERYWHERE
     why: str = ""
@@ -71,8 +72,9 @@ NEMO = replace(MEGATRON, adapters=FUSED_QKV, ahead=True, software=replace(MEGATR
 BRIDGE = replace(NEMO, zero=1, whole_experts=True, software=replace(NEMO.software, rows_once=True), why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1), optimizer state is cut "
                  "(use_distributed_optimizer = True), tokens go to a node once (moe_token_dispatcher_type = flex with DeepEP or HybridEP; megatron/bridge/recipes, perf_recipes)")
 MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
-MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1,
-                      why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels, no fused attention, gradients summed behind the backward")
+MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1, bias_apart=True,
+                      why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and RowParallelLinear add biases by themselves, or leave it to the next kernel: "
+                      "megatron/mpu/layers.py), no fused attention, gradients summed behind the backward")
 FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
 TITAN = replace(FSDP, norm_in_parts=True, why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345)")
 FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "

@@ -45,7 +45,7 @@ def _row(line: dict[str, str], name: str, source: str) -> Row:
     if batch % (micro * dp) or not seconds > 0 or hidden % heads:
         raise ValueError(f"batch {batch} in microbatches of {micro} on {dp} ranks, {hidden} in {heads} heads, {seconds} s")
     model = Config(vocab=padded(VOCABULARY, tp), positions=seq, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
-                   hidden=hidden, ffn=4 * hidden, dropout=0.0, fused_attention=False)
+                   hidden=hidden, ffn=4 * hidden, bias_apart=True, dropout=0.0, fused_attention=False)
     setup = Setup(micro, batch // micro // dp, seq, tp=tp, dp=dp, pp=pp, recompute="full", software=SOFTWARE)
     return Row(name, f"vtrain {source.rpartition('_')[2]}", model, setup, a100(gpus), "float16", seconds,
                group=(hidden, heads, layers, seq, gpus, batch))

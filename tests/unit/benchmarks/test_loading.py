@@ -16,13 +16,15 @@ from autopar.cluster.mesh import Span
 from autopar.cost.comm import collective_s
 from autopar.predict import Software
 from benchmarks.costmodel import mist, published, vtrain
-from benchmarks.costmodel.config import Latent
+from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
+from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.published import network_bytes_s
 from benchmarks.costmodel.rows import Peak
 from benchmarks.costmodel.software import EXPERT_CALLS, IN_4_BITS_BYTES
 from benchmarks.costmodel.transformer import Transformer
+from passes import edit
 
 GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
 
@@ -273,6 +275,27 @@ def test_what_torch_runs_one_by_one_and_how_it_quantises(tmp_path: Path) -> None
     moved = [row.setup.software.cast_bytes + row.setup.software.turn_bytes for row in (other, compiled, rowwise)]
     assert moved == sorted(moved) and moved[0] < moved[1] < moved[2]
     assert rowwise.setup.software.matmul_share < compiled.setup.software.matmul_share == 1.0
+
+
+def test_whose_biases_are_added_behind_the_matmuls(tmp_path: Path) -> None:
+    """Megatron's own layers add them so; those of Transformer Engine and torch do not."""
+    gpt = RUN | {"model_type": "dense-gpt"}
+    rows = published.load(write(tmp_path / "published_runs.csv", [gpt | {"source_id": source} for source in ("bigscience-a100", "dgxc-v25.02", "torchtitan")])).rows
+    assert [row.model.bias_apart for row in rows] == [True, False, False]
+    (row,) = vtrain.load(write(tmp_path / "ground_truth_single.csv", [GOOD])).rows
+    assert row.model.bias_apart
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_parts_stay_parts(apart: bool) -> None:
+    """The passes make one operator of norms and biases only where the software that is predicted has one."""
+    aten = torch.ops.aten
+    plain = Config(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=128, vocab=256, positions=64)
+    biased = captured(replace(plain, bias_apart=apart), "float32")
+    layers = [node for graph in edit.graphs(biased) for node in edit.calls(graph, aten.linear.default)]
+    assert any(len(node.args) > 2 for node in layers) is not apart
+    normed = captured(replace(plain, rms=True, bias=False, norm_in_parts=apart), "float32")
+    assert any(node.target is aten.rms_norm.default for graph in edit.graphs(normed) for node in edit.calls(graph)) is not apart
 
 
 def test_devices_in_nodes_of_four_have_the_links_of_such_nodes(tmp_path: Path) -> None:

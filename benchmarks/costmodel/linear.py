@@ -16,11 +16,15 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.adapter(x)
 
 
-class BiasApart(nn.Linear):
-    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]."""
+class BiasApart(nn.Module):
+    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]. The bias is a row: with a vector the passes would make one kernel of both."""
+
+    def __init__(self, wide, narrow):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(narrow, wide)), nn.Parameter(torch.empty(1, narrow))
 
     def forward(self, x):
-        return F.linear(x, self.weight) + self.bias[None]  # a row: of a vector the passes would make one kernel
+        return F.linear(x, self.weight) + self.bias
 
 
 def linear(config, name, wide, narrow):

@@ -16,15 +16,11 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.adapter(x)
 
 
-class BiasApart(nn.Module):
-    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]. The bias is a row: with a vector the passes would make one kernel of both."""
-
-    def __init__(self, wide, narrow):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(narrow, wide)), nn.Parameter(torch.empty(1, narrow))
+class BiasApart(nn.Linear):
+    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]. It is taken off, negated: what is added the passes make one kernel of."""
 
     def forward(self, x):
-        return F.linear(x, self.weight) + self.bias
+        return F.linear(x, self.weight) - self.bias
 
 
 def linear(config, name, wide, narrow):

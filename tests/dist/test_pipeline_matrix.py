@@ -9,7 +9,7 @@ from tests.helpers.verify import FROZEN
 
 FAST = [
     Piped("hf-gpt2", "pp2 x dp2 x zero1", "interleaved_1f1b", "selective"), Piped("hf-t5", "pp4", "1f1b", "full"),
-    Piped(f"hf-resnet{FROZEN}", "pp2", "zbv_zero_bubble", "none"), Piped("hf-llama", "pp2 x tp2 x zero3", "1f1b", "full"),
+    Piped(f"hf-resnet{FROZEN}", "pp2", "zbv_zero_bubble", "none"), Piped("hf-llama-deep", "pp2 x tp2 x zero3", "1f1b", "full"),
 ]
 ALL = pipelines()
 

@@ -49,7 +49,7 @@ def entries(models: tuple[str, ...] = tuple(TINY), meshes: tuple[Sizes, ...] = M
     return found + others
 
 
-PIPED = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-resnet", f"hf-resnet{FROZEN}")
+PIPED = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-resnet", f"hf-resnet{FROZEN}")
 """Models of the matrix of pipelines. Statistics of a batch are no sum over microbatches: ResNet has one microbatch, or frozen batch norms."""
 
 PLACES: dict[str, tuple[int, Sizes, Sequence[roles.Role]]] = {

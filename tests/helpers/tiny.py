@@ -12,3 +12,6 @@ TINY: dict[str, str] = {
     **{f"hf-{name}": f"hf:{ROOT}/models/hf/tiny/{name}.json" for name in HF},
     **{name: f"{ROOT}/models/{name}.py:tiny" for name in OWN},
 }
+
+DEEP = {"hf-llama-deep": f"hf:{ROOT}/models/hf/tiny/llama-deep.json"}
+"""Of more blocks, for pipelines of many stages."""

@@ -41,7 +41,7 @@ from autopar.search.feasible import least_memory
 from autopar.verify import Case, Report, case_of, verify
 from autopar.verify.reference import Results
 from tests.helpers.ranks import living
-from tests.helpers.tiny import TINY
+from tests.helpers.tiny import DEEP, TINY
 
 BATCH, SEQ = 8, 16
 FROZEN = " frozen"
@@ -61,7 +61,7 @@ class Subject:
 
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """A global batch by input name."""
-        loaded = load(TINY[self.name.removesuffix(FROZEN)], batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
+        loaded = load(spec(self.name), batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
         return dict(zip(self.captured.input_names, [x for x in (*loaded.args, *loaded.kwargs.values()) if isinstance(x, Tensor)], strict=True))
 
     def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Case:
@@ -79,10 +79,15 @@ class Subject:
         return verify(case, reference=self.references[key], ranks=living(made.ranks))
 
 
+def spec(name: str) -> str:
+    """What `load` takes of the model that a subject's name begins with."""
+    return {**TINY, **DEEP}[name.removesuffix(FROZEN)]
+
+
 @cache
 def subject(name: str, mode: str = "train") -> Subject:
     """The tiny model of that name; captured once per process. A name that ends in FROZEN: its batch norms use the statistics that they have."""
-    loaded = load(TINY[name.removesuffix(FROZEN)], batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
+    loaded = load(spec(name), batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
     if name.endswith(FROZEN):
         for module in loaded.model.modules():
             if isinstance(module, nn.BatchNorm2d):

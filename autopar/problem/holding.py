@@ -48,7 +48,7 @@ def _alone(link: Link, keeps: Kept) -> list[Link]:
         return []
     others = link.asked_by(lambda op, operand: (op.name, operand) not in keeps.reads)
     alike = sum(keep) > 1 and len({link.columns[column].value for column in saved}) < len(saved)
-    lying = LYING if link.way in keeps.charges and (alike or saved & others) else ""
+    lying = LYING if (link.way in keeps.charges or link.way in keeps.behind) and (alike or saved & others) else ""
     copies = COPIES if saved & others else ""
     if lying and copies and not alike:
         return [_only(link, keep, link.columns, (COPIES, LYING))]

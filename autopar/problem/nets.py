@@ -226,6 +226,9 @@ def _owned(link: Link, keeps: Kept, prices: Prices) -> np.ndarray:
             shares = np.array([prices.local_bytes(size, layout) for layout in own.lying(owner[1])])[own.at]
             np.maximum.at(most := np.zeros(len(link.rows)), link.row, shares)
             found += most
+    if link.way in keeps.behind:
+        size = link.program.bytes_of(keeps.behind[link.way]) * link.count
+        found += [prices.local_bytes(size, row.value) for row in link.rows]
     return found
 
 

@@ -7,6 +7,7 @@ So every kept tensor is followed back through views to the value that owns the b
     comes in from another cluster, moved       the net counts the copy that the reshard makes (`Kept.reads`)
     comes in as it lies                        the net counts the owner (`Kept.counted`): one net where several bring it, none where
                                                its cluster keeps it anyway or only looks at what comes in there
+    is a view that one operator alone keeps    the net to that operator counts the owner, or the copy of the view (`Kept.behind`)
     where readers ask for several layouts      nets beside it count the bytes alone (problem.holding)
 
 A block that is run again (problem.rerun) keeps nothing of that but what its plan keeps, as if readers saved it, and one tensor per instance
@@ -20,6 +21,7 @@ run only the last instance is there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -55,6 +57,8 @@ class Kept:
     `counted`  owner -> the net that counts it; `last` the same where only what follows a run of blocks keeps it
     `ports`    placeholder of a block -> the net to its readers, where they keep it
     `charges`  net -> what it counts where it moves nothing: (value, how many tensors; 0: as many as the net has)
+    `behind`   net of a view -> the owner, made in another cluster, that it counts where it moves nothing
+    `keepers`  owner -> how many operands are views of it that are kept
     `moved`    nets that count what they feed or carry where they move it
     `given`    placeholders of blocks that are run again, by cluster: (value, how many tensors)
     """
@@ -67,6 +71,8 @@ class Kept:
     last: dict[Ref, Way] = field(default_factory=dict)
     ports: dict[str, Way] = field(default_factory=dict)
     charges: dict[Way, list[tuple[Ref, int]]] = field(default_factory=dict)
+    behind: dict[Way, Ref] = field(default_factory=dict)
+    keepers: Counter[Ref] = field(default_factory=Counter)
     moved: dict[Way, None] = field(default_factory=dict)
     given: dict[int, list[tuple[Ref, int]]] = field(default_factory=dict)
     reruns: Mapping[str, Rerun] = field(default_factory=dict)
@@ -90,6 +96,8 @@ def kept(clusters: Sequence[Cluster], program: Program, reruns: Mapping[str, Rer
     """What the operators of all clusters keep, each storage once, in program order; `reruns` are the scopes that are run again."""
     home = {op.name: index for index, cluster in enumerate(clusters) for op in cluster.members}
     found = Kept(program, home, reruns=reruns or {})
+    for op in program.ops.values():
+        found.keepers.update(found.root(op.operands[index]) for index in _stays(op, found) if index < len(op.operands))
     for op in program.ops.values():
         for index in _stays(op, found):
             if index >= len(op.operands):
@@ -138,12 +146,21 @@ def _come_in(found: Kept, edge: Edge) -> None:
     way = Way(reader.operands[edge[1]], reader.scope)
     owner, before = _inside(found, way.ref)
     producer = found.program.ops[owner[0]]
-    if before is not None:
+    if before is not None and _alone(found, way):
+        found.behind[way] = found.root(way.ref)
+    elif before is not None:
         _come_in(found, before)
     elif producer.role == "port":
         found.ports.setdefault(producer.name, way)
     else:
         (found.counted if producer.scope == reader.scope else found.last).setdefault(owner, way)
+
+
+def _alone(found: Kept, way: Way) -> bool:
+    """Whether a net brings the one view that is kept of what an operator of the same scope makes."""
+    root = found.root(way.ref)
+    maker = found.program.ops[root[0]]
+    return found.keepers[root] == 1 and maker.role == "op" and maker.scope == way.reader and not found.held(root)
 
 
 def _charge(found: Kept, ref: Ref, way: Way, count: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import CaptureError
 from autopar.frontend.huggingface import build_model
-from tests.helpers.tiny import ROOT, TINY
+from tests.helpers.tiny import DEEP, ROOT, TINY
 
 CONFIGS = ROOT / "models" / "hf"
 # Parameters as counted from the published checkpoints (tied ones once), in millions.
@@ -34,7 +34,7 @@ PUBLISHED = {
 
 def test_every_config_has_a_published_size():
     assert sorted(PUBLISHED) == sorted(path.stem for path in CONFIGS.glob("*.json"))
-    assert {f"hf-{path.stem}" for path in (CONFIGS / "tiny").glob("*.json")} <= set(TINY)
+    assert {f"hf-{path.stem}" for path in (CONFIGS / "tiny").glob("*.json")} == {name for name in (*TINY, *DEEP) if name.startswith("hf-")}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -45,14 +45,10 @@ def _product_and_bias(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _fit(product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
     return (product.target in JOINED and len(product.args) == 2 and len(product.users) == 1 and _by_matrix(product)
-            and facts.shape(bias) == facts.shape(product)[-1:] and _kind(total) == _kind(product) and facts.dtype(bias) == facts.dtype(product))
+            and facts.shape(bias) == facts.shape(product)[-1:] and facts.kind(total) == facts.kind(product) and facts.dtype(bias) == facts.dtype(product))
 
 
 def _by_matrix(product: fx.Node) -> bool:
     """Whether rows are multiplied by one matrix, not vectors or matrices each by its own."""
     rows, weight = edit.tensor_operands(product)
     return len(facts.shape(rows)) > 1 and len(facts.shape(weight)) == 2
-
-
-def _kind(node: fx.Node) -> Any:
-    return facts.shape(node), facts.dtype(node)

@@ -129,6 +129,11 @@ def dtype(node: fx.Node, index: int | None = None) -> torch.dtype:
     return _tensor(node, index).dtype
 
 
+def kind(node: fx.Node) -> tuple[tuple[Size, ...], torch.dtype]:
+    """Sizes and element type of the one tensor that `node` gives."""
+    return shape(node), dtype(node)
+
+
 def nbytes(node: fx.Node) -> Size:
     """Bytes of everything that `node` gives (0 for sizes and other scalars)."""
     result: Size = 0

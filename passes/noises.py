@@ -58,7 +58,7 @@ def _factors(node: fx.Node, kinds: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node
     if len(operands) != 2 or sorted(kinds[x] for x in operands) != [VALUE, DRAWN]:
         return None
     x, noise = sorted(operands, key=kinds.__getitem__)
-    return (x, noise) if (facts.shape(x), facts.dtype(x)) == (facts.shape(node), facts.dtype(node)) else None
+    return (x, noise) if facts.kind(x) == facts.kind(node) else None
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:

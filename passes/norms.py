@@ -28,7 +28,7 @@ SQUARES: dict[Any, Callable[..., bool]] = {
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every cast spelled `to`; means not yet taken apart.
-    does: finds rows that are divided by the root of the mean of their squares, with casts around and a weight behind.
+    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts around and a weight behind.
     gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models round before they multiply, too.
     """
     for node in edit.calls(gm, aten.mul.Tensor, aten.div.Tensor):
@@ -53,7 +53,7 @@ def _norm(node: fx.Node) -> _Norm | None:
         if squares is not None:
             mean, eps = squares
             wide = _squared(_mean_of_last(mean))
-            if wide is not None and rows in (wide, _source(wide)) and facts.dtype(node) == facts.dtype(wide) and facts.shape(node) == facts.shape(rows):
+            if wide is not None and rows in (wide, _source(wide)) and facts.kind(node) == facts.kind(wide) and isinstance(facts.shape(wide)[-1], int) and _bits(wide):
                 return _Norm(node, wide, eps)
     return None
 
@@ -106,10 +106,11 @@ def _source(node: fx.Node) -> fx.Node:
     if cast is None:
         return node
     operand: fx.Node = cast.args[0]  # type: ignore[assignment]  # what is cast
-    return operand if _bits(operand) <= _bits(node) else node
+    return operand if 0 < _bits(operand) <= _bits(node) else node
 
 
 def _bits(node: fx.Node) -> int:
+    """Of each number, 0 where they are no real ones."""
     dtype = facts.dtype(node)
     return torch.finfo(dtype).bits if dtype.is_floating_point else 0
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from passes import ANNOTATE, NORMALIZE, run
-from tests.helpers.export import export_graph, run_graph
+from tests.helpers.export import B, S, export_graph, run_graph
 from tests.unit.passes.test_small import data, normalized
 
 aten = torch.ops.aten
@@ -89,6 +89,20 @@ def test_what_several_read_is_multiplied_behind_it():
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay_as_they_are(name):
     assert not found(normalized(OTHERS[name], data(4, 5, 6)))
+
+
+def test_rows_of_any_width_stay_as_they_are():
+    gm = normalized(SPELLED["rsqrt"], data(4, 5, 6), dims={"x": {0: B, 2: S}})
+    assert not found(gm)
+
+
+def test_whole_numbers_are_no_rows():
+    def rounded(m, x, y):
+        wide = x.round().int().double()
+        return (wide * torch.rsqrt(mean(wide) + EPS)).int() * m.w[0]
+
+    (norm,) = found(normalized(rounded, data(4, 5, 6)))
+    assert norm.args[0].meta["val"].dtype == torch.float64
 
 
 def test_casts_around_it_go():

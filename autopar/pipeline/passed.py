@@ -6,15 +6,34 @@ Not seen: that small collectives take less of a link than large ones, and the bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
+from autopar.layout import BUCKET_BYTES
+from autopar.problem.leaves import share_ahead
 from autopar.problem.passing import COMPUTE, PASSES, SHOWN, WAITED, Passing
 from autopar.problem.types import Problem
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaves:
+    """Of `count` blocks: of each weight, in the order in which buckets are filled, the node that lays it and by its choice the bytes that are gathered once per step.
+    What of them is ahead is the total `row`."""
+
+    nodes: Sequence[int]
+    nbytes: Sequence[np.ndarray]
+    count: int
+    row: int
+
+    def after(self, choice: Sequence[int], v: int = -1) -> np.ndarray:
+        """The share that is on its way before its block begins: of `choice`, or of each choice of node `v` with all others as they are."""
+        each = [own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)]
+        ways, of = np.unique(np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True)
+        return np.array([share_ahead(way.tolist(), self.count) for way in ways])[of.reshape(-1)]
 
 
 class Passed(State):
@@ -22,7 +41,8 @@ class Passed(State):
     node and choice, and the memory of `problem`, which has the nodes of `passing` and behind its nets those of what is once per step. `opening`: of each run
     of blocks the share that begin a stage, whose gathers have nothing in front of them.
 
-    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope]. `limit_bytes` may be set to other room in memory."""
+    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, of each run of blocks the share of its leaves that is ahead]: the last
+    ones do not add up, but what each single move makes of them is exact. `limit_bytes` may be set to other room in memory."""
 
     def __init__(self, passing: Passing, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = (),
                  opening: Mapping[str, float] | None = None) -> None:
@@ -32,25 +52,71 @@ class Passed(State):
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
         self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels] of a link that a collective takes
         self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
+        read = {} if passing.late else {scope: own for scope, own in passing.of_blocks.items() if own}
+        self.leaves = {scope: self._leaves_of(scope, own, row) for row, (scope, own) in enumerate(read.items(), self._added)}
+        self.leading: dict[int, list[_Leaves]] = {}  # of nodes that lay leaves
+        for leaves in self.leaves.values():
+            for v in set(leaves.nodes):
+                self.leading.setdefault(v, []).append(leaves)
         super().__init__(problem or passing.model.problem, tuple(choice))
+
+    def _leaves_of(self, scope: str, own: Sequence[int], row: int) -> _Leaves:
+        links = [self.passing.model.links[index] for index in own]
+        return _Leaves([link.producer for link in links], [self.passing.gathered(link)[link.row] for link in links], self.passing.model.links[0].program.runs[scope].count, row)
+
+    @property
+    def _added(self) -> int:
+        """How many totals add up."""
+        return FIXED + 2 * self.passing.width * len(self.first)
 
     @property
     def _rows(self) -> int:
-        return FIXED + 2 * self.passing.width * len(self.first)
+        return self._added + len(self.leaves)
+
+    def reset(self, choice: Sequence[int]) -> None:
+        """Takes `choice` and counts the totals anew."""
+        self._upset(v for v, c in enumerate(choice) if c != self.choice[v])
+        super().reset(tuple(choice))
+        for leaves in self.leaves.values():
+            self.totals[leaves.row] = leaves.after(self.choice)
+
+    def move(self, v: int, c: int) -> None:
+        """Puts node `v` on choice `c`."""
+        super().move(v, c)
+        self._upset([v])
+
+    def _upset(self, moved: Iterable[int]) -> None:
+        """Weights of a block fill buckets together: where one has moved, all that the others would change is stale."""
+        for leaves in {id(leaves): leaves for v in moved for leaves in self.leading.get(v, ())}.values():
+            self._stale.update(leaves.nodes)
+
+    def _count(self, v: int) -> np.ndarray:
+        """What each choice of node `v` accounts for, with all others as they are."""
+        out = super()._count(v)
+        for leaves in self.leading.get(v, ()):
+            out[leaves.row] = leaves.after(self.choice, v)
+        return out
+
+    def _idle(self, v: int) -> np.ndarray:
+        """What there is before it is placed."""
+        out = super()._idle(v)
+        for leaves in self.leading.get(v, ()):
+            out[leaves.row] = leaves.after(self.choice)
+        return out
 
     def seconds(self, totals: np.ndarray) -> np.ndarray:
         """Seconds of each column."""
         width, found = self.passing.width, totals[SECONDS].copy()
         for scope, first in self.first.items():
             for way in PASSES:
-                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width], self.opening.get(scope, 0.0))
+                ahead = np.clip(totals[self.leaves[scope].row], 0.0, 1.0) if scope in self.leaves else 1.0
+                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width], self.opening.get(scope, 0.0), ahead)
         return found
 
-    def _together_s(self, of: np.ndarray, opening: float = 0.0) -> np.ndarray:
-        """Seconds of one pass of a scope (problem.hiding.together_s), of all columns of quantities."""
+    def _together_s(self, of: np.ndarray, opening: float = 0.0, first: np.ndarray | float = 1.0) -> np.ndarray:
+        """Seconds of one pass of a scope (problem.hiding.together_s), of all columns of quantities; the share `first` of leaves is ahead."""
         passing, axes = self.passing, self.passing.axes
         ahead, behind, leaf, waits = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits))
-        first = np.minimum(1.0, LEAVES_AHEAD / np.maximum(of[passing.buckets], 1e-9))
         shown_s = of[SHOWN] + ((1.0 - first) * leaf).sum(0) + opening * ahead.sum(0)
         left = (1.0 - opening) * ahead + behind + first * leaf
         if passing.model.prices.overlap == 0.0 or not axes:

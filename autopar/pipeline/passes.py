@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, NO_GRAD, Layout, fraction
+from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
 from autopar.pipeline.lines import LAST, Sent, Stops, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
@@ -26,6 +26,7 @@ from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, Loads, split
 from autopar.problem.inner import Wait
+from autopar.problem.leaves import share_ahead
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
 from autopar.problem.prices import Prices
@@ -299,19 +300,12 @@ class Passes:
     def _filled_ahead(self) -> Mapping[str, float]:
         """By scope of blocks: the share of the leaves that are gathered once per step whose buckets are on their way before the block begins
         (runtime.leaves). What the model itself reads is waited for before it runs."""
-        buckets: dict[str, list[float]] = {}
+        leaves: dict[str, list[float]] = {}
         for link in self._weights:
             made, scope = link.rows[link.row[self.choice[link.producer]]], link.cluster.scope
             if scope and made.value != made.back:
-                here = buckets.setdefault(scope, [0.0])
-                here[-1] += link.size_bytes * fraction(made.value, self.prices.sizes)
-                if here[-1] >= BUCKET_BYTES:
-                    here.append(0.0)
-        found = dict[str, float]()
-        for scope, here in buckets.items():
-            first = max(1, math.ceil(BUCKET_BYTES / 2 / max(1.0, sum(here)))) / self.program.runs[scope].count  # these blocks have nothing in front of them
-            found[scope] = max(0.0, 1.0 - first) * sum(here[:LEAVES_AHEAD]) / sum(here)
-        return found
+                leaves.setdefault(scope, []).append(link.size_bytes * fraction(made.value, self.prices.sizes))
+        return {scope: share_ahead(each, self.program.runs[scope].count) for scope, each in leaves.items()}
 
     @cached_property
     def _summed_bytes(self) -> Mapping[tuple[object, ...], float]:

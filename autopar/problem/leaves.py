@@ -9,6 +9,7 @@ the order in which its weights are read (pipeline.passes has it exactly; runtime
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -56,6 +57,18 @@ class Leaves:
         nbytes, seconds = self.nbytes[index][:, None, None], self.seconds[index]
         ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (nbytes >= BUCKET_BYTES)
         return np.asarray(seconds - self.share * ahead_s)
+
+
+def share_ahead(each: Sequence[float], count: int) -> float:
+    """Of the leaves of each of `count` blocks, so many bytes each in the order in which they are read (0: not gathered once per step), the share that is on its way before its
+    block begins: that of the first buckets, which the first block has nothing in front of."""
+    whole, filled = sum(each), [0.0]
+    for nbytes in each:
+        filled[-1] += nbytes
+        if filled[-1] >= BUCKET_BYTES:
+            filled.append(0.0)
+    bare = max(1, math.ceil(BUCKET_BYTES / 2 / max(1.0, whole))) / count
+    return max(0.0, 1.0 - bare) * sum(filled[:LEAVES_AHEAD]) / whole if whole else 1.0
 
 
 def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:

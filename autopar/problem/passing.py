@@ -7,9 +7,8 @@ that a bound can be found over all of them.
     INPUTS    the compute in the backward of operators that is not for weights
     AHEAD     of each mesh axis: gathers that begin in the background with their block
     BEHIND    of each mesh axis: other collectives in the background
-    LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those of BUCKETS after the first few when the rest is done
+    LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those that are not in the first few buckets of a block when the rest is done
     WAITS     of each mesh axis: its part of WAITED
-    BUCKETS   how many buckets of leaves each block fills
     LINKS     of each mesh axis: seconds of WAITED, and then of all in the background, by the share that they take of the axis's link (only where asked for)
     LATE      of each mesh axis: what of LEAF is not ahead, and `leaves_s` more (problem.leaves; with LINKS)
 
@@ -74,7 +73,7 @@ class Passing:
     @property
     def width(self) -> int:
         """How many quantities a table has."""
-        return PLAIN + 4 * self.axes + 1 + 3 * self.axes * self.linked
+        return PLAIN + 4 * self.axes + 3 * self.axes * self.linked
 
     def ahead(self, axis: int) -> int:
         """The quantity AHEAD of an axis."""
@@ -92,15 +91,10 @@ class Passing:
         """The quantity LEAF of an axis."""
         return PLAIN + 2 * self.axes + axis
 
-    @property
-    def buckets(self) -> int:
-        """The quantity BUCKETS."""
-        return PLAIN + 4 * self.axes
-
     def links_waited(self, axis: int) -> int:
         """The quantity LINKS of an axis, of what is waited for; that of the background is so many axes behind it."""
         assert self.linked, "nobody asked for shares of links"
-        return self.buckets + 1 + axis
+        return self.waits(self.axes) + axis
 
     def links_behind(self, axis: int) -> int:
         """The quantity LINKS of an axis, of what is in the background."""
@@ -247,13 +241,8 @@ class Passing:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
             inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
             self._after(found[FORWARD], leaf, graded, self.leaf(0), np.full((2, len(link.rows)), float(inside)))
-            found[FORWARD, ..., self.buckets] = self._buckets(link)[:, None] * (graded > 0)
 
-    def _buckets(self, link: Link) -> np.ndarray:
-        """Of each row, how much of a bucket the leaf of one block fills that is gathered once per step."""
-        return np.minimum(1.0, self._gathered(link) / BUCKET_BYTES)
-
-    def _gathered(self, link: Link) -> np.ndarray:
+    def gathered(self, link: Link) -> np.ndarray:
         """Of each row, bytes of the leaf of one block that is gathered once per step."""
         sizes = self.model.prices.sizes
         return np.array([link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows])
@@ -267,21 +256,21 @@ class Passing:
     def _leaves(self) -> Mapping[str, Leaves]:
         """By scope of the blocks in which any are gathered once per step."""
         found = {}
-        for scope, own in self._of_blocks.items():
+        for scope, own in self.of_blocks.items():
             seconds = [self._made[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes] for index in own]
             if any(each.any() for each in seconds):
-                found[scope] = Leaves([self._gathered(self.model.links[index]) for index in own], seconds, self.model.links[0].program.runs[scope].count)
+                found[scope] = Leaves([self.gathered(self.model.links[index]) for index in own], seconds, self.model.links[0].program.runs[scope].count)
         return found
 
     @cached_property
-    def _of_blocks(self) -> Mapping[str, list[int]]:
+    def of_blocks(self) -> Mapping[str, list[int]]:
         """By scope of blocks the first nets of its weights, in the order in which buckets are filled (pipeline.passes)."""
         return {scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope] for scope in self.model.links[0].program.runs}
 
     def _late(self) -> None:
         """Fills LATE in; of a weight that several operators read it is nothing."""
         for scope, leaves in self._leaves.items():
-            for number, index in enumerate(self._of_blocks[scope]):
+            for number, index in enumerate(self.of_blocks[scope]):
                 if not self.shared[self.model.links[index].ref]:
                     self._made[index].each[FORWARD, ..., self.late_leaf(0):] = leaves.late_s(number)
 
@@ -314,7 +303,7 @@ class Passing:
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
         each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
-        each[:, self.waits(0):self.buckets] = moved.by_axis[:, :2].sum(1)
+        each[:, self.waits(0):self.waits(self.axes)] = moved.by_axis[:, :2].sum(1)
         if self.linked:
             each[:, self.links_waited(0):self.links_behind(0)] = moved.linked_s[:, 0]
         add_to(found, each, moved.at, times)

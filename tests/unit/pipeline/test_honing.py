@@ -16,9 +16,13 @@ from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
+from autopar.pipeline import passes
 from autopar.pipeline.alone import step_cost
 from autopar.pipeline.passed import Passed
+from autopar.pipeline.passes import Passes
 from autopar.planner import Candidate, Planner
+from autopar.problem import leaves as leaves_of
+from autopar.problem import passing as passing_of
 from autopar.problem.hiding import Load, together_s
 from autopar.problem.passing import COMPUTE, SHOWN, WAITED, Passing
 from autopar.problem.settings import Settings
@@ -73,6 +77,25 @@ def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner,
         v = int(rng.integers(len(state.choice)))
         state.move(v, int(rng.integers(len(found.model.problem.nodes[v].labels))))
     assert np.allclose(state.totals, Passed(passing, tuple(state.choice)).totals, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, found: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a block fill buckets together; here these are of the size of a small weight, so that the first few are not all."""
+    for module in (passes, passing_of, leaves_of):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
+    model, forward = found.model.with_limit(math.inf), planner._forward(found.mesh)
+    state, rng, shares = Passed(Passing(model, forward, late=False), found.solution.choice), np.random.default_rng(0), set[float]()
+    [leaves] = state.leaves.values()
+    for _ in range(8):
+        for v in set(leaves.nodes):
+            ahead = state.after_all(v)[leaves.row]
+            for c in range(0, len(ahead), 3):
+                choice = (*state.choice[:v], c, *state.choice[v + 1:])
+                shares |= (filled := set(Passes(planner.program, model, choice, forward, apart=False, late=False)._filled_ahead.values()))
+                assert [pytest.approx(ahead[c])] == list(filled or {1.0})
+        v = int(rng.choice(leaves.nodes))
+        state.move(v, int(rng.integers(len(model.problem.nodes[v].labels))))
+    assert len(shares) > 10
 
 
 def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candidate) -> None:

@@ -59,7 +59,7 @@ class Pair:
 class Reshard:
     """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (a parameter at rest to its leaf,
     and gradients back, in buckets); `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a
-    reader's backward needs the value, and it is no vector. In the first block of a run there may be no gradient (`late`), or no such
+    reader's backward needs the value, it is no vector, and all readers run on all ranks. In the first block of a run there may be no gradient (`late`), or no such
     reader (`spared`). `replay` says what becomes of it where its block is run again (problem.rerun): "again", "kept", "skipped", or ""
     where that ends before. `each`: gradients go back after every microbatch."""
 
@@ -184,7 +184,7 @@ def edges(program: Program, plan: Plan) -> Edges:
                 as_made[ref[0]] = None
             follows = any(op.name in program.following for op, _ in group)  # the gradient of what it makes is as its readers leave it
             if needed(src, replace(dst, grad=src.grad) if follows else dst):
-                saved = any(op.needs_again(operand) for op, operand in group)
+                saved = any(op.needs_again(operand) for op, operand in group) and not any(beside(plan, op.name) for op, _ in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
                 replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
@@ -221,12 +221,16 @@ def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
     """What running blocks again takes, by scope. Raises PlanError for what cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
-        placed = [op.name for op in program.ops.values() if op.scope == scope
-                  and any(is_placed(e) for text in (*plan.nodes[op.name].ins, *plan.nodes[op.name].outs) for e in parse(text.split("|")[0]))]
+        placed = [op.name for op in program.ops.values() if op.scope == scope and beside(plan, op.name)]
         if placed:  # ranks would end at different tensors, some of them before a collective of all
             raise PlanError(f"blocks {scope} cannot be run again: {placed[0]} runs on one coordinate of an axis only")
     split = [op.name for op in program.ops.values() if op.role == "op" and any(plan.nodes[op.name].runs)]
     return {scope: rerun(program, scope, kept, split) for scope, kept in plan.remat.items()}
+
+
+def beside(plan: Plan, name: str) -> bool:
+    """Whether an operator runs on one coordinate of an axis only, beside others: what its backward needs is kept, for only the ranks that compute would gather again."""
+    return any(is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0]))
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:

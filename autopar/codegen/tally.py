@@ -112,7 +112,7 @@ class Tally:
             return reshard
         readers = tuple(name for name in reshard.readers if name in view.ops)
         ops = self.program.ops
-        saved = any(ref == reshard.ref and ops[name].needs_again(i) for name in readers for i, ref in enumerate(ops[name].operands))
+        saved = reshard.saved and any(ref == reshard.ref and ops[name].needs_again(i) for name in readers for i, ref in enumerate(ops[name].operands))
         return replace(reshard, readers=readers, saved=saved)
 
     def sends(self) -> int:

@@ -2,7 +2,8 @@
 
 Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
 scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
-there, while the backward goes on; where it takes several collectives, the next one begins when buckets behind it have begun. All are finished when
+there, while the backward goes on; where it takes several collectives, the next one begins when buckets behind it have begun. Where branches run side by side
+(`placed`), gradients come in another order on each rank: what they take then begins in the order of buckets, whatever came first. All are finished when
 the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
 scattered in the background (`runtime.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
@@ -72,8 +73,8 @@ class GradSync:
         self.mesh = mesh
         self.deferred = False  # gradients of several backwards add up in the leaves until `flush`
         self.scattering = True  # whether gradients of gathered weights leave autograd (`sink`)
-        self.buckets = _buckets(held, mesh, bucket_bytes)
-        self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
+        self.fill(held, bucket_bytes)
+        self.next = 0  # of the turns, the first that has not begun, where they are kept
         self.held_of = {id(h.leaf): h for h in held}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
@@ -95,6 +96,12 @@ class GradSync:
             one.renew(mesh)
             sync.attach(one)
         return sync
+
+    def fill(self, held: Sequence[Held], bucket_bytes: int) -> None:
+        """Deal the gradients of `held` to buckets of so many bytes."""
+        self.buckets = _buckets(held, self.mesh, bucket_bytes)
+        self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
+        self.turns = _turns(held, self.buckets)
 
     def attach(self, held: Held) -> None:
         """Watch the leaf of `held`; call again whenever it was renewed."""
@@ -131,7 +138,7 @@ class GradSync:
         self._clear()
 
     def _clear(self) -> None:
-        self.reached, self.started, self.scattered, self.pending, self.moved = {}, [], {}, {}, {}
+        self.reached, self.started, self.scattered, self.pending, self.moved, self.next = {}, [], {}, {}, {}, 0
         self.late.waiting.clear()
         self.sums.waiting.clear()
         for bucket in self.buckets:
@@ -216,19 +223,35 @@ class GradSync:
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:
-        """Send the gradient of a leaf to where it rests, with its bucket when that is full."""
+        """Send the gradient of a leaf to where it rests, with its bucket when that is full, and when it is its turn where turns are kept."""
         self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
             bucket.ready.append(held)
-            if len(bucket.ready) == len(bucket.members):
-                self._start(bucket)
-        elif held.info.partial_grad != held.info.entries:
-            grad, held.leaf.grad = _grad(held), None
-            self._scatter(held, grad, held.info.partial_grad, held.name, held)
+        elif held.info.partial_grad == held.info.entries:
+            return
+        if not self.mesh.branches and self._full(turn := bucket or held):
+            self._begin(turn)
+        while self.mesh.branches and self.next < len(self.turns) and self._full(self.turns[self.next]):
+            self._begin(self.turns[self.next])
+            self.next += 1
+
+    def _full(self, turn: Bucket | Held) -> bool:
+        return len(turn.ready) == len(turn.members) if isinstance(turn, Bucket) else turn.name in self.moved
+
+    def _begin(self, turn: Bucket | Held) -> None:
+        """Start what a turn has by now, unless it has begun."""
+        if isinstance(turn, Bucket):
+            if turn.ready and turn.sums is None:
+                self._start(turn)
+        elif turn.leaf.grad is not None:
+            grad, turn.leaf.grad = _grad(turn), None
+            self._scatter(turn, grad, turn.info.partial_grad, turn.name, turn)
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
+        came = {held.name for held in bucket.ready}
+        bucket.ready = [held for held in bucket.members if held.name in came]
         grads = [_grad(held) for held in bucket.ready]
         ways, shapes = [sync_steps(held, self.mesh) for held in bucket.ready], [held.info.shape for held in bucket.ready]
         # copies even a single one: its memory may be part of a gradient still on its way elsewhere
@@ -247,11 +270,11 @@ class GradSync:
         for held in list(self.reached.values()):
             if held.name not in self.moved:
                 self._move(held)
-        for bucket in self.buckets:
-            if bucket.ready and bucket.sums is None:  # some of its parameters were not reached: the same ones on all ranks
-                self._start(bucket)
-        for held in self.reached.values():
-            if held.name in self.bucket_of and held.leaf.grad is not None:  # a part that came when the bucket had left
+        for turn in self.turns:  # some parameters were not reached: the same ones on all ranks
+            if isinstance(turn, Bucket) or turn.name in self.moved:
+                self._begin(turn)
+        for held in [held for bucket in self.buckets for held in bucket.members if held.name in self.reached]:
+            if held.leaf.grad is not None:  # a part that came when the bucket had left
                 grad, held.leaf.grad = held.leaf.grad, None
                 self._scatter(held, grad, held.info.partial_grad, held.name, held)
         self.sums.drain()
@@ -300,6 +323,13 @@ def _buckets(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]
             buckets.append(Bucket(moves, tuple(members)))
             members.clear()
     return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]
+
+
+def _turns(held: Sequence[Held], buckets: Sequence[Bucket]) -> list[Bucket | Held]:
+    """What moves gradients, in the order in which a backward reaches the last of each: buckets, and parameters whose gradients go by themselves."""
+    at, summed = {h.name: number for number, h in enumerate(reversed(held))}, {h.name for bucket in buckets for h in bucket.members}
+    turns: list[Bucket | Held] = [*buckets, *(h for h in held if h.name not in summed and h.info.partial_grad != h.info.entries)]
+    return sorted(turns, key=lambda turn: max(at[h.name] for h in (turn.members if isinstance(turn, Bucket) else (turn,))))
 
 
 def _grad(held: Held) -> Tensor:

@@ -35,7 +35,7 @@ class Mesh:
 
     With `places` above 1 there are that many such meshes, one per place of a pipeline axis that stands in front of the
     others; this rank sees the mesh of its own place. The axes `behind` have a second process group each, for what runs in the
-    background. Two meshes with the same of all these are the same object, so that they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
+    background. `branches`: operators that run on some coordinates only were called on it (`placed`), so that gradients come in another order on each rank. Two meshes with the same of all these are the same object, so that they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
     """
 
     sizes: tuple[int, ...]
@@ -44,6 +44,7 @@ class Mesh:
     places: int
     number: int
     behind: tuple[int, ...]
+    branches: bool
     pipeline: dist.ProcessGroup
     _second: dict[int, dist.ProcessGroup]
 
@@ -58,7 +59,7 @@ class Mesh:
             _grow_segments()
         mesh = super().__new__(cls)
         mesh.sizes, mesh.names, mesh.device_type, mesh.places, mesh.behind = key
-        mesh.number = len(_MESHES)
+        mesh.number, mesh.branches = len(_MESHES), False
         _MESHES.append(mesh)
         return mesh
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from autopar.bundle import Bundle
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.codegen.module import emit
+from autopar.codegen.placements import spot_of
 from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
 from autopar.memory import predict
@@ -23,6 +26,8 @@ from autopar.request import Request
 from autopar.problem.reading import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
+from autopar.layout import BUCKET_BYTES
+from autopar.runtime.gradsync import GradSync
 from autopar.runtime.launch import launch
 from autopar.search import greedy
 from autopar.verify import case_of, verify
@@ -96,6 +101,41 @@ def test_placements_compose_with_every_other_layout(mesh: tuple[int, ...], seed:
     made = finish(planner, found, 0.0, [], {"model": "towers", "graph_hash": captured.graph_hash})
     assert any("operator" in node.kinds for node in made.nodes.values())
     check(made)
+
+
+class Twins(nn.Module):
+    """Two towers that share their weights, side by side: each weight is used on both ranks, and its gradient comes there at another time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        near, far = self.head(self.tower(one)), self.tower(other)
+        return (near @ near.T).pow(2).mean() + (near - far[:, :4]).pow(2).mean()
+
+
+@cache
+def twins() -> tuple[nn.Module, dict[str, torch.Tensor], Captured]:
+    torch.manual_seed(0)
+    model, batch = Twins(), (torch.randn(BATCH, 16), torch.randn(BATCH, 16))
+    captured = capture(model, batch, {})
+    return model, dict(zip(captured.input_names, batch, strict=True)), captured
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 500, BUCKET_BYTES])
+@pytest.mark.parametrize(("mesh", "seed"), [((2,), 0), ((2, 2), 1), ((2, 2), 3)])
+def test_weights_of_two_branches_have_the_sum_of_their_gradients(mesh: tuple[int, ...], seed: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever came first on which rank, the same buckets begin in the same order with the same gradients in them."""
+    monkeypatch.setattr(GradSync.__init__, "__defaults__", (bucket_bytes,))
+    model, batch, captured = twins()
+    planner = Planner.of(captured.gm, captured.hints, Request(Cluster.parse(f"cpu:1x{int(np.prod(mesh))}")))
+    found = planner.candidate(mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed))
+    made = finish(planner, found, 0.0, [], {"model": "twins", "graph_hash": captured.graph_hash})
+    assert len({spot_of(node) for name, node in made.nodes.items() if name.startswith("linear")} - {None}) > 1
+    report = verify(case_of(captured, made, model.state_dict(), batch))
+    assert report.ok, (report.worst, report.first)
 
 
 def test_memory_is_counted_where_the_towers_are() -> None:

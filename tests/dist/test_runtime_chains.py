@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from autopar.runtime import Block, Mesh, Param, ShardedModule, count, gather, reshard
 from autopar.runtime.count import record
-from autopar.runtime.gradsync import _buckets
 from tests.helpers.ranks import living
 
 WIDTH, LAYERS = 4, 5
@@ -71,8 +70,7 @@ def _steps(how, limit_bytes, failing):
     x = torch.randn(8, WIDTH, dtype=torch.float64)
     model = _model(how)().load_full(state)
     sync = model._sync
-    sync.buckets = _buckets([sync.held_of[key] for key in sync.held_of], sync.mesh, 1)  # one for each weight
-    sync.bucket_of = {h.name: bucket for bucket in sync.buckets for h in bucket.members}
+    sync.fill(list(sync.held_of.values()), 1)  # one bucket for each weight
     sync.late.limit_bytes = sync.sums.limit_bytes = limit_bytes
     sync.orders.ahead_bytes = 1
     alone = {name: value.clone().requires_grad_() for name, value in state.items()}

@@ -6,6 +6,7 @@ differ between shards), layers of experts (of which an argument is a function).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -187,7 +188,9 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     total, count, running = call.args
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
-    return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast})"
+    parts = math.prod(size for size, entry in zip(context.sizes, Pair.of(node.outs[0]).value, strict=True) if entry == "P")
+    share = f" / {parts}" if parts > 1 else ""  # ranks that have a part of the sum have as much of what takes its place
+    return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
 
 
 def _noised(op: Op, node: NodePlan, call: Written, context: Context) -> str:

@@ -84,7 +84,7 @@ def _target(op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set
     if len(homes) != 1:
         return None
     (cluster,) = homes.values()
-    if cluster.root.role != "op" or cluster.scope != op.scope:
+    if cluster.root.role != "op" or cluster.scope != op.scope or (_sums(table[op.name]) and not _hands_on(refs, cluster, readers, table)):
         return None
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
 
@@ -112,13 +112,35 @@ def passes_through(op: Op, options: Sequence[Option]) -> bool:
     return True
 
 
+def _sums(options: Sequence[Option]) -> bool:
+    """Whether a cut of what is summed leaves a partial result."""
+    return any(use.value == "P" for option in options if option.split for use in option.outs)
+
+
+def _hands_on(refs: Sequence[Ref], cluster: Cluster, readers: Mapping[Ref, Sequence[tuple[Op, int]]], table: Table) -> bool:
+    """Whether a part of a sum goes through all of `cluster` that reads it, and nothing larger has to be a part for it: else it would have to be summed inside, or what
+    is summed be whole."""
+    for reader, position in (read for ref in refs for read in readers.get(ref, ())):
+        if not any(_takes(reader, position, option) for option in table[reader.name]):
+            return False
+        if reader is not cluster.root and not _hands_on([(reader.name, i) for i in range(len(reader.call.outs))], cluster, readers, table):
+            return False
+    return True
+
+
+def _takes(op: Op, position: int, option: Option) -> bool:
+    """Whether under `option` that operand is a part of a sum as the results are, and no other one but those of its size."""
+    shapes = [tensor.shape for tensor in op.call.ins]
+    return option.ins[position].value == "P" and all(use.value == "P" for use in option.outs) and all(
+        use.value != "P" or shape == shapes[position] for use, shape in zip(option.ins, shapes, strict=True))
+
+
 def _is_anchor(op: Op, options: Sequence[Option]) -> bool:
     if passes_through(op, options):
         return False
     if any(o.run for o in options) or sum(not w for w in op.weight) > 1:
         return True
-    summed = any(u.value == "P" for o in options if o.split for u in o.outs)
-    return summed and not any(o.factor == "P" for o in options)
+    return _sums(options) and not any(o.factor == "P" for o in options)
 
 
 def join(cluster: Cluster, table: Table, allow: Allow) -> list[Joint]:

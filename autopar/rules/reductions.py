@@ -122,5 +122,5 @@ RULES: dict[Any, Rule] = {
     aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
     aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
-    ops.statistic: Rule(statistic),
+    ops.statistic: Rule(statistic, linear="first"),
 }

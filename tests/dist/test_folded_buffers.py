@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.codegen.edges import edges
+from autopar.problem.reading import read
 from autopar.verify import Case, case_of, verify
 from tests.helpers.verify import Subject, planned
 
@@ -88,3 +91,15 @@ def test_a_planted_error_in_the_statistics_is_found(right: str, wrong: str) -> N
 def _plant(right: str, wrong: str, source: str) -> str:
     assert source.count(right) == 1
     return source.replace(right, wrong)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_where_a_batch_is_split_nothing_but_sums_of_channels_is_sent_between_operators(tracked: bool) -> None:
+    """Statistics are partial sums; no rank has the samples of another."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=tracked), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    captured = capture(model, (torch.randn(8, 4, 6, 6),), loss_fn=lambda x: x.square().mean())
+    made = planned(Subject("one norm", "train", captured, model.state_dict()), (2,), "ddp")
+    program = read(captured.gm, made.hints, training=True)
+    sent = [reshard for reshard in edges(program, made).reshards if reshard.role == "edge" and any(program.ops[name].role == "op" for name in reshard.readers)]
+    sizes = {math.prod(program.ops[reshard.ref[0]].call.outs[reshard.ref[1]].shape) for reshard in sent}
+    assert sizes == {4}, sent

@@ -75,9 +75,12 @@ def _prime(number: int) -> bool:
 
 def starts(shapes: Sequence[Shape], inner: int, batch: int) -> list[Shape]:
     """Where to begin: for each number of places the mesh whose innermost axis is `inner`, a node, or nearest to it, with as many
-    microbatches as leave each rank of the other axes a sample."""
+    microbatches as leave each rank of the other axes a sample; on one place also the mesh of one axis, all ranks of which cut samples, with as many as leave each of them one."""
     found = []
-    for _, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
-        found.append(min(group, key=lambda s: (abs(math.log(s.mesh[-1] / inner)), len(s.mesh),
-                                               abs(math.log(s.microbatches * _ways(s) / batch)), s.microbatches)))
-    return found
+    for places, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
+        here = list(group)
+        found.append(min(here, key=lambda s: (abs(math.log(s.mesh[-1] / inner)), len(s.mesh),
+                                              abs(math.log(s.microbatches * _ways(s) / batch)), s.microbatches)))
+        flat = [s for s in here if len(s.mesh) == 1 and places == 1]
+        found += sorted(flat, key=lambda s: (abs(math.log(s.microbatches * s.mesh[0] / batch)), s.microbatches))[:1]
+    return list(dict.fromkeys(found))

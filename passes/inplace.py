@@ -159,8 +159,7 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     """The functional call that gives what `base` holds after the in-place call `node`."""
     target = node.target
     if target is aten.copy_.default:
-        result = node.args[1]
-        assert isinstance(result, fx.Node)
+        result = edit.call(node.graph, aten.clone.default, (node.args[1],), like=node)  # what it is now: it may change later, and what was read before stays
     elif target is aten.zero_.default:
         result = edit.call(node.graph, aten.zeros_like.default, (base,), like=node)
     elif target is aten.fill_.Scalar:

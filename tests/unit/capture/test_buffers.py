@@ -1,0 +1,92 @@
+"""Buffers that forward changes, however that is spelled, hold afterwards what the model's hold."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture, lift
+from autopar.verify.reference import train_step
+
+WIDTH = 4
+
+
+class Centred(nn.Module):
+    """A map of what is near the centre of the batches before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("centre", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.linear(x)).tanh()
+
+    def change(self, y: Tensor) -> Tensor:
+        return y
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, one behind the other, and the mean of what they give."""
+
+    def __init__(self, kind: type[Centred], count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def made(kind: type[Centred], count: int) -> nn.Module:
+    """So many blocks; with none the block is the model."""
+    return Blocks(kind, count) if count else type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x).square().mean()})()
+
+
+def same(model: nn.Module) -> None:
+    """The graph of `model` gives its loss, its gradients and its buffers, in the first step and in the second."""
+    x = torch.randn(8, WIDTH)
+    captured, model, x = capture(model, (x,)), copy.deepcopy(model).double(), x.double()
+    for _ in range(2):
+        before = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+        got = train_step(lift(captured.gm), before, {"x": x}, training=True)
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        torch.testing.assert_close(got["output"]["loss"], loss.detach())
+        for kind, wanted in (("gradient", {name: p.grad for name, p in model.named_parameters()}), ("buffer", dict(model.named_buffers()))):
+            for name, value in wanted.items():
+                torch.testing.assert_close(got[kind].get(name, before[name]), value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class CopiesWhatChangesLater(Centred):
+    def change(self, y):
+        mean = y.detach().mean(0)
+        self.centre.copy_(mean)
+        mean.mul_(2)
+        return y - mean
+
+
+class CopiesWhatWasBefore(Centred):
+    def change(self, y):
+        mean = y.detach().mean(0)
+        y = y - self.centre
+        self.centre.copy_(mean)
+        return y
+
+
+class AddsWithoutGradients(Centred):
+    def change(self, y):
+        with torch.no_grad():
+            self.centre += y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients])
+def test_what_is_changed_in_place_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
+    same(made(kind, count))

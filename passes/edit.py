@@ -24,7 +24,7 @@ from passes._torch import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
 aten = torch.ops.aten
 
-COPIED_META = ("module", "source", "nn_module_stack", "stack_trace")
+COPIED_META = ("module", "source", "nn_module_stack", "stack_trace", "no_grad")
 
 
 def before(node: fx.Node) -> AbstractContextManager[None]:

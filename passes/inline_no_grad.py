@@ -22,7 +22,7 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: regions as `wrap_with_set_grad_enabled` and `wrap_with_autocast` calls of subgraphs.
-    does: inlines them, detaches what leaves a disabled region, writes autocast's casts out.
+    does: inlines them, detaches what leaves a disabled region and marks what was in it, writes autocast's casts out.
     gives: a graph without higher-order calls of these kinds; ValueError for grad enabled inside a no_grad region.
     """
     _flatten(gm, grad=True)
@@ -48,6 +48,8 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
         _flatten(body, grad=enabled)
         if node.target is _AUTOCAST and node.args[2]:
             write_casts(body)
+        if not enabled:
+            _mark(body)
         results = _copy(body, node, operands)
         if grad and not enabled:
             results = [_detached(result, node) for result in results]
@@ -56,6 +58,12 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
         if not body_node.users:
             gm.graph.erase_node(body_node)
     gm.delete_all_unused_submodules()
+
+
+def _mark(body: fx.GraphModule) -> None:
+    """`meta["no_grad"]` says that a node was in a disabled region."""
+    for node in body.graph.nodes:
+        node.meta["no_grad"] = True
 
 
 def _copy(body: fx.GraphModule, at: fx.Node, operands: list[Any]) -> list[Any]:

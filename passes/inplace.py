@@ -17,6 +17,7 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes._torch import OpOverload
+from passes.grads import needs_grad
 
 aten = torch.ops.aten
 
@@ -66,6 +67,7 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     chain = _view_chain(base)
     root = chain[-1]
     _check_root(node, root)
+    _check_gradients(gm, node, chain)
     with edit.before(node):
         new = _twin(node, base)
     node.replace_all_uses_with(new)
@@ -116,6 +118,19 @@ def _check_root(node: fx.Node, root: fx.Node) -> None:
         what = ("use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step" if role == "param"
                 else "work on a copy, for example x = x.clone()")
         raise ValueError(f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: {what}")
+
+
+def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node]) -> None:
+    """What is changed in a region without gradients, or through a view that is detached, keeps the gradient of what it was; the twin has another one, or none."""
+    cut = next((place for place, view in enumerate(chain) if view.target is aten.detach.default), None)
+    behind = chain[cut + 1:] if cut is not None else chain if node.meta.get("no_grad") else []
+    if not behind or behind[-1].meta.get("no_grad") or not needs_grad(gm)[behind[0]]:
+        return
+    if _used_later(behind, node) or (cut is None and node.users):
+        raise ValueError(
+            f"{facts.where(node)} changes in place ({node.target}) what {behind[0].name} ({facts.where(behind[0])}) holds, without gradients, and gradients of it flow later: "
+            "a graph cannot; build the new value, for example x = x + (new - x).detach()"
+        )
 
 
 def _used_later(values: list[fx.Node], node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Buffers that forward changes, however that is spelled, hold afterwards what the model's hold."""
+"""Buffers that forward changes, however that is spelled, hold afterwards what the model's hold; what changes behind autograd's back is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture, lift
+from autopar.errors import CaptureError
 from autopar.verify.reference import train_step
 
 WIDTH = 4
@@ -90,3 +91,61 @@ class AddsWithoutGradients(Centred):
 @pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients])
 def test_what_is_changed_in_place_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
     same(made(kind, count))
+
+
+class ScalesBehindAutograd(Centred):
+    def change(self, y):
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+
+class ClampsPartBehindAutograd(Centred):
+    def change(self, y):
+        with torch.no_grad():
+            y[2:].clamp_(-1, 1)
+        return y
+
+
+class ScalesDetached(Centred):
+    def change(self, y):
+        y.detach().mul_(2)
+        return y
+
+
+class ScalesData(Centred):
+    def change(self, y):
+        y.data.mul_(2)
+        return y
+
+
+class ChangesItsOwnWithoutGradients(Centred):
+    def change(self, y):
+        with torch.no_grad():
+            scaled = y * 2
+            scaled.mul_(2)
+            scaled[1:].data.add_(1)
+        return y - scaled
+
+
+class ClampsATarget(Centred):
+    def change(self, y):
+        target = (y * 2).detach()
+        target.clamp_(-1, 1)
+        return y - target
+
+
+def refused(kind: type[Centred], why: str) -> None:
+    """Capture refuses a model, and says where and why."""
+    with pytest.raises(CaptureError, match=rf"test_buffers.py:\d+.*{why}"):
+        capture(Blocks(kind, 1), (torch.randn(8, WIDTH),))
+
+
+@pytest.mark.parametrize("kind", [ScalesBehindAutograd, ClampsPartBehindAutograd, ScalesDetached, ScalesData])
+def test_values_that_change_without_their_gradients_are_refused(kind: type[Centred]) -> None:
+    refused(kind, "holds, without gradients, and gradients of it flow later")
+
+
+@pytest.mark.parametrize("kind", [ChangesItsOwnWithoutGradients, ClampsATarget])
+def test_what_has_no_gradients_may_change_so(kind: type[Centred]) -> None:
+    same(Blocks(kind, 4))

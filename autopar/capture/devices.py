@@ -3,7 +3,7 @@
 Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Factories go to meta here, literals
 (`torch.tensor([0.5])`) keep their values, and a tensor of another device that meets one on meta goes there first. Captured graphs
 name no device in the end (passes.drop_devices). Lists that index a tensor are literals too. What is read as `x.data`, which torch.export
-takes for a tensor from elsewhere, is detached.
+takes for a tensor from elsewhere, is detached; what is assigned to it, which torch.export forgets, is written in place.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.leaves import tensors_of
+from autopar.capture.lines import caller
+from autopar.errors import CaptureError
 
 LITERALS = (torch.tensor, torch.as_tensor)
 DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a property in C, which stubs have as a plain attribute
+ASSIGNED = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -37,6 +40,8 @@ class _Meeting(TorchFunctionMode):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"})
         if func == DATA:
             return args[0].detach()
+        if func == ASSIGNED:
+            return _assign(*args)
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
         tensors = tensors_of((args, kwargs))
@@ -52,10 +57,19 @@ def _index(index: Any) -> Any:
     return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not tensors_of(index) else index
 
 
+def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    """`target.data = value`, where both are alike: a graph has tensors of one size and dtype."""
+    got, wanted = ((str(x.dtype).removeprefix("torch."), list(x.shape)) for x in (value, target))
+    if got != wanted:
+        raise CaptureError(f"{caller()} assigns {got[0]}{got[1]} to the data of a tensor of {wanted[0]}{wanted[1]}, and a graph has tensors of one size and dtype: "
+                           "assign what is like it, or keep it in a tensor of another name")
+    target.detach().copy_(_moved(value).detach())
+
+
 def changes(func: Any) -> bool:
     """Whether a function changes its first argument in place, by its name."""
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    return func == ASSIGNED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def _moved(x: Any) -> Any:

@@ -87,8 +87,20 @@ class AddsWithoutGradients(Centred):
         return y
 
 
+class AssignsData(Centred):
+    def change(self, y):
+        self.centre.data = self.centre.data * 0.9 + y.detach().mean(0) * 0.1
+        return y - self.centre
+
+
+class AssignsDataUnread(Centred):
+    def change(self, y):
+        self.centre.data = self.centre * 0.9 + y.mean(0)
+        return y
+
+
 @pytest.mark.parametrize("count", [0, 1, 4])
-@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients])
+@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients, AssignsData, AssignsDataUnread])
 def test_what_is_changed_in_place_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
     same(made(kind, count))
 
@@ -119,6 +131,12 @@ class ScalesData(Centred):
         return y
 
 
+class AssignsDataOfValues(Centred):
+    def change(self, y):
+        y.data = y.data.clamp(-1, 1)
+        return y
+
+
 class ChangesItsOwnWithoutGradients(Centred):
     def change(self, y):
         with torch.no_grad():
@@ -141,7 +159,7 @@ def refused(kind: type[Centred], why: str) -> None:
         capture(Blocks(kind, 1), (torch.randn(8, WIDTH),))
 
 
-@pytest.mark.parametrize("kind", [ScalesBehindAutograd, ClampsPartBehindAutograd, ScalesDetached, ScalesData])
+@pytest.mark.parametrize("kind", [ScalesBehindAutograd, ClampsPartBehindAutograd, ScalesDetached, ScalesData, AssignsDataOfValues])
 def test_values_that_change_without_their_gradients_are_refused(kind: type[Centred]) -> None:
     refused(kind, "holds, without gradients, and gradients of it flow later")
 
@@ -149,3 +167,31 @@ def test_values_that_change_without_their_gradients_are_refused(kind: type[Centr
 @pytest.mark.parametrize("kind", [ChangesItsOwnWithoutGradients, ClampsATarget])
 def test_what_has_no_gradients_may_change_so(kind: type[Centred]) -> None:
     same(Blocks(kind, 4))
+
+
+class Momentum(Centred):
+    """As MoCo: a second map that follows the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follower = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    @torch.no_grad()
+    def change(self, y):
+        for leading, following in zip(self.linear.parameters(), self.follower.parameters(), strict=True):
+            following.data = following.data * 0.9 + leading.data * 0.1
+        return y
+
+
+def test_parameters_that_are_assigned_are_refused() -> None:
+    refused(Momentum, r"changes param blocks.0.follower.weight in place .*; only buffers may change in forward")
+
+
+class Grows(Centred):
+    def change(self, y):
+        self.centre.data = torch.cat([self.centre, y.detach().mean(0)])
+        return y
+
+
+def test_data_of_another_size_is_refused() -> None:
+    refused(Grows, r"assigns float32\[8\] to the data of a tensor of float32\[4\]")

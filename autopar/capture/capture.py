@@ -62,7 +62,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     with clock("evaluation"):
         given, keywords = pytree.tree_unflatten(known.stand_ins(flat), tree)
         given = given[:len(given) - _targets(loss_fn)]  # the loss function is not asked
-        step = one_step(shadow(twin), type(model).__name__, given, keywords)
+        step = one_step(lambda: shadow(twin), type(model).__name__, given, keywords)
         evaluating = _evaluation(twin, runs, step, given, keywords) if mode == "train" else Evaluation()
     if evaluating.differs and not model.training:
         notes.append("the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone")

@@ -40,10 +40,10 @@ def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwarg
         evaluated = played(shadow(model).eval(), inputs, numbers)
         for leaving_out in (False, True):
             trained = step if step is not None and not leaving_out else played(shadow(model), inputs, numbers, leaving_out=leaving_out)
-            same = evaluated.result == trained.result and all(trained.states.get(name) == state for name, state in evaluated.states.items())
+            same = evaluated.result == trained.result and all(trained.changed.get(name) == state for name, state in evaluated.changed.items())
             if same and not evaluated.on:
-                differs = bool(trained.on or trained.noises or trained.states.keys() - evaluated.states.keys())
-                return Evaluation(changing=tuple(evaluated.states), noises=trained.noises, differs=differs)
+                differs = bool(trained.on or trained.noises or trained.changed.keys() - evaluated.changed.keys())
+                return Evaluation(changing=tuple(evaluated.changed), noises=trained.noises, differs=differs)
         again = played(shadow(model).eval(), inputs, numbers, known=trained.made)
     except UNTOLD as error:
         return Evaluation(f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True)

@@ -19,6 +19,7 @@ from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree, quietly, without_fake_cache
+from autopar.capture.assigned import buffers_of, write_back
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
@@ -68,6 +69,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         left_out: dict[str, str] = {}
         model = fresh()
         _name_keywords(model, kwargs)
+        _assigned_buffers(model)
         _one_size(model, tried)
         _plain_outputs(model, left_out)
         try:
@@ -160,6 +162,19 @@ def _one_size(model: nn.Module, dims: Dims) -> None:
         return forward(*args, **kwargs)
 
     _becomes(model, same, inspect.signature(forward))
+
+
+def _assigned_buffers(model: nn.Module) -> None:
+    """Let `forward` end by writing what it assigned to buffers into them."""
+    forward = model.forward
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        before = buffers_of(model)
+        result = forward(*args, **kwargs)
+        write_back(model, before)
+        return result
+
+    _becomes(model, written, inspect.signature(forward))
 
 
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:

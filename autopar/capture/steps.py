@@ -5,32 +5,56 @@
     if not self.ready: ...; self.ready = True                # what only the first step does
 
 The model runs twice without values, and what it gives is compared as expressions of weights and inputs (`capture.tape`). What it keeps of the first run (a mask that
-is made once) is the expression that it was.
+is made once) is the expression that it was. Where that makes another step of the second one, buffers that forward assigned have new values and are no expressions: a fresh model
+runs twice, and each step begins with what is in its buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from autopar.capture.assigned import buffers_of, put_back
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
 
 
-def one_step(model: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tape | None:
-    """The tape of the first step of `model`, which is on meta and changes; None where it does not run without values, so that nothing can be told of its steps.
+def one_step(fresh: Callable[[], nn.Module], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tape | None:
+    """The tape of the first step of what `fresh` makes, on meta; None where it does not run without values, so that nothing can be told of its steps.
     Raises CaptureError, which calls the model `name`, where the results or the buffers of the second step are others."""
     inputs = (args, dict(kwargs))
     try:
-        first = played(model, inputs, {})
-        second = played(model, inputs, first.numbers, known=first.made, kept=first)
+        first, second = _two(fresh(), inputs)
+        _refuse_unlike(first, second, name)
+        same = (first.result, first.states) == (second.result, second.states)
+        if not same and second.assigned:
+            first, again = _two(fresh(), inputs, putting_back=True)
+            same = (first.result, first.changed) == (again.result, again.changed)
     except UNTOLD:
         return None
-    if (first.result, first.states) == (second.result, second.states):
+    if same:
         return first
     where = f"{second.other} ({second.where})" if second.other else "what it gives"
     raise CaptureError(f"{name} cannot be captured: its second step computes something else than the first one, from {where} on, and a graph has one step; "
-                       "what is kept from step to step must be a buffer (a tensor that is changed in place) or an input; where only a first step differs, run that before")
+                       "what is kept from step to step must be a buffer (register_buffer, then assigned or changed in place) or an input; where only a first step differs, run that before")
+
+
+def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
+    """Raise CaptureError where what each step assigns to a buffer is of another size or dtype, and another expression."""
+    for buffer, unlike in first.unlike.items():
+        if second.assigned.get(buffer, first.assigned[buffer]) != first.assigned[buffer]:
+            key = buffer.rpartition(".")[2]
+            raise CaptureError(f"{name} cannot be captured: its steps assign the buffer {buffer} a tensor that is {unlike}, and a buffer has one size and dtype in a graph: "
+                               f"assign what is like it, or write it in place (self.{key}.copy_(...))")
+
+
+def _two(model: nn.Module, inputs: Any, *, putting_back: bool = False) -> tuple[Tape, Tape]:
+    """The tapes of two steps, the second one with the buffers that the first one assigned as they were, if asked to be."""
+    before = buffers_of(model)
+    first = played(model, inputs, {})
+    if putting_back:
+        put_back(model, before)
+    return first, played(model, inputs, first.numbers, known=first.made, kept=first)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import memory_of, pytree, tracing, vmap_replaced
 from autopar.capture.alike import INNER
+from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.leaves import tensors_of
@@ -36,7 +37,7 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
            kept: Tape | None = None, picking: Picking | None = None) -> Tape:
     """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on other tapes with the same `numbers`; what another
     run on the tape `kept` has made and left is what it was. Where some numbers are `known`, the tape says what is not. `picking` says which masks pick something."""
-    tape, picking = Tape(numbers, known, leaving_out, kept), picking or Picking()
+    tape, picking, before = Tape(numbers, known, leaving_out, kept), picking or Picking(), buffers_of(model)
     picking.marks.number = tape.number
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
@@ -53,6 +54,9 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(result)]
     tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
+    new = assigned(model, before)
+    tape.assigned = {name: tape.number(buffer) for name, buffer in new.items()}
+    tape.unlike = {name: why for name, buffer in new.items() if (why := why_unlike(buffer, before[name]))}
     return tape
 
 
@@ -68,7 +72,9 @@ class Tape(TorchFunctionMode):
 
     numbers  of all expressions so far, on other tapes too
     result   the numbers of the tensors that the model gives
-    states   the buffers that change, and a number for what they become
+    states   the buffers that change in place, and a number for what they become
+    assigned the buffers that are other tensors behind the run, and their numbers
+    unlike   those of them that are of another size or dtype, in words
     made     the numbers of all that functions gave
     on       the first function with a flag on, in words
     other    the first function whose number is not among the `known` ones, and `where` it is called
@@ -79,6 +85,8 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.result: list[int] = []
         self.states: dict[str, int] = {}
+        self.assigned: dict[str, int] = {}
+        self.unlike: dict[str, str] = {}
         self.made: dict[int, None] = {}
         self.on = self.other = self.where = ""
         self.noises = 0
@@ -89,6 +97,11 @@ class Tape(TorchFunctionMode):
         self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
         self._depth = 0  # of functions of single samples, one in the other
         self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """The buffers that have other values behind the run, either way, and their numbers."""
+        return self.states | {name: number for name, number in self.assigned.items() if name not in self.unlike}
 
     def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
         """Number what is there before anything runs, and has no number by another name or from a run before."""

@@ -99,9 +99,45 @@ class AssignsDataUnread(Centred):
         return y
 
 
+class Assigns(Centred):
+    def change(self, y):
+        self.centre = self.centre * 0.9 + y.detach().mean(0) * 0.1
+        return y - self.centre
+
+
+class AssignsUnread(Centred):
+    def change(self, y):
+        self.centre = self.centre * 0.9 + y.detach().mean(0) * 0.1
+        return y
+
+
+class AssignsAndReadsBefore(Centred):
+    def change(self, y):
+        before = self.centre
+        self.centre = before * 0.9 + y.detach().mean(0) * 0.1
+        return y - before
+
+
+class AssignsWhatHasGradients(Centred):
+    def change(self, y):
+        self.centre = y.mean(0)
+        return y - self.centre
+
+
+class AssignsTwice(Centred):
+    def change(self, y):
+        self.centre = self.centre.clone()
+        self.centre.mul_(0.5)
+        self.centre = self.centre + y.detach().mean(0)
+        return y - self.centre
+
+
+ASSIGNING = [Assigns, AssignsUnread, AssignsAndReadsBefore, AssignsWhatHasGradients, AssignsTwice]
+
+
 @pytest.mark.parametrize("count", [0, 1, 4])
-@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients, AssignsData, AssignsDataUnread])
-def test_what_is_changed_in_place_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
+@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients, AssignsData, AssignsDataUnread, *ASSIGNING])
+def test_what_is_changed_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
     same(made(kind, count))
 
 
@@ -195,3 +231,49 @@ class Grows(Centred):
 
 def test_data_of_another_size_is_refused() -> None:
     refused(Grows, r"assigns float32\[8\] to the data of a tensor of float32\[4\]")
+
+
+class AssignsOnce(Centred):
+    """What is in its buffer when it is made is of no step."""
+
+    ready = False
+
+    def change(self, y):
+        if not self.ready:
+            self.ready, self.centre = True, torch.arange(float(WIDTH), device=y.device).to(y.dtype)
+        return y - self.centre
+
+
+def test_what_the_first_step_assigns_for_all_is_captured() -> None:
+    same(Blocks(AssignsOnce, 4))
+
+
+class AssignsOfAnotherDtype(Centred):
+    def change(self, y):
+        self.centre = self.centre.double() + y.detach().mean(0)
+        return y
+
+
+class AssignsLonger(Centred):
+    def change(self, y):
+        self.centre = torch.cat([self.centre, y.detach().mean(0)])
+        return y
+
+
+@pytest.mark.parametrize(("kind", "unlike"), [(AssignsOfAnotherDtype, r"float64\[4\]"), (AssignsLonger, r"float32\[8\]")])
+def test_buffers_that_are_assigned_another_size_or_dtype_are_refused(kind: type[Centred], unlike: str) -> None:
+    with pytest.raises(CaptureError, match=rf"assign the buffer blocks.0.centre a tensor that is {unlike} instead of float32\[4\].*self.centre.copy_"):
+        capture(Blocks(kind, 1), (torch.randn(8, WIDTH),))
+
+
+class AssignsInTraining(Centred):
+    def change(self, y):
+        if self.training:
+            self.centre = self.centre * 0.9 + y.detach().mean(0) * 0.1
+        return y
+
+
+@pytest.mark.parametrize(("kind", "changing"), [(AssignsInTraining, ()), (AssignsUnread, ("blocks.0.centre",))])
+def test_evaluation_changes_what_it_assigns(kind: type[Centred], changing: tuple[str, ...]) -> None:
+    evaluation = capture(Blocks(kind, 1), (torch.randn(8, WIDTH),)).evaluation
+    assert evaluation.why == "" and evaluation.changing == changing and evaluation.differs == (not changing)

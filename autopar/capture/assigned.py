@@ -1,0 +1,46 @@
+"""Buffers that forward assigns: `self.center = self.center * 0.9 + x.mean(0)`. What is assigned is what the next step reads.
+
+Until forward ends the buffer as it was and the new one are two tensors. Then the buffer takes over the new values, in place. torch.export does so for the buffers of the
+module that it is given, and forgets those of modules inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+Buffers = Mapping[str, Tensor | None]
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """Every buffer by all its names, as it is now."""
+    return {f"{path}.{name}" if path else name: tensor for path, module in model.named_modules(remove_duplicate=False) for name, tensor in module._buffers.items()}
+
+
+def assigned(model: nn.Module, before: Buffers) -> dict[str, Tensor]:
+    """The buffers that are other tensors than `before`."""
+    return {name: tensor for name, tensor in buffers_of(model).items() if tensor is not None and tensor is not before.get(name) is not None}
+
+
+def why_unlike(new: Tensor, old: Tensor | None) -> str:
+    """Why the buffer `old` cannot take over the values of `new`, in words; nothing where it can."""
+    got, wanted = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if x is not None else "None" for x in (new, old))  # text: to compare symbolic sizes would fix them
+    return f"{got} instead of {wanted}" if got != wanted else ""
+
+
+def put_back(model: nn.Module, before: Buffers) -> None:
+    """The buffers that were assigned are the tensors that they were."""
+    for name in assigned(model, before):
+        path, _, key = name.rpartition(".")
+        model.get_submodule(path)._buffers[key] = before[name]
+
+
+def write_back(model: nn.Module, before: Buffers) -> None:
+    """As `put_back`, with the new values in the old tensors. Buffers of another size are those that a model makes for longer inputs, and stay."""
+    for name, new in assigned(model, before).items():
+        old, (path, _, key) = before[name], name.rpartition(".")
+        if old is not None and not why_unlike(new, old):
+            old.copy_(new.detach() if new.requires_grad and torch.is_grad_enabled() else new)
+            model.get_submodule(path)._buffers[key] = old

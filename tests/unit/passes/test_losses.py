@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from passes import NORMALIZE, run
+from autopar.capture import capture
+from passes import NORMALIZE, facts, run
 from passes.losses import MEANS
 from tests.helpers.export import B, assert_same, check_values, export_graph, targets
 
@@ -80,3 +81,15 @@ def test_sums_stay(name):
 def test_a_mean_over_more_terms_than_the_first_operand_has_stays():
     gm = normalized(lambda x, y, c: torch.ops.aten.huber_loss(x[:, :1], y))
     assert sum(node.target in MEANS for node in gm.graph.nodes) == 1 and "aten.div.Tensor" not in targets(gm)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda x, c: F.cross_entropy(x, c, reduction="none"), lambda x, c: F.nll_loss(x.log_softmax(-1), c, reduction="none"),
+    lambda x, c: F.cross_entropy(x, c, x.new_ones(D), reduction="none"), lambda x, c: F.nll_loss(x, c, reduction="none"),
+])
+def test_losses_of_each_row_have_a_row_each(loss):
+    """On meta, where models are captured, and torch takes one of their arguments for another."""
+    gm = capture(nn.Linear(D, D), (torch.zeros(4, D), torch.zeros(4, dtype=torch.long)), loss_fn=lambda x, c: (loss(x, c)[:, None] * x).sum()).gm
+    assert list(gm.meta["symbols"]) == ["b"]
+    each = next(node for node in gm.graph.nodes if node.op == "call_function" and "cross_entropy" in node.name or "nll_loss" in node.name)
+    assert str(facts.shape(each)) == "(b,)"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from passes import edit
+from passes import edit, facts
+from passes._torch import FakeTensor
 
 aten = torch.ops.aten
 
@@ -14,11 +17,23 @@ PLACE = ("device", "pin_memory", "layout", "non_blocking")
 
 def drop_devices(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: calls as captured, with `device=meta` baked into factory ops.
-    does: removes device, layout and pinning from their keyword arguments.
-    gives: a graph that runs where its inputs are, or where `torch.device(...)` says.
+    does: removes device, layout and pinning from their keyword arguments; values are on meta where some are (tensors that code has from elsewhere, and what is made of them alone, are not).
+    gives: a graph that runs where its inputs are, or where `torch.device(...)` says, with all values on one device.
     """
     for node in edit.calls(gm):
         if any(key in node.kwargs for key in PLACE):
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACE}
+    made = [node for node in gm.graph.nodes if "val" in node.meta]
+    if any(value.is_meta for node in made for value in facts.tensors(node)):
+        for node in made:
+            if not all(value.is_meta for value in facts.tensors(node)):
+                node.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
     gm.recompile()
     return gm
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    with torch.no_grad(), value.fake_mode:
+        return value.to("meta")

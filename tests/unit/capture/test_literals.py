@@ -39,6 +39,27 @@ def test_a_model_on_meta_has_the_literals_of_a_real_one(name: str) -> None:
     assert all(torch.equal(value, real.constants[key]) for key, value in planned.constants.items())
 
 
+ELSEWHERE = torch.linspace(0.1, 2, 4)
+
+
+class Weighted(nn.Module):
+    """Reads a tensor that is none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).flatten(0, 1)
+        return (h * ELSEWHERE).sum() + nn.functional.binary_cross_entropy_with_logits(h, x.flatten(0, 1), pos_weight=ELSEWHERE + ELSEWHERE.mean())
+
+
+def test_tensors_from_elsewhere_are_where_all_others_are() -> None:
+    captured = capture(Weighted(), (torch.zeros(4, 3, 4),))
+    assert list(captured.constants.values())[0].equal(ELSEWHERE) and captured.hints == {"b": 4}
+    assert {value.device.type for node in captured.gm.graph.nodes if "val" in node.meta for value in facts.tensors(node)} == {"meta"}
+
+
 class Factories(nn.Module):
     """Makes floating and complex numbers of default dtypes."""
 

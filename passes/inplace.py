@@ -115,8 +115,8 @@ def _check_root(node: fx.Node, root: fx.Node) -> None:
     role = root.meta.get("role")
     if role in ("param", "input", "constant"):
         name = root.meta.get("fqn") or root.meta.get("input")
-        what = ("use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step" if role == "param"
-                else "work on a copy, for example x = x.clone()")
+        what = {"param": "use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step", "input": "work on a copy, for example x = x.clone()",
+                "constant": "this tensor is none of the model's parameters and buffers (a plain attribute, a global, a buffer of loss_fn): make it a buffer (register_buffer), or work on a copy"}[role]
         raise ValueError(f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: {what}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import time
@@ -27,6 +28,7 @@ from autopar.capture.shadow import WithLoss, shadow
 from autopar.capture.state import other_state, own_state
 from autopar.capture.steps import one_step
 from autopar.capture.tape import Tape
+from autopar.capture.targets import count_targets, refuse_trained
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import CaptureError
 from autopar.frontend import max_positions
@@ -39,13 +41,16 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             fold: bool = True, progress: Callable[[str], None] | None = None) -> Captured:
     """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not touched.
 
-    With `loss_fn` the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
+    With `loss_fn`, a function or a module, the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
     `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False` captures every block.
     Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
     clock = _Clock(progress)
     refuse_wrapped(model)
-    _check_inputs(model, args, kwargs or {}, loss_fn)
+    refuse_trained(loss_fn)
+    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # what it changes when it is traced, the user's own does not
+    targets = count_targets(loss_fn, model, len(args), kwargs or {})
+    _check_inputs(model, args, kwargs or {}, targets)
     if mode == "train":
         refuse_hooks(model)
     inputs, named = _to_meta(args), _to_meta(dict(kwargs or {}))
@@ -54,14 +59,14 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     runs = alike.find(model) if fold else []
     notes: list[str] = []
     with clock("shadow"):
-        twin, runs, why = _shadow(model, runs, loss_fn, mode, asked, flat, tree)
+        twin, runs, why = _shadow(model, runs, targets, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []
     with clock("export"), code_when_asked():
-        program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
+        program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, targets, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
     notes += found
     with clock("evaluation"):
         given, keywords = pytree.tree_unflatten(known.stand_ins(flat), tree)
-        given = given[:len(given) - _targets(loss_fn)]  # the loss function is not asked
+        given = given[:len(given) - targets]  # the loss function is not asked
         step = one_step(lambda: shadow(twin), type(model).__name__, given, keywords)
         evaluating = _evaluation(twin, runs, step, given, keywords) if mode == "train" else Evaluation()
     if evaluating.differs and not model.training:
@@ -94,7 +99,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
                     order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out))
 
 
-def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
+def _shadow(model: nn.Module, runs: list[alike.AlikeRun], targets: int, mode: str,
             asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
     """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
     why = ""
@@ -102,15 +107,14 @@ def _shadow(model: nn.Module, runs: list[alike.AlikeRun], loss_fn: Callable[...,
     twin = _in_mode(shadow(model, keep), mode)
     args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
     if runs:
-        why = is_chain(model, shadow(twin), runs, tuple(args[:len(args) - _targets(loss_fn)]), kwargs)
+        why = is_chain(model, shadow(twin), runs, tuple(args[:len(args) - targets]), kwargs)
     if why:
         runs, twin = [], _in_mode(shadow(model), mode)
     return twin, runs, why
 
 
-def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, inputs: int) -> nn.Module:
-    """A model that takes so many positional `inputs`, those of its loss function included."""
-    targets = _targets(loss_fn)
+def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, targets: int, inputs: int) -> nn.Module:
+    """A model that takes so many positional `inputs`, the `targets` of its loss function included."""
     return twin if loss_fn is None else WithLoss(twin, loss_fn, targets, inputs - targets)
 
 
@@ -120,9 +124,8 @@ def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], step: Tape | None, 
     return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
 
 
-def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None) -> None:
-    """Raise CaptureError where the inputs are not what forward (and the loss function behind it) takes."""
-    targets = _targets(loss_fn)
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
+    """Raise CaptureError where the inputs are not what forward takes, and the loss function behind it so many `targets`."""
     signature = inspect.signature(model.forward)
     got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
     if len(args) < targets:
@@ -137,15 +140,6 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
     """Training flags for `mode`. A model that trains keeps the parts that its user has set to evaluate (frozen norms)."""
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
-
-
-def _targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
-    """How many positional inputs the loss function takes beside the outputs."""
-    if loss_fn is None:
-        return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(loss_fn).parameters.values() if p.kind in kinds and p.default is p.empty]
-    return max(0, len(parameters) - 1)
 
 
 def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str, noises: int) -> fx.GraphModule:

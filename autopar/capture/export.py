@@ -19,7 +19,7 @@ from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree, quietly, without_fake_cache
-from autopar.capture.assigned import buffers_of, write_back
+from autopar.capture.assigned import assigned, buffers_of, put_back, write_back
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
@@ -166,11 +166,15 @@ def _one_size(model: nn.Module, dims: Dims) -> None:
 
 def _assigned_buffers(model: nn.Module) -> None:
     """Let `forward` end by writing what it assigned to buffers into them."""
-    forward = model.forward
+    forward, functions = model.forward, [function for function in _functions(model) if isinstance(function, nn.Module)]
 
     def written(*args: Any, **kwargs: Any) -> Any:
-        before = buffers_of(model)
+        before, of_functions = buffers_of(model), [buffers_of(function) for function in functions]
         result = forward(*args, **kwargs)
+        for function, buffers in zip(functions, of_functions, strict=True):
+            if names := list(assigned(function, buffers)):
+                put_back(function, buffers)
+                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it a part of the model, which then gives the loss")
         write_back(model, before)
         return result
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.targets import target_names
+
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:
     """A meta copy of `model`; of each container in `keep` only the listed children, `{number in the copy: number in the model}`."""
@@ -88,7 +90,7 @@ def _signature(model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: i
     if len(placed) < inputs:
         return None
     names = {p.name: None for p in taken}
-    behind = [n if n not in names else f"{n}_target" for n in list(inspect.signature(loss_fn).parameters)[1:1 + targets]]
+    behind = [n if n not in names else f"{n}_target" for n in target_names(loss_fn)[:targets]]
     if len(behind) < targets or any(n in names for n in behind):
         return None
     first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in (*(p.name for p in placed[:inputs]), *behind)]

@@ -56,7 +56,7 @@ class Weighted(nn.Module):
 
 def test_tensors_from_elsewhere_are_where_all_others_are() -> None:
     captured = capture(Weighted(), (torch.zeros(4, 3, 4),))
-    assert list(captured.constants.values())[0].equal(ELSEWHERE) and captured.hints == {"b": 4}
+    assert next(iter(captured.constants.values())).equal(ELSEWHERE) and captured.hints == {"b": 4}
     assert {value.device.type for node in captured.gm.graph.nodes if "val" in node.meta for value in facts.tensors(node)} == {"meta"}
 
 

@@ -1,0 +1,48 @@
+"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+
+PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def target_names(loss_fn: Callable[..., Any]) -> list[str]:
+    """The names of what a loss function may take behind the outputs, `*targets` as one; none where it is a built-in one that does not say."""
+    return [p.name for p in _parameters(loss_fn) if p.kind in (*PLACED, inspect.Parameter.VAR_POSITIONAL)][1:]
+
+
+def count_targets(loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, given: int, kwargs: Mapping[str, Any]) -> int:
+    """How many of so many `given` positional inputs go to the loss function. Where it may take some or none (defaults, `*targets`), those that the model does not take."""
+    if loss_fn is None:
+        return 0
+    taken = _parameters(loss_fn)
+    placed = [p for p in taken if p.kind in PLACED]
+    least = max(0, sum(p.default is p.empty for p in placed) - 1)
+    most = given if len(placed) < len(taken) and any(p.kind is p.VAR_POSITIONAL for p in taken) else max(least, len(placed) - 1)
+    own = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in own):
+        return least
+    return min(max(given - sum(p.kind in PLACED and p.name not in kwargs for p in own), least), most)
+
+
+def refuse_trained(loss_fn: Callable[..., Any] | None) -> None:
+    """Raise CaptureError where a loss function has weights of its own that train: they would be constants."""
+    names = [name for name, weight in loss_fn.named_parameters() if weight.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        raise CaptureError(f"loss_fn {type(loss_fn).__name__} has parameters that train ({', '.join(names[:3])}), and parameters are the model's: make it a part of the model, which then gives the loss, "
+                           "or let them have requires_grad=False")
+
+
+def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters.values())
+    except ValueError:  # built-in functions need not say
+        return [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]

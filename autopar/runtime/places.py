@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import local_of, wrap_like
+from autopar.errors import RunError
 from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.outputs import Spread
@@ -36,7 +37,8 @@ class Shared:
     @contextmanager
     def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
         """Add up what the step inside gives to the gradients of all copies, which stay equal bit for bit. What earlier steps left
-        in `param.grad` was added up then: it is put aside, and back."""
+        in `param.grad` was added up then: it is put aside, and back. What is frozen, or has a gradient on no place, stays as it was. Raises RunError where it is
+        frozen on some places only."""
         params = {name: held[name].tensor for name in self.names} if self.mine else {}
         earlier = {name: param.grad for name, param in params.items()}
         for param in params.values():
@@ -47,9 +49,26 @@ class Shared:
             for name, param in params.items():
                 param.grad = earlier[name]
             raise
+        given = self._given(params)
         with torch.no_grad():
             for name, param in params.items():
-                self._sum(name, param, earlier[name])
+                if given[name] == (True, False, True):
+                    self._sum(name, param, earlier[name])
+                else:
+                    param.grad = earlier[name]
+        torn = [name for name, (trains, rests, _) in given.items() if trains and rests]
+        if torn:
+            raise RunError(f"parameter {torn[0]}, of which several places of the pipeline have a copy, is frozen on some of them and trains on others, where the copies would part: "
+                           "call requires_grad_ for it alike on all ranks")
+
+    def _given(self, params: Mapping[str, Tensor]) -> dict[str, tuple[bool, ...]]:
+        """Of each parameter whether any place has a copy that trains, one that is frozen, and a gradient."""
+        if not params:
+            return {}
+        mine = [(param.requires_grad, not param.requires_grad, param.grad is not None) for param in params.values()]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return {name: tuple(map(bool, each)) for name, each in zip(params, flags.tolist(), strict=True)}
 
     def _sum(self, name: str, param: Tensor, earlier: Tensor | None) -> None:
         if param.grad is None:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar._torch import local_of
 from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.recipes import roles
 from autopar.verify import case_of, graph_rows, verify
 from autopar.verify.step import Light
-from tests.helpers.ranks import living
+from tests.helpers.ranks import living, on_new_ranks
 from tests.helpers.verify import Subject, by_stages, planned
+from tests.helpers.verify import subject as by_name
 
 WIDTH, DEPTH, WORDS = 16, 6, 32
 
@@ -94,6 +96,35 @@ def test_what_was_frozen_stays_so() -> None:
         for said, graded in living(2).run(_thawed, case.source(), case.light):
             assert "parameter words.weight was frozen when the model was compiled" in said
             assert set(graded) == {f"blocks.{n}.{kind}.weight" for n in range(DEPTH) for kind in ("down", "up")} - {"blocks.1.up.weight"}
+
+
+def _frozen_later(source: str, light: Light, name: str) -> tuple[list[bool], str]:
+    """One rank: whether a weight that several places hold has a gradient when it trains, when it is frozen, and with what was there before; and what is said where one place alone froze it."""
+    module = light.build(source)
+    batch, weight, found = module.shard_batch(**light.batch), dict(module.named_parameters()).get(name), []
+    for frozen in (False, True, True):
+        if weight is not None:
+            weight.requires_grad_(not frozen)
+            weight.grad = torch.ones_like(weight) if len(found) == 2 else None
+        module.train_step(*batch)
+        if weight is not None:
+            found.append(weight.grad is not None)
+    if weight is not None:
+        assert torch.equal(local_of(weight.grad), torch.ones_like(local_of(weight)))
+        weight.requires_grad_(module.MESH.place == 0)
+    try:
+        module.train_step(*batch)
+    except RunError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_a_weight_of_several_places_that_is_frozen_later_has_no_gradient() -> None:
+    who = by_name("hf-gpt2")
+    case = who.case(by_stages(who, (1,), "single", 2, 2, "1f1b"))
+    for found, said in on_new_ranks(2, _frozen_later, case.source(), case.light, "transformer.wte.weight"):
+        assert found == [True, False, True]
+        assert "parameter transformer.wte.weight, of which several places of the pipeline have a copy, is frozen on some of them" in said
 
 
 FIRST = (0, 2, 4, DEPTH - 1)  # up to which block nothing trains, so that the first stages of a pipeline have no gradients

@@ -72,6 +72,14 @@ def _as_planned(name: str, value: Any, planned: Any) -> None:
                        f"pass {planned!r}, leave it out, or plan the model again with {name}={got}")
 
 
+def without_gradient(names: Iterable[str], values: Sequence[Any]) -> None:
+    """Raise RunError where an input is to have a gradient. The plan has no way for it: a program would leave it a part of a sum, another one on each rank."""
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise RunError(f"input {name!r} requires grad, and a plan has ways for gradients of parameters alone: what came to its `.grad` would not be that of the whole model. Pass "
+                           f"{name}.detach() where nobody needs it. Else compile as one model what it comes from and what it goes into, or make it a parameter of the model")
+
+
 def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]) -> list[Any]:
     """Floating inputs in the dtype that `sample` has of them, as FSDP's MixedPrecisionPolicy casts them (cast_forward_inputs) and autocast their first readers."""
     return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]

@@ -191,6 +191,8 @@ class ShardedModule(Scope):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
+        if torch.is_grad_enabled():
+            batch.without_gradient(self.INPUTS, inputs)
         if self.MIXED:
             inputs = batch.as_computed(self.SAMPLE, self.INPUTS, inputs)
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)

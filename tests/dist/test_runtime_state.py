@@ -154,23 +154,26 @@ def _mutating():
         INPUTS = {"x": "S0"}  # noqa: RUF012
         OUTPUTS = (("output", "y"), ("mutation", "mean"))
         STRUCTURE = ("y", 0, None)
+        PARAMS = {"w": Param((3,), "float64", "R", sync=(0,))}  # noqa: RUF012
         BUFFERS = {"mean": Param((3,), "float64", "R")}  # noqa: RUF012
 
         def forward(self, x):
             total = reshard(x.sum(0), "P -> R", grad=None, shape=(3,), mesh=self.MESH)
-            y = (x * self.b["mean"]).sum(0)
+            y = (x * self.w["w"] * self.b["mean"]).sum(0)
             return self.spread(y, "P", (3,)), 0.5 * self.b["mean"] + total
 
     x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    model, mean = Norm().load_full({"mean": torch.ones(3, dtype=torch.float64)}), torch.ones(3, dtype=torch.float64)
+    mean = torch.ones(3, dtype=torch.float64)
+    model = Norm().load_full({"mean": mean, "w": mean})
     for _ in range(3):
-        part = model.shard_batch(x)[0].requires_grad_()
+        part = model.shard_batch(x)[0]
         tag, y, nothing = model(part)
         assert tag == "y" and nothing is None
         torch.testing.assert_close(y.detach(), (x * mean).sum(0))
         torch.testing.assert_close(model.full((tag, y, nothing))[1], y.detach())
         y.sum().backward()
-        torch.testing.assert_close(part.grad, mean.expand(2, 3))
+        torch.testing.assert_close(model.full_grads()["w"], x.sum(0) * mean)
+        model.zero_grad()
         mean = 0.5 * mean + x.sum(0)
         torch.testing.assert_close(model.state_dict()["mean"], mean)
 

@@ -1,0 +1,56 @@
+"""What autograd and optimizers offer on one device and a plan has no way for is refused, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import RunError
+from tests.helpers.ranks import on_ranks
+
+WIDTH, ROWS = 8, 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(F.gelu(self.up(x))), y)
+
+
+def compiled(recipe: str) -> tuple[autopar.api.Compiled, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
+    made = autopar.compile(Model().double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    return made, made.shard_batch(*batch)
+
+
+def said(call: Callable[[], object]) -> str:
+    """The message of the RunError that it ends in, "" where there is none."""
+    try:
+        call()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def _inputs(recipe: str) -> tuple[str, str, str]:
+    made, (x, y) = compiled(recipe)
+    wrong = said(lambda: made.train_step(x.detach().requires_grad_(), y))
+    with torch.no_grad():
+        evaluated = said(lambda: made(x.requires_grad_(), y))
+    return wrong, evaluated, said(lambda: made.train_step(x.detach(), y))
+
+
+@pytest.mark.parametrize("recipe", ["tp", "ddp", "1f1b"])
+def test_gradients_of_inputs(recipe: str) -> None:
+    for wrong, evaluated, right in on_ranks(2, _inputs, recipe):
+        assert "input 'x' requires grad, and a plan has ways for gradients of parameters alone" in wrong and "x.detach()" in wrong
+        assert not evaluated and not right

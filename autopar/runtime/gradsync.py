@@ -23,6 +23,7 @@ from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_li
 from autopar.errors import RunError
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
+from autopar.runtime.first_order import only_first_order
 from autopar.runtime.late import Queue
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
@@ -209,6 +210,7 @@ class GradSync:
             self.waiting = {}
 
     def _arrived(self, held: Held) -> None:
+        only_first_order(held.name)
         if self.deferred and not held.info.each:
             return
         self._queue()

@@ -22,6 +22,7 @@ from torch import Tensor
 from autopar.errors import RunError
 from autopar.layout import Layout
 from autopar.runtime.ahead import Orders, unit_here
+from autopar.runtime.first_order import only_first_order
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
@@ -123,6 +124,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        only_first_order(ctx.name)
         moved = None
         if ctx.sink is not None:
             ctx.sink(grads[0], ctx.consumed, ctx.name)

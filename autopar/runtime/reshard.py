@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar.errors import LayoutError
 from autopar.layout import Layout, absent, cutters, parse, sections_of
+from autopar.runtime.first_order import only_first_order
 from autopar.runtime.mesh import Mesh, mesh_number
 from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
@@ -64,6 +65,8 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         src, dst = ctx.back
+        if src != dst:
+            only_first_order(ctx.name)
         grad = grads[0] if ctx.dtype is None else grads[0].to(ctx.dtype)
         moved = relayout(grad, src, dst, ctx.shape, ctx.mesh, ctx.name)
         return moved, None, None, None, None, None, None, None

@@ -54,3 +54,17 @@ def test_gradients_of_inputs(recipe: str) -> None:
     for wrong, evaluated, right in on_ranks(2, _inputs, recipe):
         assert "input 'x' requires grad, and a plan has ways for gradients of parameters alone" in wrong and "x.detach()" in wrong
         assert not evaluated and not right
+
+
+def _second(recipe: str) -> tuple[str, bool]:
+    made, batch = compiled(recipe)
+    wrong = said(lambda: made(*batch).backward(create_graph=True))
+    made.zero_grad()
+    made(*batch).backward()
+    return wrong, all(p.grad is not None for p in made.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
+def test_second_derivatives_through_a_backward(recipe: str) -> None:
+    for wrong, right in on_ranks(2, _second, recipe):
+        assert "a backward with create_graph=True" in wrong and right

@@ -1,0 +1,14 @@
+"""Gradients of gradients: ranks move gradients outside autograd, so that a backward can be run but not differentiated."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.errors import RunError
+
+
+def only_first_order(name: str) -> None:
+    """Raise RunError in a backward that autograd records, with `create_graph=True`. `name` is whose gradient is about to move."""
+    if torch.is_grad_enabled():
+        raise RunError(f"a backward with create_graph=True: the gradient{f' of {name}' if name else ''} moves between ranks outside autograd, and second derivatives through it would be lost. Call "
+                       "backward() without it. Second derivatives are in no plan: where the loss has a gradient in it (a gradient penalty), write that gradient as operators in the model's forward")

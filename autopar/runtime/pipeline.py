@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from autopar.errors import RunError
 from autopar.layout import Layout, cutters, dim_of, is_shard, parse
-from autopar.runtime import rng
+from autopar.runtime import all_at_once, rng
 from autopar.runtime.count import uncounted
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
@@ -121,6 +121,8 @@ class PipelinedModule(ShardedModule):
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
         self._changed: list[tuple[Held, Tensor]] = []
+        if self.MESH.places > 1:
+            all_at_once.install(self)
 
     def sizes(self, *inputs: Any) -> dict[str, int]:
         """The global sizes of a batch of which `inputs` are this rank's part."""

@@ -68,3 +68,14 @@ def _second(recipe: str) -> tuple[str, bool]:
 def test_second_derivatives_through_a_backward(recipe: str) -> None:
     for wrong, right in on_ranks(2, _second, recipe):
         assert "a backward with create_graph=True" in wrong and right
+
+
+def _lines(recipe: str) -> str:
+    made, batch = compiled(recipe)
+    return said(lambda: torch.optim.LBFGS(made.parameters()).step(lambda: made.train_step(*batch)))
+
+
+@pytest.mark.parametrize(("recipe", "why"), [("1f1b", "LBFGS takes inner products over all parameters"), ("zero3", "")])
+def test_steps_along_lines(recipe: str, why: str) -> None:
+    for wrong in on_ranks(2, _lines, recipe):
+        assert wrong.startswith(why) and bool(wrong) == bool(why)

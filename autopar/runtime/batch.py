@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -155,21 +156,32 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
     everyone: list[Any] = [None] * mesh.ranks
     dist.all_gather_object(everyone, mine)
-    coords = [tuple(int(c) for c in torch.unravel_index(torch.tensor(rank, device="cpu"), mesh.sizes)) for rank in range(mesh.ranks)]
+    check_shapes(inputs, [[shape for shape, _ in each] for each in everyone], mesh)
     for index, (name, layout) in enumerate(inputs.items()):
-        entries = parse(layout)
-        shapes = {coord: everyone[rank][index][0] for rank, coord in enumerate(coords)}
         first: dict[tuple[int, ...], int] = {}
-        for rank, coord in enumerate(coords):
-            one = first.setdefault(tuple(c for c, entry in zip(coord, entries, strict=True) if is_shard(entry)), rank)
-            if everyone[rank][index] != everyone[one][index] and everyone[rank][index][0] == everyone[one][index][0]:
+        for rank, coord in enumerate(_coords(mesh)):
+            one = first.setdefault(tuple(c for c, entry in zip(coord, parse(layout), strict=True) if is_shard(entry)), rank)
+            if everyone[rank][index] != everyone[one][index]:
                 raise RunError(f"input {name!r}: ranks {one} and {rank} have the same part of the batch under layout {layout} on {mesh}, but not the same in it. They work on it together: give them "
                                "the same (samplers take model.data_parallel_size and data_parallel_rank, and model.shard_loaded what they give), or every rank its part of one global batch, as "
                                "model.shard_batch(*global_batch) does")
-        if not fit(shapes, entries, mesh.sizes):
-            got = "; ".join(f"rank {rank}: {everyone[rank][index][0]}" for rank in range(mesh.ranks))
+
+
+def check_shapes(inputs: Mapping[str, str], everyone: Sequence[Sequence[tuple[int, ...] | None]], mesh: Mesh) -> None:
+    """Raise RunError where the shapes of inputs on all ranks (None for what is no tensor) are not those of parts of one batch."""
+    coords = _coords(mesh)
+    for index, (name, layout) in enumerate(inputs.items()):
+        given = list(zip(coords, (each[index] for each in everyone), strict=True))
+        shapes = dict(given)
+        if any(shapes[coord] != shape for coord, shape in given) or not fit(shapes, parse(layout), mesh.sizes):
+            got = "; ".join(f"rank {rank}: {everyone[rank][index]}" for rank in range(mesh.ranks))
             raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "
                            "Give every rank its part of one global batch, as model.shard_batch(*global_batch) does")
+
+
+def _coords(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The coordinates of all ranks, place by place."""
+    return list(itertools.product(*map(range, mesh.sizes))) * mesh.places
 
 
 def fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:

@@ -67,6 +67,12 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, *, behind: bool = False) 
     return _then(_all_gather(out, x, group=mesh.group(axis, behind=behind), async_op=True), lambda: out.view(mesh.sizes[axis], *x.shape))
 
 
+def start_all_gather_from_all(x: Tensor, mesh: Mesh) -> Later:
+    """`[m]` on each of the ranks of `mesh`, of all places -> `[ranks, m]` in the background."""
+    out = x.new_empty(mesh.ranks * x.shape[0])
+    return _then(_all_gather(out, x, async_op=True), lambda: out.view(mesh.ranks, -1))
+
+
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     """The sum over ranks of part [i] of `[n, m, ...]`, on rank i of the axis: `[m, ...]`."""
     return start_reduce_scatter(x, axis, mesh)()

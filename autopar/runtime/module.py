@@ -33,6 +33,7 @@ from autopar.runtime.outputs import Spread, by_name, leaves, pack
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
+from autopar.runtime.told import Told
 
 
 class Block(nn.Module):
@@ -115,7 +116,7 @@ class ShardedModule(Scope):
         self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
-        self._agreed = False
+        self._told = Told(self.INPUTS, self.MESH)
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
         self._declared = [Declarations.of(scope) for scope in self._scopes()]
         declarations = Declarations.together(self._declared)
@@ -162,7 +163,7 @@ class ShardedModule(Scope):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan says.
 
-        Raises RunError on inputs that the plan does not have, and on the first call where ranks' shapes do not fit together.
+        Raises RunError on inputs that the plan does not have, and where the ranks' shapes do not fit together.
         """
         return self._packed(self._run(args, kwargs))
 
@@ -186,7 +187,7 @@ class ShardedModule(Scope):
         return roles.index("loss")
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them."""
+        """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them, and their sizes on all that take the ranks together."""
         if torch.is_autocast_enabled(self.MESH.device.type):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
@@ -196,11 +197,16 @@ class ShardedModule(Scope):
         if self.MIXED:
             inputs = batch.as_computed(self.SAMPLE, self.INPUTS, inputs)
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
-        if not self._agreed:
-            batch.check_agreement(self.INPUTS, inputs, self.MESH)
+        if not self._told.begun:
+            self._told.first(inputs)
             check_replicas(self._held.values(), self.MESH)
-            self._agreed = True
+        elif self._in_step() and self._told.tell(inputs) and self.data_parallel_size < self.MESH.ranks:
+            self._told.look()  # ranks that work on the same samples send each other what is as large as these
         return inputs
+
+    def _in_step(self) -> bool:
+        """Whether all ranks run this forward: a loss is that of all of them, and so are gradients. Others may be run by some alone."""
+        return any(role == "loss" for role, _ in self.OUTPUTS) or (self.TRAINS and torch.is_grad_enabled())
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         inputs = self._bound(args, kwargs)
@@ -213,6 +219,7 @@ class ShardedModule(Scope):
             stack.enter_context(rng.using(self.rng))
             self._turn = stack.enter_context(regather.regathering(self._sync))
             values = list(super().__call__(*inputs))
+        self._told.look()
         if self.OUTPUTS and len(values) != len(self.OUTPUTS):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
         for (role, name), value in zip(self.OUTPUTS, values, strict=False):

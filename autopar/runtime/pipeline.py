@@ -197,6 +197,7 @@ class PipelinedModule(ShardedModule):
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
         inputs = self._bound(args, kwargs)
+        self._told.look()  # before parts of other sizes than the others wait for are sent
         for stage, sync in zip(self.stages, self._syncs, strict=True):
             sync.renew(stage.held.values())
         for leaves in self._leaves_of:
@@ -207,6 +208,9 @@ class PipelinedModule(ShardedModule):
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         whole = self.totals(*inputs, **sizes)
         return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
+
+    def _in_step(self) -> bool:
+        return self.MESH.places > 1 or super()._in_step()
 
     def _cut(self, name: str, value: Any) -> Sequence[Any]:
         """An input's parts, one per microbatch: the same samples of every input, however each is cut over ranks."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
 from autopar.api import Compiled
+from autopar.errors import RunError
 from tests.helpers.ranks import living
 
 WIDTH, WORDS, SEQ, BATCH, SAMPLES = 16, 32, 8, 8, 32
@@ -85,3 +86,39 @@ def test_an_epoch_equals_one_device(recipe: str, ways: int | None) -> None:
     for size, _, got, weights in ran:
         assert size == found and got == pytest.approx(losses, rel=1e-9)
         assert all(torch.allclose(value, state[name], rtol=1e-9, atol=1e-9) for name, value in weights.items())
+
+
+def _unlike(made: Compiled, weights: dict[str, Tensor], who: int) -> tuple[list[str], list[float], float]:
+    """One rank: what is said of steps for which rank `who` has a smaller batch than the others, in training and in evaluation; losses of other sizes in between, and of the same again."""
+    model = made.bundle.build(weights)
+    batch = model.shard_batch(*dataset()[:BATCH])
+    first, said, losses = float(model.train_step(*batch).detach()), [], []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RunError) as error:
+            model(*(x[:1] if torch.distributed.get_rank() == who else x for x in batch))
+        said.append(str(error.value))
+        losses.append(float(model.train_step(*model.shard_batch(*dataset()[BATCH:BATCH + BATCH // 2]))))
+    return said, losses, abs(float(model.train_step(*batch)) - first)
+
+
+@pytest.mark.parametrize(("recipe", "who"), [("ddp", 2), ("zero3", 0), ("1f1b", 3)])
+def test_unlike_sizes_are_refused_in_every_step(recipe: str, who: int) -> None:
+    made = compiled(recipe)
+    torch.manual_seed(0)
+    weights = dict(Model().double().state_dict())
+    for said, losses, apart in living(4).run(_unlike, Compiled(made.bundle), weights, who):
+        assert all("input 'ids': the ranks' parts do not fit together" in text and f"rank {who}: (1, {SEQ})" in text for text in said)
+        assert len(set(losses)) == 1 and apart < 1e-9
+
+
+def _own_turn() -> list[Tensor]:
+    """One rank: forwards without a loss, one more of rank 0 alone."""
+    torch.manual_seed(0)
+    model = autopar.compile(nn.Linear(WIDTH, WIDTH), "cpu:1x2", (torch.zeros(BATCH, WIDTH),), recipe="ddp", mode="inference", time_limit_s=5.0)
+    x = model.shard_batch(torch.ones(BATCH, WIDTH))[0]
+    with torch.no_grad():
+        return [model(x[:rows]) for rows in (4, 4 - torch.distributed.get_rank(), *((2,) if not torch.distributed.get_rank() else ()))]
+
+
+def test_a_rank_may_infer_by_itself() -> None:
+    assert [len(outs) for outs in living(2).run(_own_turn)] == [3, 2]

@@ -158,7 +158,9 @@ class ShardedModule(Scope):
         if not mode and self.UNEVALUATED:
             raise RunError(f"eval(): this module is a training step, and in evaluation the model does something else: {self.UNEVALUATED}. Plan its evaluation with "
                            'compile(model, ..., mode="inference") and fill that module with load_full(model.full_state_dict())')
-        return super().train(mode)
+        for module in self.modules():
+            module.training = mode
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan says.

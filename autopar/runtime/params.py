@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -212,6 +212,14 @@ class Branch(nn.Module):
     forward = _refused
     register_forward_hook = register_forward_pre_hook = _refused
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused
+
+    def train(self, mode: bool = True) -> Self:
+        """The mode of the whole model, which sets it for its parts; raises RunError on another one, also by `eval()`."""
+        if mode != self.training:
+            raise RunError(f"{'train' if mode else 'eval'}() of a part of a sharded model would change nothing: parts hold parameters, and what drops or takes statistics of the batch is in the emitted "
+                           f"program, for all of the model alike. Call {'train' if mode else 'eval'}() of the whole model; for a batch norm that trains on the statistics it has, or a part without "
+                           "dropout, call eval() of that part before the model is compiled")
+        return self
 
 
 def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:

@@ -239,3 +239,25 @@ def test_a_module_for_inference_evaluates_either_way() -> None:
     for outputs, _ in living(2).run(_life, case.source(), case.light):
         for number, output in enumerate(outputs):
             torch.testing.assert_close(output, wanted * (number + 2) / 2, rtol=1e-9, atol=1e-12)
+
+
+def _of_a_part(source: str, light: Light) -> tuple[list[str], list[bool]]:
+    """One rank: what is said where a part is to have another mode than the model, and the modes of its modules."""
+    module, said, modes = light.build(source), [], []
+    for training in (True, False):
+        module.train(training)
+        for part in (module.layer, module.up):
+            assert part.train(training) is part
+            with pytest.raises(RunError) as error:
+                part.train(not training) if not training else part.eval()
+            said.append(str(error.value))
+        modes += [each.training is training for each in module.modules()]
+    return said, modes
+
+
+def test_a_part_alone_has_no_mode() -> None:
+    who, _ = subject("batch norm")
+    case = case_of(who.captured, planned(who, (2,), "ddp"), who.weights, {"x": data()})
+    for said, modes in living(2).run(_of_a_part, case.source(), case.light):
+        assert all(modes) and len(modes) > 4
+        assert [text.split("()")[0] for text in said] == ["eval", "eval", "train", "train"] and all("of a part of a sharded model would change nothing" in text for text in said)

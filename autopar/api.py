@@ -121,9 +121,9 @@ class Compiled:
         """DTensors under the original names, in the order of the model's own state dict."""
         return self.module.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """The inverse of `state_dict`; takes whole tensors as well."""
-        return self.module.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """The inverse of `state_dict`; takes whole tensors as well, of a pipeline those of all places. `strict` as nn.Module has it."""
+        return self.module.load_state_dict(state, strict=strict)
 
     def load_full(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> Compiled:
         """Fill parameters and buffers from whole tensors by original name (a state dict of the model), without communication.

@@ -72,9 +72,11 @@ def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
     return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
 
 
-def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
-    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well. Extra state of the user's modules is passed over."""
+def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()) -> None:
+    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well. Extra state of the user's modules is passed over, and so is what
+    other places hold (`elsewhere`)."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
+    others = [name for name in dict.fromkeys(elsewhere) if name not in table]
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name, h in table.items():
@@ -86,7 +88,8 @@ def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, s
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 state[prefix + name] = at_rest(value, h, mesh)
-        for name in [name for name, value in state.items() if not isinstance(value, Tensor) and name.startswith(prefix) and name.endswith(EXTRA)]:
+        extra = [name for name, value in state.items() if not isinstance(value, Tensor) and name.startswith(prefix) and name.endswith(EXTRA)]
+        for name in (*extra, *(prefix + name for name in others if prefix + name in state)):
             del state[name]
 
     module.register_state_dict_post_hook(saved)

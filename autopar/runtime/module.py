@@ -127,7 +127,7 @@ class ShardedModule(Scope):
         self._narrow = is_narrow(self.declared().values())
         self._watch()
         host_state.install(self)
-        checkpoint.install(self, self._held, aliases, self.MESH)
+        checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)
 
     def _scopes(self) -> Sequence[Scope]:
         """What of the model runs on this rank."""

@@ -65,6 +65,7 @@ def train(cluster, options, name, steps=3):
     names = list(compiled.state_dict())
     again = compiled.state_dict()
     compiled.load_state_dict(again)
+    compiled.load_state_dict({**again, "nobody": torch.zeros(1)}, strict=False)
     return losses, compiled.module.full_state_dict(), names, compiled.plan.to_json()
 
 

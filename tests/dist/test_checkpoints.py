@@ -96,3 +96,23 @@ def test_a_checkpoint_goes_on_under_another_plan(first: str, then: str, tmp_path
         for wanted, got, when in ((alone(1), loaded, "loaded"), (alone(2), after, "after a step")):
             for name in wanted.keys() & got.keys():
                 torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name, w=when: f"{n} {w}: {m}")
+
+
+def _whole(what: Emitted) -> tuple[dict[str, Tensor], str, list[str]]:
+    """One rank: what is there when a whole state dict was loaded, what is said of a name that no place has, and which are then unexpected where that is no matter."""
+    module, doubled = what[1].build(what[0]), {name: value * 2 for name, value in what[1].weights.items()}
+    module.load_state_dict(doubled)
+    with pytest.raises(RuntimeError) as error:
+        module.load_state_dict({**doubled, "nobody": torch.zeros(3)})
+    return module.full_state_dict(), str(error.value), module.load_state_dict({**doubled, "nobody": torch.zeros(3)}, strict=False).unexpected_keys
+
+
+@pytest.mark.parametrize("how", ["pp2 x zero1", "tp on 4"])
+def test_a_whole_state_dict_is_loaded_on_every_place(how: str) -> None:
+    what = emitted(*PLANS[how])
+    found = on_ranks(what[1].plan.ranks, _whole, what)
+    assert {name for loaded, _, _ in found for name in loaded} >= what[1].weights.keys()
+    for loaded, said, unexpected in found:
+        assert 'Unexpected key(s) in state_dict: "nobody"' in said and unexpected == ["nobody"]
+        for name, value in loaded.items():
+            torch.testing.assert_close(value, what[1].weights[name].to(value) * 2, rtol=0, atol=0)

@@ -25,6 +25,9 @@ SQUARES: dict[Any, Callable[..., bool]] = {
 }
 """What squares its first operand, if its operands are such."""
 
+COMPUTED = 32
+"""Bits of the numbers that `rms_norm` computes with where rows have fewer."""
+
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every cast spelled `to`; means not yet taken apart.
@@ -116,10 +119,10 @@ def _bits(node: fx.Node) -> int:
 
 
 def _replace(found: _Norm) -> None:
-    """The norm as one operator: of what is there before the casts, if it is cast back, and with the weight, if one comes next."""
+    """The norm as one operator, with the weight, if one comes next: of what is there before the casts, if it is cast back and computed in no fewer bits."""
     rows, last = found.rows, found.node
     cast, source = _only_user(last, aten.to.dtype), _source(rows)
-    if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source):
+    if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source) and max(_bits(source), COMPUTED) >= _bits(rows):
         rows, last = source, cast
     product = _only_user(last, aten.mul.Tensor)
     weight = next((arg for arg in product.args if arg is not last), None) if product is not None else None

@@ -105,10 +105,39 @@ def test_whole_numbers_are_no_rows():
     assert norm.args[0].meta["val"].dtype == torch.float64
 
 
-def test_casts_around_it_go():
-    gm = normalized(lambda m, x, y: m.w[0].float() * (lambda wide: wide * torch.rsqrt(mean(wide) + EPS))(x.float().double()).float(), data(4, 5, 6), tolerance=1e-5)
+class Cast(nn.Module):
+    """A norm between casts, `there` and back, with a weight behind."""
+
+    def __init__(self, dtype: torch.dtype, there: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.there = nn.Parameter(torch.rand(64, dtype=dtype) + 0.5), there
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(self.there)
+        return self.weight * (wide * torch.rsqrt(mean(wide) + EPS)).to(x.dtype)
+
+
+FEWER = {"float": (torch.float32, torch.float64), "bf16": (torch.bfloat16, torch.float64)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_around_it_go(dtype):
+    model, x = Cast(dtype, torch.float32), torch.randn(4, 64).to(dtype)
+    (norm,) = found(run(export_graph(model, (x,)), NORMALIZE))
+    assert norm.meta["val"].dtype == dtype and norm.args[0].op == "placeholder" and norm.args[2] is not None
+
+
+@pytest.mark.parametrize("name", FEWER)
+def test_casts_to_more_bits_than_it_computes_with_stay(name):
+    """Squares of rows of 1e25 are no numbers of 32 bits."""
+    torch.manual_seed(0)
+    dtype, there = FEWER[name]
+    model, x = Cast(dtype, there), (torch.randn(4, 64) * 1e25).to(dtype)
+    gm = run(export_graph(model, (x,)), NORMALIZE)
     (norm,) = found(gm)
-    assert norm.meta["val"].dtype == torch.float32 and norm.args[0].meta["val"].dtype == torch.float32 and norm.args[2] is not None
+    assert norm.args[0].meta["val"].dtype == there and norm.args[2] is None
+    torch.testing.assert_close(run_graph(gm, model, {"x": x})[0], model(x))
+    assert model(x).abs().min() > 0
 
 
 def test_narrower_casts_stay():

@@ -22,8 +22,23 @@ from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 # Sizes that are read off tensors (`item`) have symbols like all others; what no run but the model's knows must be told apart.
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-# How torch writes sizes that are divided, in its own kinds of sympy functions.
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+# How torch writes sizes that are divided, and numbers that are made of sizes, in its own kinds of sympy functions.
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    CleanDiv,
+    FloatPow,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    OpaqueUnaryFn_sqrt,
+    PowByNatural,
+    PythonMod,
+    ToFloat,
+)
 
 shape_check: Callable[..., Any] = torch._check  # export leaves calls of it in graphs; documented, but with an underscore
 
@@ -35,5 +50,6 @@ assert_async: Callable[..., Any] = torch._assert_async
 torch.ops.aten.nll_loss.default.py_kernels.pop(torch._C.DispatchKey.Meta, None)
 torch.ops.aten.nll_loss.default._dispatch_cache.clear()
 
-__all__ = ["CleanDiv", "FakeTensor", "FakeTensorMode", "FloorDiv", "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "PythonMod", "assert_async", "enable_python_dispatcher",
-           "free_unbacked_symbols", "make_graph_module", "shape_check"]
+__all__ = ["CeilToInt", "CleanDiv", "FakeTensor", "FakeTensorMode", "FloatPow", "FloatTrueDiv", "FloorDiv", "FloorToInt", "HigherOrderOperator", "IntTrueDiv", "Max", "Min", "Mod",
+           "OpOverload", "OpaqueUnaryFn_sqrt", "PowByNatural", "PythonMod", "ToFloat", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
+           "shape_check"]

@@ -14,7 +14,22 @@ import sympy
 import torch
 from torch import fx
 
-from passes._torch import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from passes._torch import (
+    CeilToInt,
+    CleanDiv,
+    FloatPow,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    OpaqueUnaryFn_sqrt,
+    PowByNatural,
+    PythonMod,
+    ToFloat,
+)
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -50,7 +65,7 @@ def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbo
 
 
 def _plain(expression: sympy.Expr) -> sympy.Expr:
-    """The same in sympy's own floors, which it can work with, for torch's divisions and remainders."""
+    """The same in sympy's own operations, which it can work with, for torch's divisions, remainders, powers and roots."""
     if not expression.args or expression.is_Symbol:
         return expression
     args = [_plain(arg) for arg in expression.args]
@@ -65,6 +80,12 @@ def _remainder(number: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
 PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     **dict.fromkeys((CleanDiv, FloorDiv), lambda number, by: sympy.floor(number / by)),
     **dict.fromkeys((Mod, PythonMod), _remainder),
+    **dict.fromkeys((FloatTrueDiv, IntTrueDiv), lambda number, by: number / by),
+    **dict.fromkeys((FloatPow, PowByNatural), sympy.Pow),
+    ToFloat: lambda number: number,
+    OpaqueUnaryFn_sqrt: sympy.sqrt,
+    FloorToInt: sympy.floor,
+    CeilToInt: sympy.ceiling,
     Max: sympy.Max,
     Min: sympy.Min,
 }
@@ -82,6 +103,11 @@ def as_size(item: int | torch.SymInt, gm: torch.nn.Module | None) -> Size:
     if isinstance(item, int):
         return item
     return _rename(item.node.expr, renames(gm))
+
+
+def as_number(item: float | torch.SymInt | torch.SymFloat, gm: torch.nn.Module | None) -> float | sympy.Expr:
+    """A number that may be made of sizes, as it is or as a sympy expression in the friendly symbols of `gm`."""
+    return item if isinstance(item, float) else as_size(item, gm)  # type: ignore[arg-type]  # its formula is one of sizes
 
 
 def example(node: fx.Node, size: int | torch.SymInt) -> int:

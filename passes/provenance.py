@@ -22,7 +22,7 @@ def provenance(gm: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            is_size = isinstance(node.meta.get("val"), torch.SymInt)  # export makes these up: they have no place
+            is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))  # export makes these up: they have no place
             node.meta.setdefault("module", "" if is_size else module_path(node))
             node.meta.setdefault("source", "" if is_size else source_line(node))
     return gm

@@ -222,7 +222,7 @@ def _facts(node: fx.Node) -> str:
     if held is None:
         return "none"
     if not facts.tensors(node):
-        return str(facts.as_size(held, node.graph.owning_module)) if not isinstance(held, (tuple, list)) else "none"
+        return str(facts.as_number(held, node.graph.owning_module)) if not isinstance(held, (tuple, list)) else "none"
     gm = node.graph.owning_module
     return str([([facts.as_size(size, gm) for size in t.shape], t.dtype) for t in facts.tensors(node)])
 

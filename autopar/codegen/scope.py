@@ -24,6 +24,7 @@ from autopar.codegen.edges import Pair, Reshard, given, in_pair, needed, options
 from autopar.codegen.expressions import Written, write
 from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
 from autopar.codegen.turns import turn_text
+from autopar.errors import PlanError
 from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.language import Tensor
@@ -218,8 +219,8 @@ class ScopeWriter:
     def _call(self, op: Op, operands: Sequence[str]) -> str:
         node, plan = op.node, self.context.plan
         queue = iter(operands)
-        args = tuple(self._argument(a, queue) for a in node.args)
-        kwargs = {k: self._argument(v, queue) for k, v in node.kwargs.items()}
+        args = tuple(self._argument(a, queue, op) for a in node.args)
+        kwargs = {k: self._argument(v, queue, op) for k, v in node.kwargs.items()}
         outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
         if node.target is torch.ops.aten.reshape.default:
             self._note_even(op, out_pair(plan, (op.name, 0)).value)
@@ -237,18 +238,26 @@ class ScopeWriter:
                                                 self.context.batch_axes):
             self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
 
-    def _argument(self, item: Any, queue: Any) -> str:
+    def _argument(self, item: Any, queue: Any, op: Op) -> str:
         if isinstance(item, fx.Node):
             if facts.tensors(item):
                 return str(next(queue))
             held = facts.value(item)
-            if isinstance(held, (int, torch.SymInt)):
-                return _atom(size_text.text(facts.as_size(held, self.gm)))
+            if isinstance(held, (int, float, torch.SymInt, torch.SymFloat)):
+                return _atom(size_text.text(self._number(held, op)))
             raise TypeError(f"argument {item} of kind {type(held).__name__} has no source form")
         if isinstance(item, (tuple, list)):
-            inside = ", ".join(self._argument(i, queue) for i in item)
+            inside = ", ".join(self._argument(i, queue, op) for i in item)
             return f"[{inside}]" if isinstance(item, list) else f"({inside}{',' if len(item) == 1 else ''})"
         return _literal(item)
+
+    def _number(self, held: float | torch.SymInt | torch.SymFloat, op: Op) -> float | sympy.Expr:
+        """A number that `op` is given, made of sizes of the inputs. Raises PlanError where values of tensors are in it."""
+        number = facts.as_number(held, self.gm)
+        if isinstance(number, sympy.Expr) and (unknown := number.free_symbols - set(facts.symbols(self.gm).values())):
+            raise PlanError(f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read off a tensor (item(), int(), float()): each rank would "
+                            "read it off its part; leave it a tensor of no dims, which operators take like a number")
+        return number
 
     def first_instance(self, run: Run) -> int:
         """The instance with which the loop over the blocks of `run` begins."""

@@ -14,6 +14,7 @@ from functools import cache
 import sympy
 from sympy.printing.pycode import PythonCodePrinter
 
+from autopar.errors import PlanError
 from autopar.layout import Layout, cutters, dim_of, is_shard, sections_of
 from autopar.rules.language import Size
 from passes import facts
@@ -22,23 +23,38 @@ BATCH = facts.symbol("b")
 
 
 @cache
-def text(size: Size) -> str:
-    """A global size as Python source, in the names of the symbolic dims."""
-    if isinstance(size, int):
+def text(size: float | sympy.Expr) -> str:
+    """A global size, or a number that is made of such, as Python source, in the names of the symbolic dims. Raises PlanError where there is none."""
+    if isinstance(size, (int, float)):
         return str(size)
-    return _Integers().doprint(sympy.factor_terms(size))
+    return _Plain().doprint(sympy.factor_terms(size))
 
 
-class _Integers(PythonCodePrinter):
-    """Formulas of sizes in whole numbers: `math.floor(s / 64)` is a division of floats."""
+class _Plain(PythonCodePrinter):
+    """Formulas of sizes without a module, and in whole numbers: `math.floor(s / 64)` is a division of floats."""
 
     def _print_floor(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
-        return f"(({self._print(number)}) // {self._print(by)})"
+        return _whole(expr, f"(({self._print(number)}) // {self._print(by)})")
 
     def _print_ceiling(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
-        return f"(-(-({self._print(number)}) // {self._print(by)}))"
+        return _whole(expr, f"(-(-({self._print(number)}) // {self._print(by)}))")
+
+    def _print_Float(self, expr: sympy.Float) -> str:
+        return repr(float(expr))
+
+    def _print_Pow(self, expr: sympy.Expr, rational: bool = True) -> str:
+        return str(super()._print_Pow(expr, rational=rational))
+
+    def _print_Function(self, expr: sympy.Expr) -> str:
+        raise PlanError(f"a number that the model makes of its sizes, {expr}, has no source form: {expr.func} is none of +, -, *, /, //, %, **, min, max, math.floor and "
+                        "math.ceil; make it of those, or pass it as an input")
+
+
+def _whole(expr: sympy.Expr, text: str) -> str:
+    """`text`, which divides and leaves no rest, as a whole number: what is divided is none where it is a root or has a fraction."""
+    return text if expr.args[0].is_rational_function() and not expr.has(sympy.Float) else f"int{text}"
 
 
 def tuple_text(shape: Sequence[Size]) -> str:

@@ -228,7 +228,7 @@ def _substitute(node: fx.Node, tensors: list[Tensor]) -> tuple[tuple[Any, ...], 
             if facts.tensors(item):
                 return next(queue)
             held = facts.value(item)
-            return facts.as_size(held, gm) if isinstance(held, (int, torch.SymInt)) else held
+            return facts.as_number(held, gm) if isinstance(held, (int, float, torch.SymInt, torch.SymFloat)) else held
         if isinstance(item, (tuple, list)):
             return type(item)(swap(i) for i in item) if not isinstance(item, tuple) else tuple(swap(i) for i in item)
         return item

@@ -10,7 +10,20 @@ import sympy
 from autopar.codegen.sizes import comment, local, must_divide, shape, text, tuple_text
 from autopar.layout import local_shape, parse
 from passes import facts
-from passes._torch import FloorDiv, Max, Min, Mod, PythonMod
+from passes._torch import (
+    CeilToInt,
+    FloatPow,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    OpaqueUnaryFn_sqrt,
+    PythonMod,
+    ToFloat,
+)
 
 B, S = facts.symbol("b"), facts.symbol("s")
 
@@ -47,6 +60,18 @@ def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Ex
     for b, s in itertools.product((2, 3), (2, 5, 8, 9, 16, 23, 2**53 + 1)):
         got = eval(text(plain), {"b": b, "s": s, "min": min, "max": max})
         assert got == int(size.subs({B: b, S: s})) and isinstance(got, int), (text(plain), b, s)
+
+
+@pytest.mark.parametrize("number", [0.5 * ToFloat(S), FloatTrueDiv(1.0, ToFloat(B)), FloatPow(ToFloat(S), 0.5), OpaqueUnaryFn_sqrt(ToFloat(S)), FloatPow(IntTrueDiv(S, 2), 2.0),
+                                    IntTrueDiv(B, 3), 0.91893853320467274178 * ToFloat(S), FloorToInt(0.3 * ToFloat(S)), CeilToInt(FloatPow(ToFloat(S), 0.5)),
+                                    1e-30 * ToFloat(Mod(S, 3))])
+def test_the_text_of_numbers_made_of_sizes_has_every_digit(number: sympy.Expr) -> None:
+    """Without a module; whole numbers stay such."""
+    plain = facts._plain(number)
+    for b, s in itertools.product((2, 3), (2, 5, 9, 16)):
+        got, wanted = eval(text(plain), {"b": b, "s": s}), number.subs({B: b, S: s})
+        assert got == pytest.approx(float(wanted), rel=4e-16), (text(plain), b, s)
+        assert isinstance(got, int) or not number.is_integer
 
 
 @pytest.mark.parametrize(("sizes", "layout", "micro"), [((B, S, 8), "S0,R", "S0"), ((B, S, 8), "S0,S1", "S0"), ((B, S, 8), "R,S0", "S0"), ((B, S, 8), "S0,S2", "R"),

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
-    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs.
+    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called again those that it left.
     gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`, which says what they are
            in evaluation.
     """
@@ -37,10 +37,10 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     x: fx.Node = given["input"]
     dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
-    mean = _mean(node, _op(node, aten.sum.dim_IntList, x, dims, True), count, given, "running_mean")
+    mean = _mean(gm, node, _op(node, aten.sum.dim_IntList, x, dims, True), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, mean)
     squares = _op(node, aten.sum.dim_IntList, _op(node, aten.mul.Tensor, centred, centred), dims, True)
-    variance = _mean(node, squares, count, given, "running_var")
+    variance = _mean(gm, node, squares, count, given, "running_var")
     if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
         unbiased = _op(node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer)  # of what is summed over ranks already
@@ -50,11 +50,11 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     return _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
 
 
-def _mean(node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
-    """`total / count`, by the operator that knows what takes its place in evaluation, where something does."""
+def _mean(gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
+    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer, which does not change then."""
     if given[running] is None or not given["training"]:
         return _op(node, aten.div.Tensor, total, count)
-    return _op(node, ops.statistic, total, count, given[running])
+    return _op(node, ops.statistic, total, count, edit.buffer_of(gm, given[running]))
 
 
 def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
@@ -83,7 +83,10 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
     """running <- (1 - momentum) * running + momentum * batch, without gradient."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
-    edit.mutate_buffer(gm, running, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)))
+    new = _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum))
+    edit.mutate_buffer(gm, edit.buffer_of(gm, running), new, behind=new)
+    for old in edit.same_memory(running):
+        edit.redirect_later(old, new, behind=new)
 
 
 def _op(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:

@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes import facts
-from passes._torch import FakeTensor, FakeTensorMode, enable_python_dispatcher
+from passes._torch import FakeTensor, FakeTensorMode, OpOverload, enable_python_dispatcher
 
 aten = torch.ops.aten
 
@@ -183,24 +183,42 @@ def finish(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node) -> None:
-    """Says that `buffer` (a placeholder) holds `value` from here on: later reads see it, and it becomes an output.
+def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind: fx.Node) -> None:
+    """Says that `buffer` (a placeholder) holds `value` from `behind` on: later reads see it, and it becomes an output.
 
-    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; a second mutation takes the first one's place.
+    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which is made of the other one's value if it reads the buffer.
     """
-    redirect_later(buffer, value, behind=value)
+    redirect_later(buffer, value, behind=behind)
     fqn = buffer.meta["fqn"]
     outputs: list[dict[str, str]] = gm.meta["outputs"]
     last = output_node(gm)
     values = list(last.args[0])  # type: ignore[arg-type]
     for index, entry in enumerate(outputs):
         if entry["kind"] == "mutation" and entry["target"] == fqn:
-            values[index] = value
+            values[index] = values[index] if behind < values[index] else value
             break
     else:
         outputs.append({"name": fqn, "kind": "mutation", "target": fqn})
         values.append(value)
     last.args = (tuple(values),)
+
+
+def buffer_of(gm: fx.GraphModule, value: fx.Node) -> fx.Node:
+    """The buffer (a placeholder) that is read as `value`, one of `same_memory`: itself, or the one that holds it since it was changed."""
+    held = same_memory(value)[-1]
+    if held.op == "placeholder":
+        return held
+    (fqn,) = mutated(gm)[held]
+    return next(node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("fqn") == fqn)
+
+
+def same_memory(value: fx.Node) -> list[fx.Node]:
+    """`value`, and what it is with a gradient, or before it was changed in place, and so on."""
+    found = [value]
+    while value.op == "call_function" and (value.target is aten.detach.default or (isinstance(value.target, OpOverload) and value.target._schema.is_mutable)):
+        value = value.args[0]  # type: ignore[assignment]  # a tensor
+        found.append(value)
+    return found
 
 
 def mutated(gm: fx.GraphModule) -> dict[fx.Node, list[str]]:

@@ -76,7 +76,7 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
         _write_back(node, chain, new)
     _check_siblings(node, chain)
     if root.meta.get("role") == "buffer":
-        edit.mutate_buffer(gm, root, new if len(chain) == 1 else node.meta["written_back"])
+        edit.mutate_buffer(gm, root, new if len(chain) == 1 else node.meta["written_back"], behind=node)
     gm.graph.erase_node(node)
 
 

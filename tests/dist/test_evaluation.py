@@ -95,6 +95,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))),
     "random slopes": lambda: Model(nn.RReLU()),
     "batch norm": lambda: Model(nn.Sequential(_block(), nn.Dropout(0.5), _block()), _normed),
+    "batch norm called twice": lambda: Model(_block(), lambda layer, x: _normed(layer, _normed(layer, x))),
     "blocks with batch norm": lambda: Model(nn.Sequential(*(_block() for _ in range(5))), _normed),
     "attention": lambda: Model(nn.Linear(WIDTH, 3 * WIDTH), _attended),
     "blocks": lambda: Model(_encoder()),
@@ -136,7 +137,7 @@ def _life(source: str, light: Light) -> tuple[list[Tensor], list[dict[str, Tenso
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("batch norm", "ddp"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("left out as transformers", "1f1b"), ("left out as timm", "random 1"), ("left out as jitter", "zero3"), ("lstm", "zero3"),
+    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("batch norm", "ddp"), ("batch norm called twice", "zero3"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("left out as transformers", "1f1b"), ("left out as timm", "random 1"), ("left out as jitter", "zero3"), ("lstm", "zero3"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 2", "random 3", "naive", "1f1b", "zbv_zero_bubble")
       if "norm" not in name or how not in ("1f1b", "zbv_zero_bubble"))])
 def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:

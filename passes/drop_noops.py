@@ -97,7 +97,7 @@ def _same_dim(squeezed: fx.Node, apart: fx.Node) -> bool:
 
 def _swaps_nothing(node: fx.Node) -> bool:
     rank = len(facts.shape(node))
-    return int(node.args[1]) % rank == int(node.args[2]) % rank  # type: ignore[arg-type]
+    return not rank or int(node.args[1]) % rank == int(node.args[2]) % rank  # type: ignore[arg-type]
 
 
 def _permutes_nothing(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ def _quotient(node: fx.Node) -> fx.Node:
     given = edit.args_of(node)
     operand: fx.Node = given["self"]
     rank = len(facts.shape(operand))
-    dims = [dim % rank for dim in given.get("dim") or range(rank)]
+    dims = [dim % rank for dim in given.get("dim") or range(rank)] if rank else []  # a tensor of no dims has a last one, too
     result = facts.dtype(node)
     narrow = result == torch.float16
     keywords = {"dtype": torch.float32} if narrow else {"dtype": given["dtype"]} if given["dtype"] else {}

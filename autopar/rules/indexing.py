@@ -49,7 +49,7 @@ def take_along_dim(call: Call) -> str:
 def index_select(call: Call) -> str:
     """Rows by number: the numbers can be cut."""
     rank = rank_of(call)
-    if len(call.ins[1].shape) != 1:
+    if not rank or len(call.ins[1].shape) != 1:
         return replicated(call)
     dim = given(call)["dim"] % rank
     return rule([line(rank, {dim: "y!"}), "z"], [line(rank, {dim: "z"})])
@@ -58,6 +58,8 @@ def index_select(call: Call) -> str:
 def index_write(call: Call) -> str:
     """index_add, index_copy, index_fill: the written dim and the numbers are whole."""
     rank = rank_of(call)
+    if not rank:
+        return replicated(call)
     dim = given(call)["dim"] % rank
     rest = [line(rank, {dim: "z!"}) if len(t.shape) == rank else "" for t in call.ins[2:]]
     return rule([line(rank, {dim: "y!"}), "z!" if call.ins[1].shape else "", *rest], [line(rank, {dim: "y!"})])

@@ -105,6 +105,21 @@ def test_whole_numbers_are_no_rows():
     assert norm.args[0].meta["val"].dtype == torch.float64
 
 
+OF_NO_DIMS = {
+    "a norm": lambda h: h * torch.rsqrt(mean(h) + EPS),
+    "a mean": lambda h: h.mean(-1, keepdim=True),
+    "a mean of all": lambda h: h.mean(),
+    "turned": lambda h: h.transpose(0, -1).exp(),
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_DIMS)
+def test_what_has_no_dims_has_a_last_one(name):
+    """As torch has it, which takes -1 and 0 there."""
+    gm = normalized(lambda m, x, y: OF_NO_DIMS[name]((x @ m.w).sum()), data(4, 5, 6))
+    assert not found(gm)
+
+
 class Cast(nn.Module):
     """A norm between casts, `there` and back, with a weight behind."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,15 @@ from autopar.verify.reference import Results
 from autopar.verify.report import Report, Row
 from autopar.verify.step import merged, step
 from autopar.verify.volume import priced_bytes, ran_bytes
+
+BEHIND = {
+    "gradient": "a parameter's gradient is reduced wrongly after its last use ({})",
+    "loss": "the {} is put together wrongly behind the last operator",
+    "output": "output {} is put together wrongly behind the last operator",
+    "buffer": "buffer {} is given its new value wrongly behind the last operator",
+    "parameter": "parameter {} is updated wrongly",
+}
+"""What went wrong where every operator's value and gradient are right, by the kind of row, most telling first."""
 
 
 def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = None, ranks: Ranks | None = None) -> Report:
@@ -32,7 +41,7 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
     rows += [row for place in seen for row in _collectives(case, seen[place], place)]
     report = Report(tuple(rows), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=case.notes)
-    return report if report.ok or case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks))
+    return report if report.ok or case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, [row for row in rows if not row.ok]))
 
 
 def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -56,7 +65,11 @@ def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:
             for what, wanted, got in compared]
 
 
-def _first(case: Case, tolerance: float, ranks: Ranks | None) -> str:
-    """Run both sides again with every value recorded, and name the first node that differs."""
+def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row]) -> str:
+    """Run both sides again with every value recorded, and name the first node that differs, or what does where no node is to blame."""
+    kinds = {row.kind: row.name for row in reversed(wrong)}
+    if set(kinds) == {"collectives"}:
+        return f"no value: {kinds['collectives']}"
     values = {name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()}
-    return str(_on_ranks(case, ranks, first_difference, case.source(probes=True), case.light, values, tolerance)[0])
+    found = str(_on_ranks(case, ranks, first_difference, case.source(probes=True), case.light, values, tolerance)[0])
+    return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)

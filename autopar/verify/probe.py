@@ -45,8 +45,8 @@ class _Probes:
 
 
 def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
-    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does. `wanted` has the
-    value and the gradient of every node, one pair per instance of its block."""
+    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does.
+    `wanted` has the value and the gradient of every node, one pair per instance of its block."""
     module = light.build(source)
     probes = _Probes(module.MESH)
     for kind in (type(module), *(block for block, _ in module.RUNS.values())):
@@ -61,7 +61,7 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
         grad, right = probes.gradients.get((name, number)), wanted[name][number][1]
         if grad is not None and right is not None and difference(grad, right) > tolerance:
             return f"{name} (gradient{_instance(number, wanted[name])})"
-    return "no operator: a parameter's gradient is reduced wrongly after its last use"
+    return ""
 
 
 def _instance(number: int, items: list[Any]) -> str:

@@ -69,10 +69,10 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
     outputs = runner.run_named(batch)
     found: Results = {"output": {}, "gradient": {}, "parameter": {}, "buffer": {}}
     loss = None
-    found["buffer"] = {name: value.detach() for name, value in runner.changed.items()}
+    found["buffer"] = {name: value.detach().clone() for name, value in runner.changed.items()}  # parameters, and views of them, change in the optimizer's step
     for value, about in zip(outputs, gm.meta["outputs"], strict=True):
         if about["kind"] != "mutation":
-            found["output"][about["name"]] = value.detach()
+            found["output"][about["name"]] = value.detach().clone()
             loss = value if about["kind"] == "loss" else loss
     if training:
         assert loss is not None, "a graph captured for training has a loss"

@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons; `first` names the first node that went wrong ("" when nothing did), `collectives` is how many one rank
+    """All comparisons; `first` names the first node that went wrong, or what did where no node is to blame ("" when nothing did), `collectives` is how many one rank
     ran in the step, `notes` what the comparison leaves out (dropout)."""
 
     rows: tuple[Row, ...]

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.verify import Report
-from tests.helpers.verify import by_chance, by_recipe, subject
+from tests.helpers.verify import Subject, by_chance, by_recipe, subject
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
@@ -77,3 +80,42 @@ def test_a_collective_too_many_is_found() -> None:
     report = _verified("mlp", (4,), "ddp", twice)
     wrong = [row for row in report.rows if not row.ok]
     assert {row.kind for row in wrong} == {"collectives"} and "all_reduce on axis 0: 10 priced, 11 run" in wrong[0].name
+    assert report.first == f"no value: {wrong[0].name}"
+
+
+class Tasks(nn.Module):
+    """Losses of two tasks, weighted by parameters, which are outputs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.weights = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.linear(x)
+        return {"loss": self.weights[0] * h.square().mean() + self.weights[1] * h.abs().mean(), "weights": self.weights, "h": h}
+
+
+class Rows(Subject):
+    """A subject whose batch is one tensor."""
+
+    def batch(self, batch: int = 8, seq: int = 0) -> dict[str, Tensor]:
+        return {self.captured.input_names[0]: torch.randn(batch, 8, generator=torch.Generator().manual_seed(1))}
+
+
+def tasks() -> Rows:
+    model = Tasks()
+    return Rows("tasks", "train", capture(model, (torch.zeros(8, 8),)), model.state_dict())
+
+
+def test_outputs_that_are_parameters_are_those_of_the_forward() -> None:
+    who = tasks()
+    report = who.verified(by_recipe(who, (2,), "ddp"), 8)
+    assert report.ok, (report.first, [row for row in report.rows if not row.ok])
+
+
+def test_an_output_that_is_wrong_behind_all_operators_is_named() -> None:
+    who = tasks()
+    halved = _swap(r"(return .*self\.spread\(linear\w*)(,)", r"\1 * 0.5\2")
+    report = who.verified(by_recipe(who, (2,), "ddp"), 8, mutate=halved)
+    assert [row.name for row in report.rows if not row.ok] == ["h"] and report.first == "no operator: output h is put together wrongly behind the last operator"

@@ -19,7 +19,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.text import numbered
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ class Plan:
     """Runs of blocks that are laid out in parts (passes.part_runs), by scope: what each part but the first is called, and the instance that it
     begins with. All else in a plan names the parts."""
     totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
+    shared: tuple[str, ...] = ()  # operands that are the same for all microbatches, of which each takes its part of a sum, `node:operand`
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
@@ -232,7 +233,7 @@ class Plan:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals")}
+    tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals", "shared")}
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
     stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"], dict(s["again"]))
                    for s in data["stages"])

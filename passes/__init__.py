@@ -30,6 +30,7 @@ from passes.matmul import matmul
 from passes.means import means
 from passes.noises import noises
 from passes.norms import norms
+from passes.numbers import numbers
 from passes.one_sample import one_sample
 from passes.pieces import pieces
 from passes.provenance import provenance
@@ -70,6 +71,7 @@ NORMALIZE: tuple[Pass, ...] = (
     split_ops,
     losses,
     means,
+    numbers,
     drop_noops,
     biases,
     lint,

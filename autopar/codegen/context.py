@@ -63,6 +63,14 @@ class Context:
         entries = self.plan.nodes[ref[0]].micro
         return entries[ref[1]] if entries else "R"
 
+    def shared(self, name: str, operand: int, text: str) -> str:
+        """An operand as source: where all microbatches have the same and each is to take a part of a sum, that part."""
+        return f"({text} / {self.plan.microbatches})" if self.plan.microbatches > 1 and f"{name}:{operand}" in self._shared else text
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        return frozenset(self.plan.shared)
+
     def micro_bytes(self, ref: Ref) -> float:
         """Bytes of the whole value in one microbatch, on one device."""
         return self.program.bytes_of(ref) / (self.plan.microbatches if is_shard(self.micro(ref)) else 1)

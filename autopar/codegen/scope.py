@@ -190,7 +190,7 @@ class ScopeWriter:
 
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""
-        operands = [self.asked(ref, in_pair(self.context.plan, op.name, i)) for i, ref in enumerate(op.operands)]
+        operands = [self.context.shared(op.name, i, self.asked(ref, in_pair(self.context.plan, op.name, i))) for i, ref in enumerate(op.operands)]
         text = self._marked(self.context.edges.mark(op), self._call(op, operands))
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
             name = self.fresh(op.node.name)
@@ -266,7 +266,8 @@ class ScopeWriter:
     def _run(self, node: fx.Node) -> None:
         run = self.context.program.runs[str(node.target)]
         begun = self.first_instance(run) > 0  # in an earlier stage: what its last block gave comes in
-        feeds = [self.names[run.carried[i]] if begun and i < len(run.carried) else self.asked(ref, in_pair(self.context.plan, port, 0), "feed")
+        feeds = [self.names[run.carried[i]] if begun and i < len(run.carried)
+                 else self.context.shared(port, 0, self.asked(ref, in_pair(self.context.plan, port, 0), "feed"))
                  for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
         carried = [self.fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
         for name, feed in zip(carried, feeds, strict=False):

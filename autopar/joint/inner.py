@@ -19,7 +19,7 @@ from autopar.joint.models import Chosen, Mixed, Models
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
-from autopar.pipeline.microbatches import Microbatching
+from autopar.pipeline.microbatches import Microbatching, of_parts
 from autopar.pipeline.sharing import sharing
 from autopar.pipeline.units import Unit, barred, units
 from autopar.plan import Plan
@@ -305,8 +305,7 @@ class Inner:
         if microbatches == 1:
             return None
         if microbatches not in self._shared and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
-            entries = {name: entire.entries[self.origin(name)] for name in self.whole.program.ops}
-            self._shared[microbatches] = replace(entire, entries=entries)
+            self._shared[microbatches] = of_parts(entire, self.whole.program, self.origin)
         if microbatches not in self._shared:
             self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
                                                  microbatches, self.request.cluster, self.request.settings)

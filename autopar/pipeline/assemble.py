@@ -33,4 +33,4 @@ def pipelined(plan: Plan, program: Program, bounds: Sequence[int], schedule: str
     if micro is not None:
         nodes = {name: replace(node, micro=micro.entries[name]) for name, node in nodes.items()}
     return replace(plan, nodes=nodes, stages=stages, schedule=schedule, microbatches=microbatches,
-                   totals=totals)
+                   totals=totals, shared=micro.shared if micro is not None else ())

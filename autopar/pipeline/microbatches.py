@@ -7,12 +7,15 @@ other microbatches have not run yet. Two kinds are no obstacle: sums that are re
 depend on inputs alone (the number of tokens that count), which are taken over the whole batch before the first
 microbatch: the *totals*. A model that has others (batch statistics, a balance loss over the batch) computes something else
 on microbatches than on the batch; it is refused, with the operator's name.
+
+What is the same for all (a penalty of weights, a learned uncertainty, a total) may be added to a part of a sum: it is *shared*, each of n microbatches adds the n-th
+part of it, so that it counts once per step, and so do its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program, Ref
@@ -21,10 +24,12 @@ from autopar.rules.language import Option
 
 @dataclass(frozen=True)
 class Microbatching:
-    """`entries[op]` says for each output of an operator how microbatches share it; `totals` are taken over the batch before."""
+    """`entries[op]` says for each output of an operator how microbatches share it; `totals` are taken over the batch before. `shared` are operands, `op:number`, of
+    which each microbatch takes an equal part."""
 
     entries: Mapping[str, tuple[str, ...]]
     totals: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 def microbatching(program: Program, options: Mapping[str, Option], count: int) -> Microbatching:
@@ -32,7 +37,7 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
 
     Raises PlanError, naming the operator, where a microbatch would need values of the others.
     """
-    totals: dict[Ref, None] = {}
+    totals, shared = dict[Ref, None](), dict[str, None]()
     cone = from_inputs(program)
     for op in program.ops.values():
         for index, ref in enumerate(op.operands):
@@ -41,16 +46,52 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
                 continue
             if wanted == "R" and made == "P" and ref[0] in cone and not op.scope:
                 totals[ref] = None
+            elif _shares(program, ref, made, wanted):
+                shared[f"{op.name}:{index}"] = None
             else:
                 raise PlanError(_refusal(program, op, ref, made, wanted, count))
+    shared |= _of_totals(program, totals, options, count)
     for run in program.runs.values():
-        _check_run(program, run.ports, run.feeds, options, count)
+        shared |= {f"{port}:0": None for port, ref in zip(run.ports, run.feeds, strict=True)
+                   if _shares(program, ref, options[ref[0]].outs[ref[1]].value, options[port].ins[0].value)}
+        _check_run(program, run.ports, run.feeds, options, count, shared)
         _check_run(program, run.ports[:len(run.carried)], run.carried, options, count)
     _check_cut(program, options, count)
     entries = {op.name: tuple(use.value for use in options[op.name].outs) for op in program.ops.values()}
     for name, index in totals:
         entries[name] = tuple("R" if i == index else e for i, e in enumerate(entries[name]))
-    return Microbatching(entries, tuple(name if index == 0 else f"{name}:{index}" for name, index in totals))
+    return Microbatching(entries, tuple(name if index == 0 else f"{name}:{index}" for name, index in totals), tuple(shared))
+
+
+def _shares(program: Program, ref: Ref, made: str, wanted: str) -> bool:
+    """Whether a value is the same for all microbatches where a part of a sum is wanted of each; numbers that are counted have no parts."""
+    return made == "R" and wanted == "P" and program.ops[ref[0]].call.outs[ref[1]].floating
+
+
+def _of_totals(program: Program, totals: Iterable[Ref], options: Mapping[str, Option], count: int) -> dict[str, None]:
+    """Operands that are totals where a part of a sum is wanted: as totals all microbatches have the same."""
+    found: dict[str, None] = {}
+    for ref in totals:
+        readers = [(op, index) for op, index in program.readers.get(ref, ()) if op.role == "op"]
+        for op, index in [*readers, *((program.ops[port], 0) for port in program.fed.get(ref, ()))]:
+            if options[op.name].ins[index].value == "P":
+                if not _shares(program, ref, "R", "P"):
+                    raise PlanError(_refusal(program, op, ref, "R", "P", count))
+                found[f"{op.name}:{index}"] = None
+    return found
+
+
+def of_parts(whole: Microbatching, program: Program, origin: Callable[[str], str]) -> Microbatching:
+    """`whole` of a program of which `program` has runs of blocks in parts: `origin` says for each operator which one it was. What one part gives the next one is as
+    blocks carry it."""
+    entries = {name: whole.entries[origin(name)] for name in program.ops}
+    operands: dict[str, list[str]] = {}
+    for text in whole.shared:
+        operands.setdefault(text.rpartition(":")[0], []).append(text.rpartition(":")[2])
+    feeds = {port: ref for run in program.runs.values() for port, ref in zip(run.ports, run.feeds, strict=True)}
+    shared = [f"{name}:{number}" for name in program.ops for number in operands.get(origin(name), ())
+              if name not in feeds or entries[feeds[name][0]][feeds[name][1]] == "R"]
+    return replace(whole, entries=entries, shared=tuple(shared))
 
 
 def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> None:
@@ -85,10 +126,11 @@ def ancestors(program: Program, refs: Sequence[Ref]) -> dict[str, None]:
     return {name: None for name in program.ops if name in found}
 
 
-def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], options: Mapping[str, Option], count: int) -> None:
+def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], options: Mapping[str, Option], count: int,
+               shared: Container[str] = ()) -> None:
     for port, ref in zip(ports, feeds, strict=True):
         made, wanted = options[ref[0]].outs[ref[1]].value, options[port].ins[0].value
-        if made != wanted:
+        if made != wanted and f"{port}:0" not in shared:
             raise PlanError(_refusal(program, program.ops[port], ref, made, wanted, count))
 
 

@@ -1,0 +1,61 @@
+"""Numbers that are added to a loss, as values.
+
+A tensor plus a number is linear in nothing: each rank, and each microbatch, that has a part of a sum would add the number. A value is added like any other: where
+it is the same for all, it counts once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+SPELLED: dict[Any, tuple[Any, bool]] = {
+    aten.add.Scalar: (aten.add.Tensor, False),
+    aten.add.Tensor: (aten.add.Tensor, False),
+    aten.rsub.Scalar: (aten.sub.Tensor, True),
+    aten.sub.Scalar: (aten.sub.Tensor, False),
+    aten.sub.Tensor: (aten.sub.Tensor, False),
+}
+"""Operators that take a number -> the operator that takes a value for it, and whether that comes first."""
+
+
+def numbers(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: means as quotients.
+    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is, becomes a value of its own.
+    gives: sums of values, which let parts of sums through; what is not on the way to the loss stays as it is.
+    """
+    for node in _above_loss(gm):
+        if node.target in SPELLED:
+            with edit.before(node):
+                new = _spelled(node)
+            if new is not None:
+                edit.replace(node, new)
+    return edit.finish(gm)
+
+
+def _above_loss(gm: fx.GraphModule) -> dict[fx.Node, None]:
+    """The calls that losses are made by, as far as values have one element."""
+    pairs = zip(edit.output_node(gm).args[0], gm.meta["outputs"], strict=True)  # type: ignore[arg-type]
+    pending, found = [value for value, entry in pairs if entry["kind"] == "loss"], dict[fx.Node, None]()
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op == "call_function" and facts.is_float(node) and all(size == 1 for size in facts.shape(node)):
+            found[node] = None
+            pending += edit.tensor_operands(node)
+    return found
+
+
+def _spelled(node: fx.Node) -> fx.Node | None:
+    """The same with a value for the number; None where there is none, or where it is multiplied first."""
+    value, number, *more = node.args
+    if more or node.kwargs or not isinstance(number, (int, float)) or isinstance(number, bool):
+        return None
+    target, first = SPELLED[node.target]
+    apart = edit.call(node.graph, aten.full.default, ([1] * len(facts.shape(node)), float(number)), {"dtype": facts.dtype(node)}, like=node)
+    return edit.call(node.graph, target, (apart, value) if first else (value, apart), like=node)

@@ -21,7 +21,8 @@ from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching, of_parts
 from autopar.pipeline.sharing import sharing
-from autopar.pipeline.units import Unit, barred, units
+from autopar.pipeline.stretches import Cost
+from autopar.pipeline.units import Unit, barred, homes, units
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Decisions, Frame, rested
@@ -108,7 +109,8 @@ class Inner:
         other.gm = part_runs(self.gm, parts)
         other.whole = Planner.of(other.gm, self.hints, self.request)
         other._planners, other._models, other._shared, other._crossing, other._parted = {1: other.whole}, {}, {}, {}, {}
-        other.__dict__.pop("units", None)
+        for once in ("units", "_trained"):
+            other.__dict__.pop(once, None)
         other._origins = {name: scope for scope, begins in parts.items() for name in begins}
         other._entire = self
         return other
@@ -315,6 +317,18 @@ class Inner:
     def barred(self) -> tuple[int, ...]:
         """Where no stage can begin (pipeline.units.barred)."""
         return barred(self.whole.program)
+
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        """The pieces with parameters that are trained."""
+        home = homes(self.whole.program, self.units)
+        return frozenset(home.get(name, name) for name in self.whole.program.trained)
+
+    def filled(self, costs: Sequence[Cost]) -> tuple[int, ...]:
+        """The pieces, as they cost, that each place needs one of: those with parameters, which in training get gradients."""
+        training = self.request.settings.training
+        return tuple(number for number, (unit, cost) in enumerate(zip(self.units, costs, strict=True))
+                     if cost.rest_bytes > 0 and (unit.name in self._trained or not training))
 
     def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
         """What a cut in front of each piece sends: the same for all plans of this graph."""

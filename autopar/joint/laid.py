@@ -141,7 +141,8 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
-        return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at, by_place=by_place))
+        return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at,
+                                           needed=inner.filled(pieces[0].costs) if table.stages == table.places else (), by_place=by_place))
 
     def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""
@@ -207,7 +208,7 @@ def _check_trained(program: Program, plan: Plan) -> None:
     for place in range(plan.places):
         mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
         if plan.stages and not mine & program.trained:
-            raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places")
+            raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a recipe without a pipeline")
 
 
 def _assembled(here: _Laying, cuts: Cuts) -> Plan:
@@ -250,7 +251,9 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
     any, and there is nothing to gain."""
     rest = _by_place(table, [sum(c.rest_bytes for c in part) for part in parts])
     if not all(rest):
-        raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter")
+        have, count = sum(c.rest_bytes > 0 for part in parts for c in part), sum(map(len, parts))
+        raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
+                              "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
     stages = [*zip(parts, table.flying, strict=True)]
     return [memory_bytes(*(stage for stage, at in zip(stages, table.at, strict=True) if at == place)) for place in range(table.places)]
 

@@ -20,17 +20,20 @@ NEAR = 0.1  # relative: so near to what is proven it is asked first whether anyt
 
 
 def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], sends_s: Sequence[float] = (),
-            barred: Sequence[int] = (), at: Sequence[int] = (), *, by_place: bool = False) -> Cuts:
+            barred: Sequence[int] = (), at: Sequence[int] = (), *, needed: Sequence[int] = (), by_place: bool = False) -> Cuts:
     """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may. Of places with several stages
     the slowest is then as fast as can be; `by_place`: that first, and then the slowest stage. Where a microbatch is soon back the first is faster, where they are many the second.
 
     All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), the microbatches that it
     keeps, the bytes that are there, and `at` which place (empty: each on its own). No more pieces are run again than memory wants. `sends_s` are the seconds of
     sending what a cut in front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
-    unless there is none that sends less; and none is in front of a piece of `barred`. Raises InfeasibleError with the bytes that are missing where memory
+    unless there is none that sends less; none is in front of a piece of `barred`, and each stage has a piece of `needed` (those with parameters) where there is such
+    a cut. Raises InfeasibleError with the bytes that are missing where memory
     allows no cut, without where too few are left.
     """
-    tables, links = [here.table for here in pieces], Links(len(pieces[0].costs), sends_s, barred)
+    tables, links = [here.table for here in pieces], Links(len(pieces[0].costs), sends_s, barred, needed)
+    if not links.last_ends(links.ends(math.inf), len(tables)):
+        links = Links(len(pieces[0].costs), sends_s, barred)
     if links.count_of_cuts < len(tables) - 1:
         raise InfeasibleError(f"no cut into {len(tables)} stages: {links.count_of_cuts} of {links.count - 1} places to cut at are not between what reads a buffer and what changes it")
     at = at or range(len(tables))

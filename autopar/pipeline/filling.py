@@ -31,10 +31,10 @@ class Cuts:
 
 
 class Links:
-    """Seconds that a cut in front of each piece but the first keeps a link busy."""
+    """Seconds that a cut in front of each piece but the first keeps a link busy; of the pieces `needed` each stage is to have one (empty: any piece will do)."""
 
-    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int]) -> None:
-        self.count = count
+    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int], needed: Sequence[int] = ()) -> None:
+        self.count, self._needed = count, needed or range(count)
         self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
         self.free = np.ones(count - 1, dtype=bool)
         self.free[[place - 1 for place in barred]] = False
@@ -64,6 +64,26 @@ class Links:
         allowed = max(limit_s, self._emptiest_s)
         return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
 
+    def first_stop(self, begin: int) -> int:
+        """The first position at which a stage that begins at `begin` may end; behind all pieces where it cannot."""
+        found = bisect_left(self._needed, begin)
+        return self._needed[found] + 1 if found < len(self._needed) else self.count + 1
+
+    def last_begin(self, stop: int) -> int:
+        """The last position at which a stage that ends at `stop` may begin; -1 where it cannot."""
+        found = bisect_left(self._needed, stop)
+        return self._needed[found - 1] if found else -1
+
+    def last_ends(self, ends: Sequence[int], stages: int) -> list[int]:
+        """The last of `ends` of each stage that leaves enough for those behind it; none where there is no such cut."""
+        found = [self.count]
+        while len(found) < stages:
+            before = bisect_right(ends, self.last_begin(found[-1]))
+            if not before:
+                return []
+            found.append(ends[before - 1])
+        return found[::-1] if self.last_begin(found[-1]) >= 0 else []
+
 
 class Filling:
     """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send, and with those before it on its place `mean_s` each
@@ -72,6 +92,7 @@ class Filling:
     def __init__(self, tables: Sequence[Table], links: Links, in_flight: Sequence[Flying], budgets: Budgets, stage_s: float, mean_s: float) -> None:
         self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s = tables, links, in_flight, budgets, stage_s, mean_s
         self.ends = links.ends(stage_s)  # where a stage may end
+        self.last_ends = links.last_ends(self.ends, len(tables))
         self.edges = [0]  # where each stage begins, and the last one ends
         self.may: list[May] = []
         self.spent: list[Spent] = []
@@ -79,12 +100,14 @@ class Filling:
 
     def fill(self) -> bool:
         """Whether no piece is left."""
+        if not self.last_ends:
+            return False
         for stage in range(len(self.tables)):
             self.may.append(self.budgets.of(stage, self._mean_s, self.spent))
             end = self._furthest(stage)
             if end is not None:
                 self.edges.append(end)
-            elif not any(self._ends_at(stage, stop) for stop in reversed(self.ends[:bisect_right(self.ends, self.edges[-1])])):
+            elif not any(self._ends_at(stage, stop) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(self.edges[-1]))])):
                 return False
             else:
                 self.spent = [self._spent(other) for other in range(stage)]
@@ -125,7 +148,7 @@ class Filling:
     def _furthest(self, stage: int) -> int | None:
         """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the next one."""
         first, ends = self.edges[-1], self.ends
-        low, high = bisect_right(ends, first), len(ends) - len(self.tables) + stage
+        low, high = bisect_left(ends, self.links.first_stop(first)), bisect_left(ends, self.last_ends[stage])
         if low > high or self._again(stage, first, ends[low]) is None:
             return None
         while low < high:
@@ -136,10 +159,10 @@ class Filling:
     def _ends_at(self, stage: int, stop: int) -> bool:
         """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer pieces if need be, as
         where it is on a slower or smaller place and cannot have the piece that they have left. False where that cannot be."""
-        if self.edges[stage] < stop:
+        if self.links.first_stop(self.edges[stage]) <= stop:
             self.edges[stage + 1:] = [stop]
             return True
-        for first in reversed(self.ends[:bisect_left(self.ends, stop)] if stage and (stage, stop) not in self.never else ()):
+        for first in reversed(self.ends[:bisect_right(self.ends, self.links.last_begin(stop))] if stage and (stage, stop) not in self.never else ()):
             if self._again(stage, first, stop) is None:
                 break
             if self._ends_at(stage - 1, first):

@@ -7,7 +7,10 @@ import math
 import time
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import autopar
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
@@ -79,3 +82,26 @@ def test_a_search_that_ran_out_of_time_says_so() -> None:
     request = Request(Cluster.parse("h100:1x2"), Settings("train"), time_limit_s=1e-3)
     made = joint.plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert [note for note in made.notes if note.startswith("time was up (0.001 s)")]
+
+
+class _Sampled(nn.Module):
+    """A small variational autoencoder: a chain of operators without parameters ends in its loss. `stem` alone has parameters where it is `bare`."""
+
+    def __init__(self, *, bare: bool = False) -> None:
+        super().__init__()
+        self.stem, self.up = nn.Linear(16, 16), nn.Identity() if bare else nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        mean, log_variance = self.stem(x).chunk(2, -1)
+        made = self.up(mean + noise * (log_variance / 2).exp())
+        return (made - x[:, :made.shape[1]]).square().sum(-1).mean() - (1 + log_variance - mean.square() - log_variance.exp()).sum(-1).mean() / 2
+
+
+def test_places_without_parameters_are_no_cuts() -> None:
+    found = autopar.compile(_Sampled(), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,)).plan
+    assert found.places == 2 and [sum(name.startswith("linear") for name in stage.nodes) for stage in found.stages] == [1, 1]
+
+
+def test_too_few_pieces_with_parameters_say_so() -> None:
+    with pytest.raises(InfeasibleError, match=r"would hold no parameter: 1 of the \d+ pieces that stages are made of .* have any; use fewer places, or a recipe without a pipeline"):
+        autopar.compile(_Sampled(bare=True), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,))

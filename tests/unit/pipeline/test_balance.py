@@ -42,11 +42,12 @@ def _links_s(bounds: Sequence[int], sends: Sequence[float], barred: Collection[i
 
 
 def _best(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[float], sends: Sequence[float],
-          barred: Collection[int]) -> float | None:
-    """Of all cuts, each with as few pieces run again as memory wants, from the first on, the least time of the slowest stage or link; None
+          barred: Collection[int], needed: Collection[int] = ()) -> float | None:
+    """Of all cuts that give each stage a piece of `needed`, or of all where none does, each with as few pieces run again as memory wants, from the first on, the least time of the slowest stage or link; None
     where none fits."""
     every, count = [], len(kinds[0].costs)
-    for bounds in itertools.combinations([place for place in range(1, count) if place not in barred], len(kinds) - 1):
+    cuts = [*itertools.combinations([place for place in range(1, count) if place not in barred], len(kinds) - 1)]
+    for bounds in [cut for cut in cuts if _has(cut, count, needed)] or cuts:
         slowest: list[float] = []
         for here, (a, b), n, limit in zip(kinds, itertools.pairwise((0, *bounds, count)), flying, limits, strict=True):
             fits = [k for k in range(b - a + 1) if memory_bytes(([*here.again[a:a + k], *here.costs[a + k:b]], n)) <= limit]
@@ -55,14 +56,20 @@ def _best(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[fl
     return min(every, default=None)
 
 
-def _check(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[float], sends: Sequence[float], barred: Collection[int] = ()) -> None:
-    sends, barred = sends[:len(kinds[0].costs)], sorted(place for place in barred if place < len(kinds[0].costs))
-    best = _best(kinds, flying, limits, sends, barred)
+def _has(bounds: Sequence[int], count: int, needed: Collection[int]) -> bool:
+    """Whether each stage between `bounds` has a piece of `needed`."""
+    return all(any(a <= piece < b for piece in needed) for a, b in itertools.pairwise((0, *bounds, count)))
+
+
+def _check(kinds: Sequence[Pieces], flying: Sequence[Flying], limits: Sequence[float], sends: Sequence[float], barred: Collection[int] = (),
+           needed: Collection[int] = ()) -> None:
+    sends, (barred, needed) = sends[:len(kinds[0].costs)], (sorted(piece for piece in some if piece < len(kinds[0].costs)) for some in (barred, needed))
+    best = _best(kinds, flying, limits, sends, barred, needed)
     if best is None:
         with pytest.raises(InfeasibleError, match="no cut into"):
-            balance(kinds, flying, limits, sends, barred)
+            balance(kinds, flying, limits, sends, barred, needed=needed)
         return
-    found = balance(kinds, flying, limits, sends, barred)
+    found = balance(kinds, flying, limits, sends, barred, needed=needed)
     assert not set(found.bounds) & set(barred)
     parts = found.parts(kinds)
     assert all(memory_bytes((part, n)) <= limit for part, n, limit in zip(parts, flying, limits, strict=True))
@@ -78,6 +85,16 @@ def _with_rerun(costs: list[Cost], more: list[tuple[int, int, int]]) -> Pieces:
 def test_the_slowest_stage_is_as_fast_as_any_cut_allows(costs: list[Cost], more: list[tuple[int, int, int]], sends: list[float], stages: int,
                                                         limit: int, barred: frozenset[int]) -> None:
     _check([_with_rerun(costs, more)] * stages, _keep(*range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
+
+
+@settings(max_examples=300)
+@given(PIECES, SENDS, st.lists(st.tuples(st.integers(1, 9), st.integers(6, 60)), min_size=2, max_size=4), BARRED, st.frozensets(st.integers(0, 7), min_size=1, max_size=5))
+def test_each_stage_has_a_piece_with_parameters_where_it_can(costs: list[Cost], sends: list[float], places: list[tuple[int, int]], barred: frozenset[int],
+                                                             needed: frozenset[int]) -> None:
+    """On places of several speeds and memories."""
+    places = places[:len(costs)]
+    kinds = [Pieces(own, own) for own in ([replace(c, micro_s=c.micro_s * slower) for c in costs] for slower, _ in places)]
+    _check(kinds, _keep(*range(len(places), 0, -1)), [float(limit) for _, limit in places], sends, barred, needed)
 
 
 @settings(max_examples=300)

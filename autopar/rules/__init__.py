@@ -14,6 +14,7 @@ from autopar.rules import (
     experts,
     factories,
     indexing,
+    linalg,
     losses,
     pointwise,
     recurrent,
@@ -27,7 +28,7 @@ from autopar.rules.derive import derive
 from autopar.rules.language import Call, Option, parse
 from autopar.rules.rule import Rule
 
-RULES: dict[Any, Rule] = {**contractions.RULES, **experts.RULES, **factories.RULES, **indexing.RULES, **losses.RULES, **pointwise.RULES,
+RULES: dict[Any, Rule] = {**contractions.RULES, **experts.RULES, **factories.RULES, **indexing.RULES, **linalg.RULES, **losses.RULES, **pointwise.RULES,
                           **recurrent.RULES, **reductions.RULES, **spectral.RULES, **views.RULES, **vision.RULES}
 
 WHOLE = Rule(replicated)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 class T:
     """A random tensor. `kind`: "f" normal, "p" positive, "u" inside (-1, 1), "c" normal without gradient, "b" booleans,
     "z" complex, "i7" integers below 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats,
-    "n2" booleans of which 2 in each row are true."""
+    "d" symmetric positive definite matrices, "n2" booleans of which 2 in each row are true."""
 
     shape: tuple[int, ...]
     kind: str = "f"
@@ -69,5 +69,7 @@ def _tensor(wanted: T) -> torch.Tensor:
     if kind == "z":
         return torch.randn(shape, dtype=torch.complex128)
     data = torch.randn(shape, dtype=torch.float64)
+    if kind == "d":
+        return (data @ data.mT + torch.eye(shape[-1], dtype=torch.float64)).requires_grad_()
     data = {"f": data, "p": data.abs() + 0.5, "u": data.tanh() * 0.9, "g": data.abs() + 1.5, "sig": data.sigmoid()}[kind]
     return data.requires_grad_()

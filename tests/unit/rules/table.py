@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.unit.rules import samples_linalg as linalg
 from tests.unit.rules import samples_maths as maths
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
@@ -12,5 +13,5 @@ from tests.unit.rules.samples import Case
 
 SAMPLES: dict[Any, Sequence[Case]] = {
     **pointwise.samples(), **views.VIEWS, **views.FACTORIES, **views.INDEXING, **maths.CONTRACTIONS, **maths.LOSSES, **maths.REDUCTIONS,
-    **maths.VISION,
+    **maths.VISION, **linalg.LINALG,
 }

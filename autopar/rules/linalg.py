@@ -1,0 +1,69 @@
+"""Linear algebra of matrices that are whole: all dims in front of them are cut. And diagonals, of matrices and as matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.rules.arguments import given, line, rank_of, replicated, rule, words
+from autopar.rules.language import Call
+from autopar.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def _diagonal_of(call: Call) -> tuple[str, str]:
+    """A tensor, and the diagonal of two of its dims, which comes last."""
+    rank, arguments = rank_of(call), given(call)
+    whole = {arguments["dim1"] % rank: "x!", arguments["dim2"] % rank: "y!"}
+    return line(rank, whole), " ".join([word for dim, word in enumerate(words(rank)) if dim not in whole] + ["z!"])
+
+
+def diagonal(call: Call) -> str:
+    """The two dims are whole."""
+    whole, part = _diagonal_of(call)
+    return rule([whole], [part])
+
+
+def diagonal_scatter(call: Call) -> str:
+    """A tensor with another diagonal."""
+    whole, part = _diagonal_of(call)
+    return rule([whole, part], [whole])
+
+
+def diag_embed(call: Call) -> str:
+    """The last dim becomes the diagonal of two new ones, which are whole."""
+    rank, arguments = rank_of(call) + 1, given(call)
+    new = {arguments["dim1"] % rank: "x!", arguments["dim2"] % rank: "y!"}
+    others = iter(words(rank - 2))
+    return rule([" ".join([*words(rank - 2), "z!"])], [" ".join(new.get(dim) or next(others) for dim in range(rank))])
+
+
+def kron(call: Call) -> str:
+    """Each dim of the result is that of the first operand times that of the second one; the one with fewer dims lacks the first ones."""
+    ranks = [len(t.shape) for t in call.ins]
+    rank = max(ranks)
+    names = [[f"{side}{dim}" for dim in range(rank - own, rank)] for side, own in zip("ab", ranks, strict=True)]
+    pairs = [[name for name in (f"a{dim}", f"b{dim}") if name in (*names[0], *names[1])] for dim in range(rank)]
+    return rule([" ".join(own) for own in names], [" ".join(f"({' '.join(pair)})" for pair in pairs)])
+
+
+def triangular(call: Call) -> str:
+    """A triangular matrix, and what it is solved for: columns where it stands on the left, else rows."""
+    return "... i! j!, ... i! k -> ... i! k" if given(call)["left"] else "... i! j!, ... k i! -> ... k i!"
+
+
+RULES: dict[Any, Rule] = {
+    aten.cholesky.default: Rule("... i! j! -> ... i! j!"),
+    aten.cholesky_inverse.default: Rule("... i! j! -> ... i! j!"),
+    aten.cholesky_solve.default: Rule("... i! k, ... i! j! -> ... i! k", linear="first"),
+    aten.diag.default: Rule(replicated, linear="all"),
+    aten.diag_embed.default: Rule(diag_embed, linear="all"),
+    aten.diagonal.default: Rule(diagonal, linear="all"),
+    aten.diagonal_scatter.default: Rule(diagonal_scatter, linear="all"),
+    aten.kron.default: Rule(kron, linear="each"),
+    aten.linalg_cholesky.default: Rule("... i! j! -> ... i! j!"),
+    aten.linalg_solve_triangular.default: Rule(triangular, linear="1"),
+    aten.trace.default: Rule(replicated, linear="all"),
+}

@@ -1,0 +1,30 @@
+"""Samples of linear algebra."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.unit.rules.samples import Samples, T, case, f
+
+aten = torch.ops.aten
+
+
+def d(*shape: int) -> T:
+    """Symmetric positive definite matrices."""
+    return T(shape, "d")
+
+
+LINALG: Samples = {
+    aten.cholesky.default: [case(d(5, 4, 4)), case(d(4, 4))],
+    aten.cholesky_inverse.default: [case(d(5, 4, 4)), case(d(4, 4))],
+    aten.cholesky_solve.default: [case(f(5, 4, 6), d(5, 4, 4)), case(f(4, 6), d(4, 4))],
+    aten.diag.default: [case(f(5, 4)), case(f(5), 1)],
+    aten.diag_embed.default: [case(f(5, 6, 4)), case(f(5, 4), 1), case(f(5, 6, 4), 0, 0, 2), case(f(4), -1)],
+    aten.diagonal.default: [case(f(5, 4, 4), 0, -2, -1), case(f(5, 4, 6), 1, 0, 2), case(f(4, 6))],
+    aten.diagonal_scatter.default: [case(f(5, 4, 4), f(5, 4), 0, -2, -1), case(f(4, 5, 6), f(5, 4), 1, 0, 2), case(f(4, 6), f(4))],
+    aten.kron.default: [case(f(4, 6), f(5, 8)), case(f(4), f(3, 6)), case(f(2, 4, 1), f(4))],
+    aten.linalg_cholesky.default: [case(d(5, 4, 4)), case(d(4, 4), upper=True), case(d(6, 5, 3, 3))],
+    aten.linalg_solve_triangular.default: [case(d(5, 4, 4), f(5, 4, 6), upper=False), case(d(5, 4, 4), f(5, 6, 4), upper=True, left=False),
+                                           case(d(4, 4), f(4, 6), upper=False)],
+    aten.trace.default: [case(f(4, 4))],
+}

@@ -236,6 +236,17 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
     return write
 
 
+def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """`new` as the diagonal that `view` is of `parent`; real and imaginary parts come behind it."""
+    given, rank, scatter = edit.args_of(view), len(facts.shape(parent)), aten.diagonal_scatter.default
+    where = (given["offset"], given["dim1"] % rank, given["dim2"] % rank)
+    if not facts.dtype(parent).is_complex:
+        return edit.call(view.graph, scatter, (parent, new, *where), like=view)
+    whole, part = (edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new))
+    written = edit.call(view.graph, scatter, (whole, edit.call(view.graph, aten.transpose.int, (part, -1, -2), like=view), *where), like=view)
+    return edit.call(view.graph, ops.as_complex, (written,), like=view)
+
+
 def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
 
@@ -252,6 +263,7 @@ def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: _identity,
     aten.detach.default: _identity,
+    aten.diagonal.default: _diagonal,
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),
     aten.squeeze.dim: _unview,

@@ -59,5 +59,5 @@ def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, An
                 "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)")
     if not taken or UNTRACED not in str(error):
         return ""
-    return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: write them out as a formula, "
-            "or compile the part of the model that takes none")
+    return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: take them of a function by torch.func.grad "
+            "(or jacrev, hessian; under torch.func.vmap of each sample), whose operators are, write them out as a formula, or compile the part of the model that takes none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,21 @@ def test_what_is_mapped_over_samples(kind: type[Mapping]) -> None:
     for batch in (4, 7):
         rows, notes = graph_rows(model, captured, (torch.randn(batch, 6, 8),), {}, training=True)
         assert not notes and max(row.error for row in rows) < 1e-5, rows
+
+
+@pytest.mark.parametrize("derivative", [torch.func.grad, torch.func.hessian, torch.func.jacrev, torch.func.jacfwd,
+                                        lambda function: torch.func.jacrev(torch.func.jacrev(function))])
+def test_derivatives_of_single_samples(derivative: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]) -> None:
+    """As of what solves a differential equation; second ones write the diagonals of unit matrices."""
+    class Solves(Mapping):
+        def mapped(self, h: Tensor) -> Tensor:
+            return torch.vmap(derivative(lambda one: self.linear(one.tanh()).tanh().square().sum()))(h)
+
+    torch.manual_seed(0)
+    model, x = Solves(), torch.randn(4, 8)
+    captured = capture(model, (x,))
+    rows, _ = graph_rows(model, captured, (x,), {}, training=True)
+    assert max(row.error for row in rows) < 1e-5, rows
 
 
 def test_a_function_with_a_backward_of_its_own_is_not_mapped() -> None:

@@ -233,7 +233,7 @@ class TakesGradients(Net):
 
 
 def test_gradients_in_forward_are_refused():
-    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_failures.py:\d+; they are not operators"):
+    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_failures.py:\d+; they are not operators of a graph: take them of a function by torch.func.grad"):
         capture(TakesGradients(), batch())
 
 

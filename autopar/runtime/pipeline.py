@@ -196,6 +196,7 @@ class PipelinedModule(ShardedModule):
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
+        self._check_dtypes()
         inputs = self._bound(args, kwargs)
         self._told.look()  # before parts of other sizes than the others wait for are sent
         for stage, sync in zip(self.stages, self._syncs, strict=True):
@@ -208,6 +209,13 @@ class PipelinedModule(ShardedModule):
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         whole = self.totals(*inputs, **sizes)
         return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
+
+    def _check_dtypes(self) -> None:
+        """Raise RunError where users have cast what stages compute with: in which dtypes they send and receive is part of the program."""
+        cast = {name: held for name, held in self._held.items() if held.local.dtype != held.info.torch_dtype} if self.MESH.places > 1 else {}
+        for name, held in cast.items():
+            raise RunError(f"{name} is in {held.local.dtype}, wanted {held.info.torch_dtype}: what stages of a pipeline send each other is of the dtypes that were planned. Load weights of "
+                           f'any dtype with load_full(state_dict), which keeps the planned ones; to compute in another, plan the model again: compile(model.to(dtype), ...), or precision="bf16"')
 
     def _in_step(self) -> bool:
         return self.MESH.places > 1 or super()._in_step()

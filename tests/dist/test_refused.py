@@ -79,3 +79,18 @@ def _lines(recipe: str) -> str:
 def test_steps_along_lines(recipe: str, why: str) -> None:
     for wrong in on_ranks(2, _lines, recipe):
         assert wrong.startswith(why) and bool(wrong) == bool(why)
+
+
+def _cast(recipe: str) -> tuple[str, str]:
+    made, batch = compiled(recipe)
+    made.train_step(*batch)
+    made.module.float()
+    wrong = said(lambda: made.train_step(*(x.float() for x in batch)))
+    made.module.double()
+    return wrong, said(lambda: made.train_step(*batch))
+
+
+@pytest.mark.parametrize(("recipe", "why"), [("1f1b", "is in torch.float32, wanted torch.float64"), ("zero3", "")])
+def test_stages_in_another_dtype(recipe: str, why: str) -> None:
+    for wrong, right in on_ranks(2, _cast, recipe):
+        assert why in wrong and bool(wrong) == bool(why) and not right

@@ -94,3 +94,18 @@ def _cast(recipe: str) -> tuple[str, str]:
 def test_stages_in_another_dtype(recipe: str, why: str) -> None:
     for wrong, right in on_ranks(2, _cast, recipe):
         assert why in wrong and bool(wrong) == bool(why) and not right
+
+
+def _data() -> tuple[bool, bool]:
+    made, _ = compiled("zero3")
+    weight = next(made.parameters())
+    before = weight.detach().full_tensor().clone()  # type: ignore[attr-defined]  # a DTensor
+    weight.data = weight.detach() * 2
+    assigned = torch.equal(weight.detach().full_tensor(), before)  # type: ignore[attr-defined]
+    weight.data.copy_(weight.detach() * 2)
+    return assigned, torch.equal(weight.detach().full_tensor(), before * 2)  # type: ignore[attr-defined]
+
+
+def test_data_of_parameters_is_changed_in_place_only() -> None:
+    """When this fails, torch heeds assignments too: say so in docs/usage.md."""
+    assert on_ranks(2, _data) == [(True, True)] * 2

@@ -27,7 +27,7 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
 ]
-MODELS = ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-bert")
+MODELS = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-bert")
 SLOW = [("hf-llama4", (1,), "single", 2, 2, "1f1b", 1), ("hf-gpt-oss", (1,), "single", 2, 4, "1f1b", 1), *((model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples
         for model in MODELS for mesh, recipe in (((1,), "single"), ((2,), "zero3"), ((2,), "tp")) for places in (2, 4)
         for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,)

@@ -76,6 +76,7 @@ FORWARD: dict[object, Bytes] = {
 
 BACKWARD: dict[object, Bytes] = {
     aten.pow.Tensor_Scalar: _operand(2.0),  # gradient * (n * x ** (n - 1))
+    aten.square.default: _operand(2.0),  # a power, too
     aten.mul.Tensor: _reduced,
     aten.div.Tensor: _quotient,
     aten.scaled_dot_product_attention.default: _scores(2.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.bundle import Bundle
@@ -58,6 +59,29 @@ def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batc
     assert made.captured is not None
     counted = living(ranks).run(counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True)))[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+
+
+SQUARES = {"square": torch.square, "a power": lambda h: h.pow(2)}
+
+
+class Squared(nn.Module):
+    """A loss of squares: what their backward takes for itself is most of the peak."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.square = nn.Linear(128, 128), SQUARES[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.square(self.first(x)).mean()
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_the_peak_of_squares_is_counted(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Squared(name), torch.randn(2048, 128)
+    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])

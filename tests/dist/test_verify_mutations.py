@@ -37,7 +37,7 @@ PLANTED = {
     # a row-parallel product is not summed up
     "missing reduction": ("gpt", (2, 2), "tp_zero3", _swap(
         r'(linear_default_\d_2 = reshard\(linear_default_\d, "(?:\w+,)*)P((?:,\w+)* -> )', r'\1R\2'),
-        r"blocks_0/add_tensor_\d \(value, block 0\)"),
+        r"blocks_0/add_1 \(value, block 0\)"),
     # every rank divides by its own number of labels
     "mean of means": ("hf-gpt2", (4,), "ddp", _swap(
         r"count_valid__2 = reshard\(count_valid_, .*", "count_valid__2 = count_valid_ * 4"), r"div_tensor \(value\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, halfway, workspace
-from autopar.memory.operators import backward_bytes, hands_on, in_place
+from autopar.memory.operators import backward_bytes, hands_on, in_place, made_whole
 from autopar.memory.shares import named
 from autopar.problem.graph import Op
 
@@ -169,6 +170,7 @@ class Backward:
         if op.weighs:
             self._wait(slots)
         self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits))
+        self.book.new("temporaries", op.name, op.where, made_whole(step.local, min((slot.nbytes for slot in slots), default=math.inf)))
         self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):
             if value.grad_bytes:

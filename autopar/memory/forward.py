@@ -243,7 +243,7 @@ class Forward:
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
-        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op))
+        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op), self.program.device == "cpu")
 
     def _kept(self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]) -> list[Storage]:
         """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""

@@ -23,12 +23,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One call on one rank: bytes of operands and results, and of what its backward keeps beside them."""
+    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs on a CPU."""
 
     op: Op
     ins: Sequence[float]
     outs: Sequence[float]
     extra: float = 0.0
+    on_cpu: bool = False
 
     @property
     def out(self) -> float:
@@ -68,6 +69,26 @@ def _quotient(local: Local) -> float:
     return 2 * local.out if len(local.ins) > 1 and local.op.call.ins[1].grad else 0.0
 
 
+def _wide(local: Local) -> float:
+    """Rows in the dtype in which the plain operators of a norm compute: float32 at least."""
+    itemsize = local.op.call.outs[0].itemsize
+    return local.out * max(1.0, 4 / itemsize)
+
+
+def _norm(local: Local) -> float:
+    """What is wider than the result, before it is cast."""
+    return _wide(local) if _wide(local) > local.out else 0.0
+
+
+def _norm_back(local: Local) -> float:
+    """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the power; by then what was kept for the weight's own gradient is gone, and so is
+    that of the result where it needed no cast. Of the weight alone its own at full size, and the gradient cast."""
+    rows, *weight = (each.grad for each in local.op.call.ins)
+    if not rows:
+        return _wide(local) + _norm(local)
+    return (5 - any(weight)) * _wide(local) - local.ins[0] - local.out * (_norm(local) == 0.0)
+
+
 FORWARD: dict[object, Bytes] = {
     aten.scaled_dot_product_attention.default: _scores(1.0),
     ops.experts: lambda local: 0.5 * local.extra,  # results put in order and weighted
@@ -86,6 +107,9 @@ BACKWARD: dict[object, Bytes] = {
 }
 """Bytes beside gradients of operands and results, while the backward runs."""
 
+ON_CPU: dict[object, tuple[Bytes, Bytes]] = {aten.rms_norm.default: (_norm, _norm_back)}
+"""Both of operators that run as plain ones on a CPU (layer_norm.cpp, rms_norm_composite)."""
+
 SPLIT_LOSS: tuple[Bytes, Bytes] = (_operand(1.0), _operand(2.0))
 """Of a loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py): forward and backward."""
 
@@ -93,6 +117,15 @@ _ADDED = (aten.add.Tensor, aten.sub.Tensor)
 _COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.split.Tensor,
                     aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default)
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
+
+
+PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, ops.affine)
+"""Operators whose kernels read the gradient as rows in memory."""
+
+
+def made_whole(local: Local, gradient_bytes: float) -> float:
+    """Bytes of the gradient of a result as rows, where it is that of a sum: one number, seen at full size."""
+    return local.out if local.op.target in PRODUCTS and gradient_bytes < local.out else 0.0
 
 
 def in_place(op: Op, habits: Habits) -> bool:
@@ -130,6 +163,8 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
         return 0.0
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[0]
+    if local.on_cpu and local.op.target in ON_CPU:
+        return ON_CPU[local.op.target][0](local)
     return SPLIT_LOSS[0](local) if "cross_entropy" in runs else FORWARD.get(local.op.target, nothing)(local)
 
 
@@ -141,6 +176,8 @@ def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
         return SPLIT_LOSS[1](local)
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[1]
+    if local.on_cpu and local.op.target in ON_CPU:
+        return ON_CPU[local.op.target][1](local)
     if local.op.target in BINARY and local.op.target not in BACKWARD:
         return _reduced(local)
     return BACKWARD.get(local.op.target, nothing)(local)

@@ -84,6 +84,29 @@ def test_the_peak_of_squares_is_counted(name: str) -> None:
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
 
 
+class Normed(nn.Module):
+    """Norms between products, whose gradient is that of a mean: one number."""
+
+    def __init__(self, norm: str, count: int) -> None:
+        super().__init__()
+        layer = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[norm]
+        self.layers = nn.Sequential(nn.Linear(128, 128), *(layer(128) for _ in range(count)), nn.Linear(128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean()
+
+
+@pytest.mark.parametrize(("norm", "count", "precision"), [("rms", 1, "float32"), ("rms", 4, "bf16"), ("layer", 1, "float32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("rms", 1, "bf16"), ("rms", 4, "float32"), ("layer", 4, "float32")))])
+def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> None:
+    """A CPU runs RMSNorm as plain operators, each of which takes memory."""
+    torch.manual_seed(0)
+    model, x = Normed(norm, count), torch.randn(2048, 128)
+    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])
 def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: str) -> None:
     who = subject(name)

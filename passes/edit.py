@@ -170,9 +170,10 @@ def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def drop_dead(gm: fx.GraphModule) -> None:
-    """Removes calls that nothing uses. Only right when ops are functional, so not before `inplace`."""
+    """Removes calls that nothing uses, and constants of the model's graph. Only right when ops are functional, so not before `inplace`."""
     for node in reversed(list(gm.graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
+        constant = "constants" in gm.meta and node.meta.get("role") == "constant"
+        if (constant or node.op not in ("placeholder", "output")) and not node.users:
             gm.graph.erase_node(node)
 
 

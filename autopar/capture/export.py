@@ -295,13 +295,15 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
         node.meta["fqn"] = name
         node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
         node.meta["requires_grad"] = requires_grad.get(name, False)
+        if node.meta["role"] == "constant":  # derivatives by torch.func make some that know how they came about
+            node.meta["val"] = node.meta["val"].detach()
         if name in seen:
             node.replace_all_uses_with(seen[name])
             gm.graph.erase_node(node)
         else:
             seen[name] = node
     gm.meta.update(symbols=symbols, fixed=fixed, steps=dims.steps)
-    gm.meta["constants"] = {name.removeprefix(INNER): value for name, value in program.constants.items()}
+    gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)
     gm.recompile()

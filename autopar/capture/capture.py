@@ -57,7 +57,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     flat, tree = pytree.tree_flatten((inputs, named))
     asked = dims.explicit(flat, dynamic_shapes, tree) if dynamic_shapes is not None else dims.find(flat, max_positions(model))
     runs = alike.find(model) if fold else []
-    notes: list[str] = []
+    notes = [note] if dynamic_shapes is None and (note := dims.unshared(flat)) else []
     with clock("shadow"):
         twin, runs, why = _shadow(model, runs, targets, mode, asked, flat, tree)
         notes += [f"blocks are captured one by one: {why}"] if why else []

@@ -96,6 +96,15 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
     return found
 
 
+def unshared(flat: list[Any]) -> str:
+    """A note where `find` finds no batch among several inputs; "" where it does."""
+    leading = [x.shape[0] for x in flat if isinstance(x, torch.Tensor) and x.ndim > 0]
+    if len(dict.fromkeys(leading)) < 2:
+        return ""
+    return (f"the first sizes of the inputs differ ({', '.join(map(str, leading))}), so none is taken for the batch: the plan is for these sizes alone, and no pipeline cuts "
+            "it into microbatches; name the batch in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
+
+
 def explicit(flat: list[Any], given: Any, tree: Any) -> Dims:
     """The user's own dynamic_shapes: a pytree like `(args, kwargs)`, with `{dim: Dim}` or `{dim: "name"}` or None at each input.
 

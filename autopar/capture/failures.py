@@ -23,6 +23,8 @@ _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant")
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
+_AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")  # all that torch says of an operator whose result has sizes that depend on values
+_TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
@@ -61,6 +63,14 @@ def advice(error: BaseException, place: str = "") -> str:
     if isinstance(error, (AttributeError, LookupError, TypeError)):
         return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not make what they are "
                 "not given (masks, positions, caches); pass it as an input, or rewrite that line")
+    if (operator := _AN_OPERATOR.fullmatch(str(error).strip().splitlines()[0] if str(error).strip() else "")) is not None:
+        return (f"torch has no rule for what sizes {operator[1]} gives without the values of its operands, which a graph does not have: put the call behind a "
+                "torch.library.custom_op with a register_fake and a backward of its own (then a rule in rules= says how it is split), or compile the model up to there "
+                "and compute that of its outputs")
+    if _TO_NUMBER in str(error):
+        return ("a number that is read off a tensor (int(), item(), a slice by one) changes from step to step, and a graph has none that do: keep it as a tensor and "
+                "work with it as one (index_copy_ at positions (self.pointer + torch.arange(n)) % size writes a queue, "
+                "torch.where with a mask takes a part); an int of Python would stay what it is now")
     return ("rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
             "depends on values), or pass what it computes as an input")
 

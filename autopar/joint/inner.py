@@ -341,6 +341,9 @@ class Inner:
     @cached_property
     def sharable(self) -> str:
         """Why the batch cannot be cut into microbatches; empty where it can."""
+        if "b" not in self.hints:
+            return ("no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a plan without a pipeline says which); "
+                    "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
         if self.batch < 2:
             return "a batch of one sample has no microbatches"
         try:

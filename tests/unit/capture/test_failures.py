@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InfeasibleError
 from passes import facts
 
 
@@ -292,3 +293,48 @@ def test_torch_says_nothing_beside(capfd, caplog):
         capture(Asks(), (torch.randn(4, 4, requires_grad=True),))
     said = capfd.readouterr()
     assert not said.out and not said.err and not [record for record in caplog.records if record.levelname != "DEBUG"]
+
+
+class Aligns(Net):
+    def change(self, x):
+        scores = self.linear(x).log_softmax(-1)[:, None]
+        return x * nn.functional.ctc_loss(scores, torch.ones(1, 2, dtype=torch.long), torch.tensor([8]), torch.tensor([2]))  # the line
+
+
+class Points(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def change(self, x):
+        return x[int(self.pointer):]  # the line
+
+
+@pytest.mark.parametrize(("model", "text"), [
+    (Aligns, r"at test_failures.py:\d+: .*# the line; torch has no rule for what sizes aten._ctc_loss.Tensor gives without the values of its operands.*custom_op"),
+    (Points, r"at test_failures.py:\d+: .*# the line; a number that is read off a tensor .* keep it as a tensor .*index_copy_"),
+])
+def test_what_depends_on_values_says_what_to_do(model: type[nn.Module], text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(model(), batch())
+
+
+class Pooled(nn.Module):
+    """Bags of ids, with where each begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.linear = nn.EmbeddingBag(50, 8), nn.Linear(8, 4)
+
+    def forward(self, ids, starts, y):
+        return nn.functional.cross_entropy(self.linear(self.bags(ids, starts)), y)
+
+
+def test_inputs_without_a_common_batch_say_so() -> None:
+    inputs = (torch.zeros(20, dtype=torch.long), torch.arange(0, 16, 2), torch.zeros(8, dtype=torch.long))
+    captured = capture(Pooled(), inputs)
+    assert captured.hints == {} and len(captured.notes) == 1
+    assert "first sizes of the inputs differ (20, 8, 8)" in captured.notes[0] and "name the batch in dynamic_shapes" in captured.notes[0]
+    assert not capture(Pooled(), inputs, dynamic_shapes=((None, {0: "b"}, {0: "b"}), {})).notes
+    with pytest.raises(InfeasibleError, match=r"no size of the inputs is the batch: .* name it in dynamic_shapes"):
+        autopar.compile(Pooled(), "cpu:1x2", inputs, recipe="1f1b")

@@ -49,6 +49,8 @@ class Step:
     after: Layout
 
 
+MOST_SECTIONS, DIGITS = 1 << 20, 18
+"""Side by side in one dim, and digits of a number in a layout: beyond, no tensor has them."""
 BUCKET_BYTES = 25_000_000
 """Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel in flat buckets of
 about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
@@ -128,18 +130,23 @@ def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
 def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
     if entry == "R" or entry in PARTIAL:
         return None, (1,)
-    if entry[:1] == "O" and entry[1:].isdigit():
+    if entry[:1] == "O" and _number(entry[1:]):
         return None, (1,)
     head, slash, tail = entry.partition("/")
-    if head[:1] == "S" and head[1:].isdigit():
+    if head[:1] == "S" and _number(head[1:]):
         if not slash:
             return int(head[1:]), (1,)
         weights = tail.split(":")
-        if all(w.isdigit() and int(w) > 0 for w in weights):
+        if all(_number(w) and int(w) > 0 for w in weights) and (len(weights) > 1 or int(tail) <= MOST_SECTIONS):
             sections = tuple(map(int, weights)) if len(weights) > 1 else (1,) * int(weights[0])
             if len(sections) > 1:
                 return int(head[1:]), sections
-    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, O1, S0, S2/3 or S2/4:1:1")
+    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, O1, S0, S2/3 (of at most {MOST_SECTIONS} sections) or S2/4:1:1")
+
+
+def _number(text: str) -> bool:
+    """Whether it is a whole number in plain digits, of as many as a size can have."""
+    return text.isascii() and text.isdigit() and len(text) <= DIGITS
 
 
 @cache

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from autopar import wellformed
 from autopar.errors import PlanError
 from autopar.text import numbered
 
@@ -193,7 +194,7 @@ class Plan:
         """Read a plan. Raises PlanError when the text is not a plan of this schema, naming what is wrong."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # of the syntax; a number of too many digits; too deep
             raise PlanError(f"not a plan: the text is no JSON ({error})") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             got = data.get("schema") if isinstance(data, dict) else type(data).__name__
@@ -201,10 +202,8 @@ class Plan:
         wanted, found = {f.name for f in fields(Plan)}, set(data)
         if wanted != found:
             raise PlanError(f"plan lacks {sorted(wanted - found)} and has unknown {sorted(found - wanted)}")
-        try:
-            return _plan(data)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise PlanError(f"plan is malformed: {error}") from error
+        wellformed.check(data)
+        return _plan(data)
 
     def check(self, graph_hash: str, nodes: Iterable[str], source: str = "the model") -> None:
         """Raise PlanError, naming what differs, unless the plan was made for the graph with this hash and these nodes.
@@ -240,7 +239,7 @@ def _plan(data: dict[str, Any]) -> Plan:
     remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
     predicted = Predicted(**{**data["predicted"], "places_bytes": tuple(data["predicted"].get("places_bytes", ()))})
-    parted = {scope: {name: int(first) for name, first in parts.items()} for scope, parts in data["parted"].items()}
+    parted = {scope: dict(parts) for scope, parts in data["parted"].items()}
     rest = {"parted": parted, "nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": predicted}
     return Plan(**{**data, **tuples, **rest})
 

@@ -20,6 +20,11 @@ from autopar.problem.build import Model
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.suited import suits
+from autopar.wellformed import record, text, whole
+
+SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0)})
+"""What `Plan.source` must say."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,9 @@ class Source:
     def of(plan: Plan, where: Path) -> Source:
         """Raises PlanError when the plan was made in Python and names no model."""
         try:
-            return Source(str(plan.source["model"]), int(plan.source["batch"]), int(plan.source["seq"]), int(plan.source["seed"]))
-        except (KeyError, TypeError, ValueError) as error:
+            SOURCE("source", dict(plan.source))
+            return Source(**plan.source)
+        except PlanError as error:
             raise PlanError(f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made by "
                             "`autopar plan`. Use autopar.compile and Compiled.save in Python, or plan the model again") from error
 
@@ -75,10 +81,20 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     source = Source.of(plan, where)
     loaded = source.load(plan, device="cpu" if weights else "meta")
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=plan.mode, progress=progress)
-    plan.check(captured.graph_hash, captured.nodes, source.model)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
-    return Rebuilt(plan, source, loaded, captured.parted(plan.parted))
+    return Rebuilt(plan, source, loaded, met(plan, source, captured))
+
+
+def met(plan: Plan, source: Source, captured: Captured) -> Captured:
+    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.suited."""
+    plan.check(captured.graph_hash, captured.nodes, source.model)
+    if dict(captured.hints) != dict(plan.hints):
+        raise PlanError(f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} (source) has "
+                        f"{dict(captured.hints)}: plan the model again")
+    parted = captured.parted(plan.parted)
+    suits(parted.gm, plan)
+    return parted
 
 
 def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:

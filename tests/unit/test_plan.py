@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.plan import SCHEMA, Alternative, NodePlan, Plan, Predicted, Stage, write_atomic
+from autopar.wellformed import KINDS
 
 TEXT = st.text(max_size=8)
 TEXTS = st.lists(TEXT, max_size=3).map(tuple)
@@ -20,18 +21,33 @@ SIZES = st.lists(st.integers(1, 8), max_size=3).map(tuple)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 JSON: st.SearchStrategy[Any] = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | SECONDS | TEXT,
                                            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2), max_leaves=5)
-PLANS = st.builds(
-    Plan, model=TEXT, graph_hash=TEXT, mode=st.sampled_from(["train", "inference"]), precision=TEXT, optimizer=TEXT,
-    hints=st.dictionaries(TEXT, st.integers(1, 99), max_size=2), cluster=st.dictionaries(TEXT, JSON, max_size=2), axes=TEXTS, mesh=SIZES,
-    strategy=TEXT, seed=st.integers(0, 99), nodes=st.dictionaries(TEXT, st.builds(NodePlan, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS), max_size=3),
-    predicted=st.builds(Predicted, *[SECONDS] * 6),
-    alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT), max_size=2).map(tuple),
-    stages=st.lists(st.builds(Stage, TEXTS, st.dictionaries(TEXT, st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2), st.integers(0, 9)),
-                    min_size=1, max_size=2).map(tuple), schedule=TEXT, microbatches=st.integers(1, 9), totals=TEXTS,
-    source=st.dictionaries(TEXT, JSON, max_size=2), notes=TEXTS)
 
 
-@given(PLANS)
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans whose fields agree; they are of no graph."""
+    mesh = draw(SIZES)
+    entries = st.lists(st.sampled_from(["R", "P", "Pmax", "S0", "S3", "S1/3", "S2/4:1:1", "O1"]), min_size=len(mesh), max_size=len(mesh)).map(",".join)
+    pairs = st.lists(st.builds("{}|{}".format, entries, entries | st.just(",".join("-" * len(mesh)))), max_size=3).map(tuple)
+    each = st.lists(TEXT, min_size=len(mesh), max_size=len(mesh)).map(tuple)
+    kinds = st.lists(st.sampled_from(KINDS), min_size=len(mesh), max_size=len(mesh)).map(tuple)
+    microbatches, places = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    micro = st.lists(st.sampled_from(["R", "S0", "P"]), min_size=3, max_size=3)
+    found = draw(st.dictionaries(TEXT, st.builds(NodePlan, pairs, pairs, each, kinds, each), max_size=3))
+    nodes = {name: replace(node, micro=tuple(draw(micro)[:len(node.outs)]) if microbatches > 1 else ()) for name, node in found.items()}
+    blocks = st.dictionaries(TEXT, st.tuples(st.integers(0, 9), st.integers(10, 19)), max_size=2)
+    predicted = draw(st.builds(Predicted, *[SECONDS] * 6))
+    return draw(st.builds(
+        Plan, model=TEXT, graph_hash=TEXT, mode=st.sampled_from(["train", "inference"]), precision=st.sampled_from(["float32", "bf16", "float16"]),
+        optimizer=st.sampled_from(["sgd", "adamw"]), hints=st.dictionaries(TEXT, st.integers(1, 99).map(lambda n: n * microbatches), max_size=2),
+        cluster=st.dictionaries(TEXT, JSON, max_size=2), axes=st.just(tuple(f"x{i}" for i in range(len(mesh)))), mesh=st.just(mesh), strategy=TEXT,
+        seed=st.integers(0, 99), nodes=st.just(nodes), predicted=st.just(replace(predicted, places_bytes=draw(st.sampled_from([(), (1.0,) * places])))),
+        alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT), max_size=2).map(tuple),
+        stages=st.tuples(*(st.builds(Stage, TEXTS, blocks, st.just(place)) for place in range(places))), schedule=TEXT, microbatches=st.just(microbatches),
+        totals=TEXTS, source=st.dictionaries(TEXT, JSON, max_size=2), notes=TEXTS))
+
+
+@given(plans())
 @settings(max_examples=150, deadline=None)
 def test_a_plan_is_read_back_as_it_was_and_written_as_the_same_bytes(plan: Plan) -> None:
     text = plan.to_json()

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import cutters, parse
 from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
-from autopar.onestage import meshes_for
+from autopar.onestage import meshes_for, undivided
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
 from autopar.problem.graph import Program
@@ -120,6 +120,9 @@ class Survey:
         found: list[tuple[bool, float, Plan]] = []
         why = "the cluster has no such mesh"
         for sizes in meshes_for(recipe, self.request.cluster, self.request.mesh):
+            if said := undivided(planner.program, recipe, sizes):
+                why = said
+                continue
             try:
                 model = planner.model(sizes, recipe.roles_on(len(sizes)), recipe.name)
                 choice = _choice(model.problem)

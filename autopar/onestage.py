@@ -21,10 +21,11 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.memory import predict
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
+from autopar.problem.graph import Program
 from autopar.problem.largest import largest
 from autopar.problem.remat import price
 from autopar.problem.shares import ForwardPrices
-from autopar.recipes import RECIPES, Recipe
+from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.free import space, spaces, unfolded
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
@@ -200,6 +201,18 @@ def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) 
     return [m for n in counts for m in [m for m in meshes if len(m) == n][:3]]
 
 
+def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
+    """Why a recipe cannot split the batch on a mesh, where it is one that splits samples; empty where it can, or nothing has a batch."""
+    ways = math.prod(size for role, size in zip(recipe.roles_on(len(sizes)), sizes, strict=True) if role in roles.BY_SAMPLE)
+    batches = [op.call.outs[0].sizes[0] for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
+    if not batches or not all(size % ways for size in batches):
+        return ""
+    size = batches[0]
+    near = f"{size // ways * ways} or {-(-size // ways) * ways}" if size > ways else str(ways)
+    return (f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {'x'.join(map(str, sizes))}), and a batch of {size} does not divide by {ways}: "
+            f"use a batch of {near}, another mesh or another recipe")
+
+
 def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
@@ -213,7 +226,13 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
         if request.recipe and not meshes:
             fewer = " or fewer" if recipe.fewer else ""
             raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
+        refused = {sizes: undivided(planner.program, recipe, sizes) for sizes in meshes} if request.recipe else {}
+        if refused and all(refused.values()):
+            raise PlanError(next(iter(refused.values())))
         for sizes in meshes:
+            if refused.get(sizes):
+                tried.append(Alternative(recipe.name, sizes, None, None, refused[sizes]))
+                continue
             if (recipe.name, sizes) in planner.settled or (best is not None and timer.skips()):
                 continue
             request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")

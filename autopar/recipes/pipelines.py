@@ -10,8 +10,8 @@ from autopar.recipes.roles import Role
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
-    """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones. `virtual`: stages per place
-    where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline."""
+    """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is `named` for the outer one
+    the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline."""
 
     name: str
     schedule: str
@@ -19,12 +19,15 @@ class PipelineRecipe:
     about: str
     virtual: int = 1
     searched: bool = False
+    named: bool = False
 
     def roles_on(self, mesh: tuple[int, ...]) -> tuple[Role, ...] | None:
         """The roles on the mesh of a place; None where it has too many axes."""
         if mesh == (1,):
             return (roles.nothing,)
-        return self.roles[len(self.roles) - len(mesh):] if len(mesh) <= len(self.roles) else None
+        if len(mesh) > len(self.roles):
+            return None
+        return self.roles[:len(mesh)] if self.named else self.roles[len(self.roles) - len(mesh):]
 
 
 _TABLE = (
@@ -38,7 +41,7 @@ _TABLE = (
     PipelineRecipe("3d", "1f1b", (roles.zero1, roles.tensor_sequence), "3-D: tensor and sequence parallel inside, 1F1B stages across, ZeRO-1 else",
                    searched=True),
     PipelineRecipe("pp_zero3", "1f1b", (roles.zero3, roles.tensor_sequence), "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
-                   searched=True),
+                   searched=True, named=True),
 )
 
 PIPELINES: dict[str, PipelineRecipe] = {recipe.name: recipe for recipe in _TABLE}

@@ -16,7 +16,7 @@ from autopar.cluster import Device, Mesh, Places
 from autopar.errors import PlanError
 from autopar.joint.kinds import Ground, Weights, grounds
 from autopar.joint.models import Chosen, Mixed, Models
-from autopar.joint.shapes import Shape
+from autopar.joint.shapes import Shape, fewest
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatches import Microbatching, of_parts
@@ -347,7 +347,7 @@ class Inner:
         if self.batch < 2:
             return "a batch of one sample has no microbatches"
         try:
-            self.shared(next(n for n in range(2, self.batch + 1) if self.batch % n == 0))
+            self.shared(fewest(self.batch))
         except PlanError as error:
             return str(error)
         return ""

@@ -38,7 +38,7 @@ def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tu
 
 def counts(batch: int, least: int) -> list[int]:
     """The numbers of microbatches, at least `least`, into which a batch divides, the fewest first."""
-    return [n for n in range(max(1, least), batch + 1) if batch % n == 0 and n <= MOST_MICROBATCHES * least]
+    return [n for n in range(max(1, least), min(batch, MOST_MICROBATCHES * least) + 1) if batch % n == 0]
 
 
 def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
@@ -71,6 +71,11 @@ def _one_move(a: Sequence[int], b: Sequence[int]) -> bool:
 
 def _prime(number: int) -> bool:
     return number > 1 and all(number % d for d in range(2, math.isqrt(number) + 1))
+
+
+def fewest(batch: int) -> int:
+    """The least number of several microbatches into which a batch of two or more divides: its least prime factor."""
+    return next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
 
 
 def starts(shapes: Sequence[Shape], inner: int, batch: int) -> list[Shape]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint.shapes import Shape, counts, layouts, neighbours, starts
+from autopar.joint.shapes import Shape, counts, fewest, layouts, neighbours, starts
+from autopar.recipes import roles
+from autopar.recipes.pipelines import PIPELINES
 
 
 def _shapes(cluster: str, batch: int = 24) -> list[Shape]:
@@ -40,3 +42,16 @@ def test_counts_divide_the_batch() -> None:
     assert counts(12, 2) == [2, 3, 4, 6, 12]
     assert counts(7, 4) == [7]
     assert counts(6, 8) == []
+
+
+def test_numbers_of_microbatches_of_a_huge_batch_are_found_at_once() -> None:
+    batch = 10**12
+    assert counts(batch, 2) == [n for n in range(2, 1025) if batch % n == 0]
+    assert fewest(batch) == 2 and fewest(1_000_000_007) == 1_000_000_007 and fewest(35) == 5
+    assert counts(12, 1) == [1, 2, 3, 4, 6, 12] and counts(12, 3) == [3, 4, 6, 12]
+
+
+def test_a_place_of_one_axis_has_the_role_that_its_recipe_is_named_for() -> None:
+    assert PIPELINES["pp_zero3"].roles_on((2,)) == (roles.zero3,)
+    assert PIPELINES["3d"].roles_on((2,)) == (roles.tensor_sequence,)
+    assert PIPELINES["pp_zero3"].roles_on((2, 2)) == (roles.zero3, roles.tensor_sequence)

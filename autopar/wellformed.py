@@ -18,6 +18,7 @@ Check = Callable[[str, Any], None]  # of the field's name and its value; raises 
 
 KINDS = ("sample", "operator", "attribute", "parameter", "replicate", "partial")
 PRECISIONS = (*POLICIES, *(dtype for dtype in ITEMSIZES if "float" in dtype))
+MOST = 1 << 62  # of any whole number: what torch takes
 SHOWN = 60  # characters of a value that an error shows
 
 
@@ -41,12 +42,12 @@ def one_of(names: Collection[str]) -> Check:
     return check
 
 
-def whole(least: int | None = None) -> Check:
-    """A whole number, at least `least`."""
-    wanted = "a whole number" if least is None else f"a whole number of at least {least}"
+def whole(least: int | None = None, most: int = MOST) -> Check:
+    """A whole number, at least `least` and at most `most`."""
+    wanted = f"a whole number{'' if least is None else f' of at least {least}'}{'' if most == MOST else f', at most {most}'}"
 
     def check(path: str, value: Any) -> None:
-        if type(value) is not int or (least is not None and value < least):
+        if type(value) is not int or value > most or (least is not None and value < least):
             fail(path, value, wanted)
     return check
 

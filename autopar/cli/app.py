@@ -48,7 +48,7 @@ def plan(
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
     time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
-    seed: Annotated[int, typer.Option(help="of the search, and later of weights and inputs")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")] = 0,
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
     remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
     prove: Annotated[bool, typer.Option("--prove", help="bound every shape that a plan can have as closely as can be, with the memory there is; takes many times as long as the search")] = False,

@@ -51,7 +51,7 @@ class Asked:
         if self.mesh is None:
             return None
         parts = self.mesh.split("x")
-        if not all(part.isdigit() and int(part) > 0 for part in parts):
+        if not all(part.isascii() and part.isdigit() and 0 < len(part) < 10 and int(part) > 0 for part in parts):
             raise PlanError(f"mesh {self.mesh!r}: wanted sizes joined by x, as 4 or 2x2")
         return tuple(int(part) for part in parts)
 

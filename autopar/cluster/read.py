@@ -57,7 +57,7 @@ def _one(text: str, whole: str) -> Cluster:
 def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
     """`cluster` with the level sizes `"8x8"`; fewer sizes than levels mean one of each outer level."""
     parts = sizes.split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) > len(cluster.levels):
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts) or len(parts) > len(cluster.levels):
         names = " x ".join(level.name for level in cluster.levels)
         raise ClusterError(f"cluster {text!r}: {sizes!r} does not name sizes of {names}; wanted for example "
                            f"{cluster.name}:{'x'.join('2' for _ in cluster.levels)}")

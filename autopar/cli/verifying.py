@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.cli.running import on
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
+from autopar.layout import cutters, dim_of, is_shard, parse
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, verify
 
@@ -30,6 +32,7 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
     with progress(f"verifying {where}") as tell:
         rebuilt = rebuild(where, tell, weights=True)
         loaded = loaded_at(rebuilt, batch, seq)
+        check_microbatches(rebuilt, loaded)
         tell("the model against its graph")
         rows, notes = graph_rows(loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train")
         tell(f"{rebuilt.plan.ranks} ranks against one device")
@@ -43,6 +46,20 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
 def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None) -> Loaded:
     """The model with a batch, at another batch or sequence than planned where they are given."""
     return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
+
+
+def check_microbatches(rebuilt: Rebuilt, loaded: Loaded) -> None:
+    """Raise PlanError where a batch does not fall into the microbatches of the plan on each rank (PipelinedModule says the same on ranks)."""
+    plan, given = rebuilt.plan, by_name(loaded, rebuilt.captured.input_names)
+    inputs = {node.meta["input"]: plan.nodes[node.name] for node in rebuilt.captured.gm.graph.nodes if node.meta.get("role") == "input"}
+    cut = {name: dim_of(node.micro[0]) for name, node in inputs.items() if node.micro and is_shard(node.micro[0])}
+    ways = math.lcm(*(math.prod(plan.mesh[axis] for axis in cutters(parse(inputs[name].outs[0].split("|")[0]), dim)) for name, dim in cut.items()))
+    step = plan.microbatches * ways
+    for name, dim in cut.items():
+        if (size := given[name].shape[dim]) % step:
+            near = f"{size // step * step} or {-(-size // step) * step}" if size > step else str(step)
+            raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide into {plan.microbatches} microbatches on {ways} rank{'s' * (ways > 1)}; "
+                            f"use {near}, or plan for the batch that you have")
 
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:

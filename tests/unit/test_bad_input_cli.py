@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli.app import main
+from tests.helpers.tiny import TINY
 
 MODELS = '''"""Models that go wrong."""
 import torch
@@ -176,3 +177,32 @@ def test_a_rank_that_fails_stops_all_and_its_error_is_shown(here, monkeypatch, c
     path = planned(here, monkeypatch, model="net.py:out_of_range")
     said = refused(here, monkeypatch, capsys, "run", str(path), "--json", "run.json")
     assert "of 2 failed, all ranks were stopped" in said and "IndexError: index out of range" in said and "F.embedding(" in said
+
+
+def test_a_recipe_that_splits_samples_wants_a_batch_that_divides(here, monkeypatch, capsys) -> None:
+    said = refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "cpu:1x4", "--batch", "6", "--recipe", "ddp")
+    assert "recipe ddp splits the samples over 4 ranks" in said and "a batch of 6 does not divide by 4" in said and "4 or 8" in said
+    capsys.readouterr()
+    assert run(monkeypatch, "memory", "net.py:good", "--cluster", "cpu:1x4", "--batch", "6", "--recipe", "ddp") == 0
+    assert "a batch of 6 does not divide by 4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_batch_that_does_not_fall_into_microbatches_is_refused_before_ranks_start(here, monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "plan", TINY["gpt"], "--seq", "32", "--cluster", "cpu:1x2", "--recipe", "1f1b", "-o", "plan.json") == 0
+    monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))
+    count = json.loads((here / "plan.json").read_text())["microbatches"]
+    said = refused(here, monkeypatch, capsys, "verify", "plan.json", "--batch", str(count + 1))
+    assert f"size {count + 1} does not divide into {count} microbatches on 1 rank" in said and f"use {count} or {2 * count}" in said
+
+
+@pytest.mark.parametrize("command", [("emit", "plan.json", "-o", "out"), ("run", "plan.json"), ("simulate", "plan.json"), ("memory", "plan.json")])
+def test_a_device_that_has_no_room_is_refused_by_every_command(here, monkeypatch, capsys, command: tuple[str, ...]) -> None:
+    path = planned(here, monkeypatch)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "cluster": {**data["cluster"], "device": {**data["cluster"]["device"], "memory_bytes": 1 << 20, "usable_memory": 0.001}}}))
+    assert "usable" in refused(here, monkeypatch, capsys, *command)
+
+
+@pytest.mark.parametrize("mesh", ["\u00b2", "2x\u0663", "x", "0x2", "1" * 5000])
+def test_a_mesh_that_is_none(here, monkeypatch, capsys, mesh: str) -> None:
+    assert "wanted sizes joined by x" in refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "cpu:1x2", "--mesh", mesh)

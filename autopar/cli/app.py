@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.console import fail
+from autopar.cli.console import fail, writable
 from autopar.errors import AutoparError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -26,7 +26,7 @@ class Mode(StrEnum):
 
 ModelSpec = Annotated[str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the result as JSON; - is stdout")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", callback=lambda where: writable("--json", where), help="write the result as JSON; - is stdout")]
 
 
 @app.callback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from autopar.errors import PlanError
 from autopar.plan import write_atomic
 
 WIDTH = 140  # of tables in files and pipes
@@ -38,6 +40,18 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda text: bar.update(task, description=f"{title}: {text}")
+
+
+def writable(option: str, where: str | Path | None) -> str | Path | None:
+    """`where` as it is. Raises PlanError where a file of that name (folders above it are made) cannot be written, before anything is done for it; - is stdout."""
+    if where is None or str(where) == "-":
+        return where
+    path = Path(where).absolute()
+    folder = next(above for above in path.parents if above.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if path.is_dir() else f"{folder} {'cannot be written to' if folder.is_dir() else 'is no folder'}"
+        raise PlanError(f"{option} {where}: {why}; wanted the name of a file that can be written")
+    return where
 
 
 def write_json(where: str | None, data: Any) -> bool:

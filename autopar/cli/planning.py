@@ -10,7 +10,7 @@ from typing import Any
 from autopar import frontend
 from autopar.api import compile
 from autopar.capture.precision import computation
-from autopar.cli.console import progress, show, write_json
+from autopar.cli.console import progress, show, writable, write_json
 from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
 from autopar.plan import Plan
@@ -67,6 +67,7 @@ class Asked:
 
 def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     """Plan, print, and write what was asked for."""
+    writable("--output", output)
     sizes, began = asked.sizes, time.perf_counter()
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"

@@ -17,6 +17,8 @@ def simulate_command(where: Path, trace: Path | None, json: str | None) -> None:
     """Simulate, print, and write what was asked for. Raises PlanError where the trace cannot be written."""
     if trace is not None and trace.is_dir():
         raise PlanError(f"cannot write the trace to {trace}: it is a folder, wanted a file as trace.json")
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise PlanError(f"cannot write the trace to {trace}: there is no folder {trace.absolute().parent}")
     with progress(f"simulating {where}") as tell:
         rebuilt = rebuild(where, tell)
         began = time.perf_counter()

@@ -52,6 +52,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
 UNKNOWN = ("contention",)
 """What may be none."""
 
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "float4", "int8")
+"""What a device may have a rate of."""
+
 INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members", "host_memory_bytes")
 TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
@@ -95,7 +98,7 @@ def check_keys(data: Any, where: str, required: tuple[str, ...], optional: tuple
         fail(where, "it", data, f"a table with {', '.join(required)}")
     unknown = [key for key in data if key not in required + optional]
     if unknown:
-        raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(required + optional)}")
+        raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(dict.fromkeys(required + optional))}")
     missing = [key for key in required if key not in data]
     if missing:
         raise ClusterError(f"{where}: missing key {', '.join(map(repr, missing))}")

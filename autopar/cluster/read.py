@@ -93,11 +93,14 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     check_keys(device, "device", (), _names(Device))
     for key, value in device.items():
         merged["device"][key] = merged["device"][key] | value if isinstance(value, dict) else value
-    levels = {level["name"]: level for level in merged["levels"]}
+    levels, seen = {level["name"]: level for level in merged["levels"]}, dict[str, None]()
     for change in data.get("levels", []):
         check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
         if change["name"] not in levels:
             fail("levels", "name", change["name"], f"a level of {data['base']}: {', '.join(levels)}")
+        if change["name"] in seen:
+            fail("levels", "name", change["name"], "each level once")
+        seen[change["name"]] = None
         if "latency_s" in change:
             levels[change["name"]].pop("protocols")
         levels[change["name"]].update(change)

@@ -206,3 +206,24 @@ def test_a_device_that_has_no_room_is_refused_by_every_command(here, monkeypatch
 @pytest.mark.parametrize("mesh", ["\u00b2", "2x\u0663", "x", "0x2", "1" * 5000])
 def test_a_mesh_that_is_none(here, monkeypatch, capsys, mesh: str) -> None:
     assert "wanted sizes joined by x" in refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "cpu:1x2", "--mesh", mesh)
+
+
+@pytest.mark.parametrize("option", ["-o", "--json"])
+@pytest.mark.parametrize(("where", "said"), [("folder", "it is a folder"), ("net.py/plan.json", "net.py is no folder")])
+def test_a_place_that_cannot_be_written_is_said_before_the_search(here, monkeypatch, capsys, option: str, where: str, said: str) -> None:
+    (here / "folder").mkdir()
+    monkeypatch.setattr("autopar.cli.planning.compile", lambda *a, **k: pytest.fail("a search began"), raising=False)
+    assert said in refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "cpu:1x2", option, where)
+
+
+def test_a_trace_in_a_folder_that_is_not_there(here, monkeypatch, capsys) -> None:
+    assert "there is no folder" in refused(here, monkeypatch, capsys, "simulate", str(planned(here, monkeypatch)), "--trace", "gone/trace.json")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ('base = "cpu:1x2"\n[[levels]]\nname = "node"\nsize = 2\n[[levels]]\nname = "node"\nsize = 3', "each level once"),
+    ('base = "cpu:1x2"\n[device.peak_flops]\nfloat32 = 1e10\nint3 = 1e10', "int3"),
+])
+def test_a_cluster_file_that_says_a_level_twice_or_an_unknown_dtype(here, monkeypatch, capsys, text: str, wanted: str) -> None:
+    (here / "ours.toml").write_text(f'name = "ours"\n{text}\n')
+    assert wanted in refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "ours.toml")

@@ -198,7 +198,7 @@ class _Suited:
         found = {}
         for op in program.ops.values():
             mine = [entries[op.name, i] for i in range(len(op.call.outs))]
-            given = ["R" if ref in totals else entries[ref] for ref in op.operands]
+            given = ["P" if f"{op.name}:{i}" in plan.shared else "R" if ref in totals else entries[ref] for i, ref in enumerate(op.operands)]
             fitting = [o for o in able[op.name] if [use.value for use in o.outs] == mine and not o.run]
             same = next((o for o in fitting if op.role in ENDS or [use.value for use in o.ins] == given or op.role == "port"), None)
             if same is None:
@@ -207,6 +207,8 @@ class _Suited:
         made = microbatching(program, found, plan.microbatches)
         if dict.fromkeys(made.totals) != dict.fromkeys(plan.totals):
             fail("totals", list(plan.totals), f"{list(made.totals)}, the values that are taken over all microbatches")
+        if dict.fromkeys(made.shared) != dict.fromkeys(plan.shared):
+            fail("shared", list(plan.shared), f"{list(made.shared)}, the operands of which each microbatch takes its part")
 
     # -- memory
 

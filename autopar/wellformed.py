@@ -152,7 +152,7 @@ FIELDS: dict[str, Check] = {
     "optimizer": one_of(OPTIMIZERS), "hints": table(whole(1)), "cluster": table(anything), "axes": listed(_name), "mesh": listed(whole(1)),
     "strategy": text, "seed": whole(), "nodes": table(NODE), "predicted": PREDICTED, "alternatives": listed(ALTERNATIVE),
     "stages": listed(STAGE, 1), "schedule": text, "microbatches": whole(1), "remat": table(listed(text)), "offload": one_of(HOSTED),
-    "parted": table(table(whole(1))), "totals": listed(text), "source": table(anything), "notes": listed(text), "schema": whole(),
+    "parted": table(table(whole(1))), "totals": listed(text), "shared": listed(text), "source": table(anything), "notes": listed(text), "schema": whole(),
 }
 """The fields of a plan, with what each may be."""
 

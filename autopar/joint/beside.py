@@ -46,8 +46,8 @@ class Beside:
             self._process.join()
 
     def know(self, known_s: float) -> None:
-        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for it."""
-        if math.isinf(known_s) or self.inner.request.prove or self.prover.most_looks == 0:
+        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for it, and anybody asks: not of a recipe that was asked for."""
+        if math.isinf(known_s) or self.inner.request.prove or self.inner.request.recipe is not None or self.prover.most_looks == 0:
             return
         self.prover.board.know(min(known_s, self.prover.board.known_s))
         if self._process is None and able():

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -115,7 +116,7 @@ def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None
         plan(inner.gm, inner.hints, inner.request, model="m", graph_hash="")
 
 
-def test_a_search_forks_once_and_a_proof_of_all_shapes_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_forks_once_and_a_proof_of_all_shapes_or_a_recipe_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[object] = []
     context = multiprocessing.get_context("fork")
     process = context.Process
@@ -126,6 +127,8 @@ def test_a_search_forks_once_and_a_proof_of_all_shapes_not_at_all(monkeypatch: p
     with Beside(inner_of(prove=True)) as proof:
         proof.know(step_s())
         proof.know(math.inf)
+    asked = replace(request, cluster=Cluster.parse("cpu:1x4"), recipe="1f1b", mesh=(2,))  # the mesh is that of a place, on which nothing of one stage can be proven
+    assert plan(who.captured.gm, {**who.captured.hints, "b": 8}, asked, model=who.name, graph_hash=who.captured.graph_hash).places == 2
     assert len(begun) == 1
 
 

@@ -55,3 +55,9 @@ def test_a_place_of_one_axis_has_the_role_that_its_recipe_is_named_for() -> None
     assert PIPELINES["pp_zero3"].roles_on((2,)) == (roles.zero3,)
     assert PIPELINES["3d"].roles_on((2,)) == (roles.tensor_sequence,)
     assert PIPELINES["pp_zero3"].roles_on((2, 2)) == (roles.zero3, roles.tensor_sequence)
+
+
+def test_on_one_place_the_walk_begins_at_the_mesh_of_one_axis_too() -> None:
+    """With a sample for each rank; and at the one whose innermost axis is a node."""
+    shapes = [Shape(1, mesh, microbatches) for mesh in ((12,), (6, 2), (3, 4)) for microbatches in (2, 4, 8, 16)]
+    assert starts([*shapes, Shape(3, (4,), 6)], 4, 96) == [Shape(1, (3, 4), 16), Shape(1, (12,), 8), Shape(3, (4,), 6)]

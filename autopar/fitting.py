@@ -18,7 +18,7 @@ from torch import fx
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.layout import cutters, parse
+from autopar.layout import parse, ways_of
 from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
 from autopar.onestage import meshes_for, undivided
@@ -196,7 +196,7 @@ class Survey:
             return max(fine, self.hints[symbol] // 64 // fine * fine)
         program = self._program(self.hints)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
-        ways = [math.prod(plan.mesh[a] for a in cutters(parse(plan.nodes[name].outs[0].split("|")[0]), 0)) for name in inputs]
+        ways = [ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs]
         return max(itertools.chain((1,), ways)) * plan.microbatches
 
 

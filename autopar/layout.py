@@ -155,6 +155,17 @@ def cutters(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(a for a, e in enumerate(layout) if is_shard(e) and dim_of(e) == dim)
 
 
+def ways_of(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
+    """Over how many ranks of a mesh of so many `sizes` tensor dim `dim` is cut."""
+    return math.prod(sizes[axis] for axis in cutters(layout, dim))
+
+
+def divisible(size: int, ways: int) -> str:
+    """The sizes next to one that does not divide by so many ways, in words."""
+    below, above = size // ways * ways, -(-size // ways) * ways
+    return f"{below} or {above}" if below else str(above)
+
+
 @cache
 def crowded(layout: Layout) -> tuple[int, ...]:
     """The tensor dims that several axes cut."""

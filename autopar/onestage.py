@@ -18,6 +18,7 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
+from autopar.layout import divisible
 from autopar.memory import predict
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
@@ -208,9 +209,8 @@ def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
     if not batches or not all(size % ways for size in batches):
         return ""
     size = batches[0]
-    near = f"{size // ways * ways} or {-(-size // ways) * ways}" if size > ways else str(ways)
     return (f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {'x'.join(map(str, sizes))}), and a batch of {size} does not divide by {ways}: "
-            f"use a batch of {near}, another mesh or another recipe")
+            f"use a batch of {divisible(size, ways)}, another mesh or another recipe")
 
 
 def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alternative]]:

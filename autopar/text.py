@@ -44,6 +44,13 @@ def times(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "1"
 
 
+def sizes(text: str) -> tuple[int, ...] | None:
+    """`2x4` -> `(2, 4)`, the inverse of `times`; None for what are no sizes of ranks."""
+    parts = text.split("x")
+    good = all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts)
+    return tuple(map(int, parts)) if good else None
+
+
 def three(value: float) -> str:
     """Three significant digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

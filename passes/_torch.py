@@ -23,22 +23,7 @@ from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 # How torch writes sizes that are divided, and numbers that are made of sizes, in its own kinds of sympy functions.
-from torch.utils._sympy.functions import (
-    CeilToInt,
-    CleanDiv,
-    FloatPow,
-    FloatTrueDiv,
-    FloorDiv,
-    FloorToInt,
-    IntTrueDiv,
-    Max,
-    Min,
-    Mod,
-    OpaqueUnaryFn_sqrt,
-    PowByNatural,
-    PythonMod,
-    ToFloat,
-)
+from torch.utils._sympy import functions as size_functions
 
 shape_check: Callable[..., Any] = torch._check  # export leaves calls of it in graphs; documented, but with an underscore
 
@@ -50,6 +35,5 @@ assert_async: Callable[..., Any] = torch._assert_async
 torch.ops.aten.nll_loss.default.py_kernels.pop(torch._C.DispatchKey.Meta, None)
 torch.ops.aten.nll_loss.default._dispatch_cache.clear()
 
-__all__ = ["CeilToInt", "CleanDiv", "FakeTensor", "FakeTensorMode", "FloatPow", "FloatTrueDiv", "FloorDiv", "FloorToInt", "HigherOrderOperator", "IntTrueDiv", "Max", "Min", "Mod",
-           "OpOverload", "OpaqueUnaryFn_sqrt", "PowByNatural", "PythonMod", "ToFloat", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
-           "shape_check"]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
+           "shape_check", "size_functions"]

@@ -14,22 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes._torch import (
-    CeilToInt,
-    CleanDiv,
-    FloatPow,
-    FloatTrueDiv,
-    FloorDiv,
-    FloorToInt,
-    IntTrueDiv,
-    Max,
-    Min,
-    Mod,
-    OpaqueUnaryFn_sqrt,
-    PowByNatural,
-    PythonMod,
-    ToFloat,
-)
+from passes._torch import size_functions
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -78,16 +63,16 @@ def _remainder(number: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
 
 
 PLAIN: dict[type, Callable[..., sympy.Expr]] = {
-    **dict.fromkeys((CleanDiv, FloorDiv), lambda number, by: sympy.floor(number / by)),
-    **dict.fromkeys((Mod, PythonMod), _remainder),
-    **dict.fromkeys((FloatTrueDiv, IntTrueDiv), lambda number, by: number / by),
-    **dict.fromkeys((FloatPow, PowByNatural), sympy.Pow),
-    ToFloat: lambda number: number,
-    OpaqueUnaryFn_sqrt: sympy.sqrt,
-    FloorToInt: sympy.floor,
-    CeilToInt: sympy.ceiling,
-    Max: sympy.Max,
-    Min: sympy.Min,
+    **dict.fromkeys((size_functions.CleanDiv, size_functions.FloorDiv), lambda number, by: sympy.floor(number / by)),
+    **dict.fromkeys((size_functions.Mod, size_functions.PythonMod), _remainder),
+    **dict.fromkeys((size_functions.FloatTrueDiv, size_functions.IntTrueDiv), lambda number, by: number / by),
+    **dict.fromkeys((size_functions.FloatPow, size_functions.PowByNatural), sympy.Pow),
+    size_functions.ToFloat: lambda number: number,
+    size_functions.OpaqueUnaryFn_sqrt: sympy.sqrt,
+    size_functions.FloorToInt: sympy.floor,
+    size_functions.CeilToInt: sympy.ceiling,
+    size_functions.Max: sympy.Max,
+    size_functions.Min: sympy.Min,
 }
 
 

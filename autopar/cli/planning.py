@@ -20,6 +20,7 @@ from autopar.report.frontier import frontier, point
 from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
+from autopar.text import sizes
 
 AUTO = "auto"
 PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bf16", "float16": "float16", "fp16": "fp16"}
@@ -50,10 +51,10 @@ class Asked:
         """`"2x2"` -> (2, 2). Raises PlanError for anything else."""
         if self.mesh is None:
             return None
-        parts = self.mesh.split("x")
-        if not all(part.isascii() and part.isdigit() and 0 < len(part) < 10 and int(part) > 0 for part in parts):
+        found = sizes(self.mesh)
+        if found is None:
             raise PlanError(f"mesh {self.mesh!r}: wanted sizes joined by x, as 4 or 2x2")
-        return tuple(int(part) for part in parts)
+        return found
 
     @property
     def dtype(self) -> str:

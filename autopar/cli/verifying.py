@@ -15,7 +15,7 @@ from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.cli.running import on
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
-from autopar.layout import cutters, dim_of, is_shard, parse
+from autopar.layout import dim_of, divisible, is_shard, parse, ways_of
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, verify
 
@@ -53,13 +53,12 @@ def check_microbatches(rebuilt: Rebuilt, loaded: Loaded) -> None:
     plan, given = rebuilt.plan, by_name(loaded, rebuilt.captured.input_names)
     inputs = {node.meta["input"]: plan.nodes[node.name] for node in rebuilt.captured.gm.graph.nodes if node.meta.get("role") == "input"}
     cut = {name: dim_of(node.micro[0]) for name, node in inputs.items() if node.micro and is_shard(node.micro[0])}
-    ways = math.lcm(*(math.prod(plan.mesh[axis] for axis in cutters(parse(inputs[name].outs[0].split("|")[0]), dim)) for name, dim in cut.items()))
+    ways = math.lcm(*(ways_of(parse(inputs[name].outs[0].split("|")[0]), dim, plan.mesh) for name, dim in cut.items()))
     step = plan.microbatches * ways
     for name, dim in cut.items():
         if (size := given[name].shape[dim]) % step:
-            near = f"{size // step * step} or {-(-size // step) * step}" if size > step else str(step)
             raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide into {plan.microbatches} microbatches on {ways} rank{'s' * (ways > 1)}; "
-                            f"use {near}, or plan for the batch that you have")
+                            f"use {divisible(size, step)}, or plan for the batch that you have")
 
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:

@@ -13,6 +13,7 @@ from autopar.cluster.mixed import join
 from autopar.cluster.presets import preset_path, presets
 from autopar.cluster.types import Cluster, Device, Level, Protocol
 from autopar.errors import ClusterError
+from autopar.text import sizes as sizes_of
 
 LINK = "link"  # the level that joins the parts of a cluster
 
@@ -56,12 +57,12 @@ def _one(text: str, whole: str) -> Cluster:
 
 def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
     """`cluster` with the level sizes `"8x8"`; fewer sizes than levels mean one of each outer level."""
-    parts = sizes.split("x")
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts) or len(parts) > len(cluster.levels):
+    found = sizes_of(sizes)
+    if found is None or len(found) > len(cluster.levels):
         names = " x ".join(level.name for level in cluster.levels)
         raise ClusterError(f"cluster {text!r}: {sizes!r} does not name sizes of {names}; wanted for example "
                            f"{cluster.name}:{'x'.join('2' for _ in cluster.levels)}")
-    numbers = [1] * (len(cluster.levels) - len(parts)) + [int(part) for part in parts]
+    numbers = [1] * (len(cluster.levels) - len(found)) + [*found]
     levels = (dataclasses.replace(level, size=n) for level, n in zip(cluster.levels, numbers, strict=True))
     return dataclasses.replace(cluster, levels=tuple(levels))
 

@@ -21,21 +21,12 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from autopar.codegen.edges import in_pair, out_pair
+from autopar.codegen.edges import Spot, in_pair, out_pair, spot_of
 from autopar.layout import show
-from autopar.plan import NodePlan
 from autopar.problem.graph import Op, Ref
 
 if TYPE_CHECKING:
     from autopar.codegen.scope import ScopeWriter
-
-Spot = tuple[int, int]  # (axis, coordinate)
-
-
-def spot_of(node: NodePlan) -> Spot | None:
-    """Where the plan places an Op, None where all ranks share it."""
-    return next(((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None)
-
 
 def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx.Node]:
     """`nodes` with those that have a spot as early as their inputs allow, those of one spot together; a stable topological order."""

@@ -20,9 +20,9 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
-from autopar.codegen.edges import Pair, Reshard, given, in_pair, needed, options, out_pair
+from autopar.codegen.edges import Pair, Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, write
-from autopar.codegen.placements import Spot, in_order, spot_of, write_placed
+from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import Layout, show

@@ -15,7 +15,7 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 
 from autopar.errors import PlanError
-from autopar.layout import Layout, cutters, dim_of, is_shard, sections_of
+from autopar.layout import Layout, cutters, dim_of, is_shard, sections_of, ways_of
 from autopar.rules.language import Size
 from passes import facts
 
@@ -123,7 +123,7 @@ def comment(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], micro: s
     words = []
     cut = dim_of(micro) if is_shard(micro) else -1
     for dim, size in enumerate(sizes):
-        ways = math.prod(mesh[a] for a in cutters(layout, dim)) * (parts if dim == cut else 1)
+        ways = ways_of(layout, dim, mesh) * (parts if dim == cut else 1)
         if isinstance(size, int):
             words.append(str(size // ways) if size % ways == 0 else f"{size}/{ways}")
         else:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import RunError
-from autopar.runtime.params import Held
-
-
-class _Module(Protocol):
-    """A built model."""
-
-    @property
-    def _held(self) -> Mapping[str, Held]: ...
-
+from autopar.runtime.params import Built
 
 _modules: WeakSet[Any] = WeakSet()
 
 
-def install(module: _Module) -> None:
+def install(module: Built) -> None:
     """Have such optimizers of `module`, which is on several places, refused."""
     _modules.add(module)
 

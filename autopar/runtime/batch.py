@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
-from autopar.layout import Layout, chunk, cutters, is_shard, parse, pieces
+from autopar.layout import Layout, chunk, cutters, divisible, is_shard, parse, pieces, ways_of
 from autopar.runtime.agreed import fingerprint
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
@@ -99,12 +98,10 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
         return value
     entries = parse(layout)
     for dim, size in enumerate(value.shape):
-        ways = math.prod(mesh.sizes[a] for a in cutters(entries, dim))
+        ways = ways_of(entries, dim, mesh.sizes)
         if size % ways and not uneven:
-            below, above = size // ways * ways, -(-size // ways) * ways
-            near = f"{below} or {above}" if below else str(above)
             raise RunError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
-                           f"(layout {layout} on {mesh}); use {near}, or plan for another mesh")
+                           f"(layout {layout} on {mesh}); use {divisible(size, ways)}, or plan for another mesh")
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
 
 

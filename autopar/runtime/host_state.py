@@ -9,7 +9,7 @@ no gradient, so the numbers are those of one step for all, bit by bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -18,23 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
-from autopar.runtime.params import Held
+from autopar.runtime.params import Built
 
 HOST = torch.device("cpu")
-
-
-class _Module(Protocol):
-    """A built model."""
-
-    @property
-    def _held(self) -> Mapping[str, Held]: ...
 
 
 _modules: WeakSet[Any] = WeakSet()
 _gradients: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()  # of what has been stepped, while the rest is
 
 
-def install(module: _Module) -> None:
+def install(module: Built) -> None:
     """Keep the state of optimizers of `module` on the host, where its plan says so."""
     if any(held.info.host_state for held in module._held.values()):
         _modules.add(module)

@@ -8,10 +8,10 @@ single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,13 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise RunError(f"{name!r} is no torch dtype; expected a name such as 'float32'")
     return found
+
+
+class Built(Protocol):
+    """A built model."""
+
+    @property
+    def _held(self) -> Mapping[str, Held]: ...
 
 
 @dataclass(eq=False)

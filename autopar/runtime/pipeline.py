@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import RunError
-from autopar.layout import Layout, cutters, dim_of, is_shard, parse
+from autopar.layout import Layout, cutters, dim_of, is_shard, parse, ways_of
 from autopar.runtime import all_at_once, rng
 from autopar.runtime.count import uncounted
 from autopar.runtime.gradsync import GradSync
@@ -235,7 +235,7 @@ class PipelinedModule(ShardedModule):
 
     def _ways(self, layout: Layout, dim: int) -> int:
         """Over how many ranks `layout` cuts a dim."""
-        return math.prod(self.MESH.sizes[axis] for axis in cutters(layout, dim))
+        return ways_of(layout, dim, self.MESH.sizes)
 
     def _pieces(self) -> int:
         """Into how many pieces the batch falls so that every rank's part of every input is some of them. Microbatch k is the k-th part of each

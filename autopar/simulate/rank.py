@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cluster import Mesh
-from autopar.codegen.placements import Spot
+from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
 from autopar.runtime.late import Queue

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.codegen.edges import Edges, Pair, Reshard, in_pair
-from autopar.codegen.placements import Spot, in_order, spot_of
+from autopar.codegen.edges import Edges, Pair, Reshard, Spot, in_pair, spot_of
+from autopar.codegen.placements import in_order
 from autopar.layout import moving
 from autopar.pipeline.views import View
 from autopar.plan import Plan

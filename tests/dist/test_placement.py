@@ -15,7 +15,7 @@ from autopar.bundle import Bundle
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.codegen.module import emit
-from autopar.codegen.placements import spot_of
+from autopar.codegen.edges import spot_of
 from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
 from autopar.memory import predict

@@ -10,20 +10,7 @@ import sympy
 from autopar.codegen.sizes import comment, local, must_divide, shape, text, tuple_text
 from autopar.layout import local_shape, parse
 from passes import facts
-from passes._torch import (
-    CeilToInt,
-    FloatPow,
-    FloatTrueDiv,
-    FloorDiv,
-    FloorToInt,
-    IntTrueDiv,
-    Max,
-    Min,
-    Mod,
-    OpaqueUnaryFn_sqrt,
-    PythonMod,
-    ToFloat,
-)
+from passes._torch import size_functions
 
 B, S = facts.symbol("b"), facts.symbol("s")
 
@@ -49,11 +36,11 @@ def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None
             assert eval(code, space) == local_shape((whole,), parse(layout), sizes, coord)[0], (code, b, s, coord)
 
 
-PADDED = S + PythonMod(8 - PythonMod(S, 8), 8)
+PADDED = S + size_functions.PythonMod(8 - size_functions.PythonMod(S, 8), 8)
 
 
-@pytest.mark.parametrize("size", [PADDED, FloorDiv(PADDED, 8), 2 * FloorDiv(PADDED, 8), FloorDiv(PADDED, FloorDiv(PADDED, 8)), B * FloorDiv(S + 3, 2), Mod(S + 1, 4), 9 - Mod(S, 8) * 2,
-                                  Min(S, 5), Max(3, S) - S // 2, FloorDiv(S * S - 1, S), 7 * FloorDiv(S, 3) - PADDED])
+@pytest.mark.parametrize("size", [PADDED, size_functions.FloorDiv(PADDED, 8), 2 * size_functions.FloorDiv(PADDED, 8), size_functions.FloorDiv(PADDED, size_functions.FloorDiv(PADDED, 8)), B * size_functions.FloorDiv(S + 3, 2), size_functions.Mod(S + 1, 4), 9 - size_functions.Mod(S, 8) * 2,
+                                  size_functions.Min(S, 5), size_functions.Max(3, S) - S // 2, size_functions.FloorDiv(S * S - 1, S), 7 * size_functions.FloorDiv(S, 3) - PADDED])
 def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Expr) -> None:
     """As torch writes them: `s + (8 - s % 8) % 8` of a padded sequence."""
     plain = facts._plain(size)
@@ -62,9 +49,9 @@ def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Ex
         assert got == int(size.subs({B: b, S: s})) and isinstance(got, int), (text(plain), b, s)
 
 
-@pytest.mark.parametrize("number", [0.5 * ToFloat(S), FloatTrueDiv(1.0, ToFloat(B)), FloatPow(ToFloat(S), 0.5), OpaqueUnaryFn_sqrt(ToFloat(S)), FloatPow(IntTrueDiv(S, 2), 2.0),
-                                    IntTrueDiv(B, 3), 0.91893853320467274178 * ToFloat(S), FloorToInt(0.3 * ToFloat(S)), CeilToInt(FloatPow(ToFloat(S), 0.5)),
-                                    1e-30 * ToFloat(Mod(S, 3))])
+@pytest.mark.parametrize("number", [0.5 * size_functions.ToFloat(S), size_functions.FloatTrueDiv(1.0, size_functions.ToFloat(B)), size_functions.FloatPow(size_functions.ToFloat(S), 0.5), size_functions.OpaqueUnaryFn_sqrt(size_functions.ToFloat(S)), size_functions.FloatPow(size_functions.IntTrueDiv(S, 2), 2.0),
+                                    size_functions.IntTrueDiv(B, 3), 0.91893853320467274178 * size_functions.ToFloat(S), size_functions.FloorToInt(0.3 * size_functions.ToFloat(S)), size_functions.CeilToInt(size_functions.FloatPow(size_functions.ToFloat(S), 0.5)),
+                                    1e-30 * size_functions.ToFloat(size_functions.Mod(S, 3))])
 def test_the_text_of_numbers_made_of_sizes_has_every_digit(number: sympy.Expr) -> None:
     """Without a module; whole numbers stay such."""
     plain = facts._plain(number)

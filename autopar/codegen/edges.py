@@ -186,7 +186,7 @@ def edges(program: Program, plan: Plan) -> Edges:
                 as_made[ref[0]] = None
             follows = any(op.name in program.following for op, _ in group)  # the gradient of what it makes is as its readers leave it
             if needed(src, replace(dst, grad=src.grad) if follows else dst):
-                saved = any(op.needs_again(operand) for op, operand in group) and all(spot_of(plan.nodes[op.name]) is None for op, _ in group)  # only the ranks that compute would gather again
+                saved = any(op.needs_again(operand) for op, operand in group) and not any(beside(plan, op.name) for op, _ in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
                 replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
@@ -223,7 +223,7 @@ def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
     """What running blocks again takes, by scope. Raises PlanError for what cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
-        placed = [op.name for op in program.ops.values() if op.scope == scope and spot_of(plan.nodes[op.name]) is not None]
+        placed = [op.name for op in program.ops.values() if op.scope == scope and beside(plan, op.name)]
         if placed:  # ranks would end at different tensors, some of them before a collective of all
             raise PlanError(f"blocks {scope} cannot be run again: {placed[0]} runs on one coordinate of an axis only")
     split = [op.name for op in program.ops.values() if op.role == "op" and any(plan.nodes[op.name].runs)]
@@ -233,6 +233,11 @@ def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
 def spot_of(node: NodePlan) -> Spot | None:
     """Where the plan places an Op, None where all ranks share it."""
     return next(((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None)
+
+
+def beside(plan: Plan, name: str) -> bool:
+    """Whether an operator takes or makes what only one coordinate of an axis has: what its backward needs is kept, for only the ranks that compute would gather again."""
+    return any(is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0]))
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:

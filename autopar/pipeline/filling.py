@@ -107,10 +107,8 @@ class Filling:
             end = self._furthest(stage)
             if end is not None:
                 self.edges.append(end)
-            elif not any(self._ends_at(stage, stop) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(self.edges[-1]))])):
+            elif not any(self._ends_at(stage, stop) and self._moved(stage) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(self.edges[-1]))])):
                 return False
-            else:
-                self.spent = [self._spent(other) for other in range(stage)]
             self.spent.append(self._spent(stage))
         return self.edges[-1] == self.ends[-1]
 
@@ -170,3 +168,16 @@ class Filling:
                 return True
         self.never[stage, stop] = None
         return False
+
+    def _moved(self, stage: int) -> bool:
+        """Take for `stage` and those before it what they may have as these end now. False, and nothing is taken, where one may not have what it was moved to: of two stages of a place
+        the first can have more there than what the second was told that it leaves."""
+        moved = Filling(self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s)
+        moved.edges = self.edges
+        for other, (first, stop) in enumerate(itertools.pairwise(self.edges)):
+            moved.may.append(self.budgets.of(other, self._mean_s, moved.spent))
+            if moved._again(other, first, stop) is None:
+                return False
+            moved.spent.append(moved._spent(other))
+        self.may, self.spent, self.never = moved.may, moved.spent[:stage], {}
+        return True

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
@@ -66,7 +66,13 @@ def _seconds(table: Timetable, parts: Sequence[Sequence[Cost]]) -> tuple[float, 
     return max(each), max(sum(s for s, at in zip(each, table.at, strict=True) if at == place) for place in range(table.places))
 
 
+MOVED = [Cost(micro, 0.0, kept, halfway, rest, live) for micro, kept, halfway, rest, live in
+         ((7.0, 1.0, 0.0, 1.0, 1.0), (1.0, 3.0, 2.0, 4.0, 1.0), (4.0, 3.0, 1.0, 9.0, 3.0), (1.0, 5.0, 0.0, 9.0, 0.0), (6.0, 3.0, 2.0, 0.0, 3.0), (1.0, 3.0, 0.0, 2.0, 0.0))]
+
+
 @given(KINDS, COSTS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2)), min_size=9, max_size=9), st.integers(20, 200), st.booleans())
+@example(Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, False)  # a stage that is moved for one behind it holds more there than before
+@example(Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, True)
 def test_no_place_has_more_than_its_memory(kind: Kind, costs: list[Cost], more: list[tuple[int, int, int]], limit: int, by_place: bool) -> None:
     table = Timetable(kind, 2, 4)
     again = [replace(c, micro_s=c.micro_s + s, kept_bytes=max(0.0, c.kept_bytes - k), live_bytes=c.live_bytes + n) for c, (s, k, n) in zip(costs, more, strict=False)]

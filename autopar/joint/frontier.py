@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from autopar import joint
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.plan import Plan
+from autopar.recipes import RECIPES
+from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 
 POINTS = 6
@@ -19,7 +21,8 @@ SHRINK = 0.7  # of the memory of the plan before
 
 
 def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> list[Plan]:
-    """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too. Each may take `request.time_limit_s`.
+    """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too, and recipes between what the search finds. Each may take
+    `request.time_limit_s`.
 
     Raises InfeasibleError when nothing fits the device, PlanError for what cannot be asked for.
     """
@@ -33,7 +36,18 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
             found.append(joint.anywhere(inner.limited(limit_bytes), **about))
         except InfeasibleError:
             break
-    return unbeaten([replace(plan, alternatives=()) if plan is not found[0] else plan for plan in found])
+    every = [*found, *_recipes(inner, found, about)]
+    return unbeaten([replace(plan, alternatives=()) if plan is not found[0] else plan for plan in every])
+
+
+def _recipes(inner: Inner, found: Sequence[Plan], about: Mapping[str, Any]) -> Iterator[Plan]:
+    """The recipes that were priced along the way and are beaten by none of `found`, each as fast as it is with all the memory there is."""
+    names = (*RECIPES, *PIPELINES)
+    between = [row.name for row in found[0].alternatives if row.name in names and row.step_s is not None and row.memory_bytes is not None
+                     and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)]
+    for name in dict.fromkeys(between):
+        inner.restart()
+        yield joint.anywhere(inner.named(name), **about)
 
 
 def unbeaten(plans: list[Plan]) -> list[Plan]:

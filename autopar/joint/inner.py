@@ -84,6 +84,14 @@ class Inner:
         other._parted = {}
         return other
 
+    def named(self, recipe: str) -> Inner:
+        """The same for a recipe; what was made so far is shared."""
+        other = copy.copy(self)
+        other.request = replace(self.request, recipe=recipe)
+        other.whole = self.whole.anew(other.request)
+        other._hosted, other._parted = {}, {}
+        return other
+
     def hosted(self, held: str) -> Inner:
         """The same with that on the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
         if held not in self._hosted:

@@ -10,6 +10,7 @@ from autopar.cluster import Cluster
 from autopar.joint.frontier import frontier
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
+from autopar.recipes import RECIPES
 from autopar.request import Request
 from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
@@ -24,6 +25,9 @@ def test_less_memory_takes_longer(cluster: Cluster) -> None:
     for fast, small in itertools.pairwise(plans):
         assert fast.predicted.step_s <= small.predicted.step_s
         assert fast.predicted.memory_bytes > small.predicted.memory_bytes
+    for row in plans[0].alternatives:  # recipes that were priced along the way
+        if row.step_s is not None and row.memory_bytes is not None and row.name in RECIPES:
+            assert any(plan.predicted.step_s <= row.step_s and plan.predicted.memory_bytes <= row.memory_bytes for plan in plans), row
     assert all(Plan.from_json(plan.to_json()) == plan for plan in plans)
     assert all(plan.cluster == cluster.to_dict() for plan in plans if not cluster.parts)
     report = who.verified(plans[-1])

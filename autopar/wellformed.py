@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from autopar.cost.memory import HOSTED, ITEMSIZES, OPTIMIZERS, POLICIES
+from autopar.cost.memory import HOSTED, ITEMSIZES, POLICIES
 from autopar.errors import LayoutError, PlanError
 from autopar.layout import NO_GRAD, parse
+from autopar.optimizers import OPTIMIZERS
 
 Check = Callable[[str, Any], None]  # of the field's name and its value; raises PlanError
 

@@ -68,6 +68,13 @@ def test_run(plan: Path, tmp_path: Path) -> None:
     assert steps[1]["loss"] < steps[0]["loss"]  # the same batch twice
 
 
+def test_run_with_another_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "zero1", "--optimizer", "sgd-momentum", "-o", str(path))
+    steps = json.loads(done("run", str(path), "--steps", "2", "--json", "-").stdout)["steps"]
+    assert steps[1]["loss"] < steps[0]["loss"]
+
+
 @pytest.mark.parametrize("more", [(), ("--batch", "12")])
 def test_verify(plan: Path, more: tuple[str, ...]) -> None:
     report = json.loads(done("verify", str(plan), "--json", "-", *more).stdout)

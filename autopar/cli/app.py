@@ -12,6 +12,7 @@ import typer
 
 from autopar.cli.console import fail, writable
 from autopar.errors import AutoparError
+from autopar.optimizers import OPTIMIZERS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +47,7 @@ def plan(
     search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
-    optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")] = 0,
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
@@ -125,7 +126,7 @@ def memory(
     mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
-    optimizer: Annotated[str, typer.Option(help="whose state must fit: adamw or sgd")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     shown: Annotated[int, typer.Option(min=1, help="tensors shown of a plan's peak")] = 16,
     json: Json = None,
 ) -> None:

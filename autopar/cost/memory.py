@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-
-# optimizer -> values of state per parameter element
-OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+from autopar.optimizers import OPTIMIZERS
 
 POLICIES = {"bf16": ("bfloat16", "float32"), "fp16": ("float16", "float32")}
 """Mixed precision: name -> dtype of the computation, dtype in which parameters rest, are updated and have their gradients."""
@@ -91,11 +89,11 @@ def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, tr
     if offload == "parameters":
         return ParameterBytes(weights, resting)
     apart = leaf is not None or rest != dtype.removeprefix("torch.")
-    return ParameterBytes(weights, resting, 0.0 if offload else resting * OPTIMIZERS[optimizer], resting if apart else 0.0)
+    return ParameterBytes(weights, resting, 0.0 if offload else resting * OPTIMIZERS[optimizer].state, resting if apart else 0.0)
 
 
 def host_bytes(numel: float, dtype: str, precision: str, optimizer: str, offload: str) -> float:
     """Bytes in the memory of the host for `numel` trained elements that are computed with in `dtype`; `offload` as in `parameter_bytes`."""
     if not offload or "float" not in dtype:
         return 0.0
-    return numel * itemsize(rests_in(dtype, precision)) * (HOSTED[offload] + OPTIMIZERS[optimizer])
+    return numel * itemsize(rests_in(dtype, precision)) * (HOSTED[offload] + OPTIMIZERS[optimizer].state)

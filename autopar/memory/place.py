@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.cost.memory import OPTIMIZERS
 from autopar.layout import BUCKET_BYTES
 from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
+from autopar.optimizers import OPTIMIZERS
 from autopar.pipeline.orders import Action
 from autopar.pipeline.transit import Kind, Transit
 from autopar.pipeline.views import View
@@ -197,7 +197,7 @@ class Holding:
     def update_bytes(self) -> float:
         """What the optimizer's step takes beside what rests: where its state is on the host, that of one parameter, which is brought. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
         _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
-        offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer]
+        offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer].state
         if offload == "parameters":
             return 0.0  # on the host
         brought = values if offload == "optimizer" else 0

@@ -18,8 +18,9 @@ import numpy as np
 
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
-from autopar.cost.memory import OPTIMIZERS, ParameterBytes, itemsize, parameter_bytes, rests_in, scales_loss
+from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in, scales_loss
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction, most_elements
+from autopar.optimizers import OPTIMIZERS
 from autopar.problem.between import Between, routes_on
 from autopar.problem.graph import Op
 from autopar.problem.inner import Wait, sites, waits
@@ -225,7 +226,7 @@ class Prices:
             return 0.0
         if self.settings.offload == "parameters":
             return self._host_update_s(op, held.gradients)
-        rests, state = held.master or held.weights, held.gradients * OPTIMIZERS[self.settings.optimizer]
+        rests, state = held.master or held.weights, held.gradients * OPTIMIZERS[self.settings.optimizer].state
         moved = 2 * (rests + state) + self._graded_bytes(held.gradients) + self._cast_bytes(op, rests)
         moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
         brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0  # there and back, not hidden
@@ -243,7 +244,7 @@ class Prices:
 
     def _host_update_s(self, op: Op, rests: float) -> float:
         """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed with is cast and comes back."""
-        state = rests * OPTIMIZERS[self.settings.optimizer]
+        state = rests * OPTIMIZERS[self.settings.optimizer].state
         back = rests * op.out_dtypes[0].itemsize / itemsize(self._rest_dtype(op))
         passed_s = (2 * (rests + state) + self._graded_bytes(rests) + self._cast_bytes(op, rests)) / self.device.host_bandwidth_bytes_s
         return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count

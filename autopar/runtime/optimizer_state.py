@@ -17,20 +17,20 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
 from autopar.errors import RunError
+from autopar.optimizers import OPTIMIZERS
 from autopar.runtime.checkpoint import at_rest, unsection
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
 State = dict[str, Any]
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-"""The optimizers that a plan can name."""
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
     """The optimizer of a plan as it is priced: on GPUs in one pass over the memory, where torch by itself takes a pass for each operator."""
-    held = list(parameters)
+    held, kind = list(parameters), OPTIMIZERS[name]
     fused = bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
-    return OPTIMIZERS[name](held, lr=lr, fused=fused or None)
+    make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind.torch_name)
+    return make(held, lr=lr, fused=fused or None, **kind.options)
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:

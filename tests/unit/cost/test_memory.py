@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.memory import ITEMSIZES, OPTIMIZERS, ParameterBytes, computes_in, itemsize, parameter_bytes, rests_in
+from autopar.cost.memory import ITEMSIZES, ParameterBytes, computes_in, itemsize, parameter_bytes, rests_in
 from autopar.errors import PlanError
+from autopar.optimizers import OPTIMIZERS
 
 MAKE = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

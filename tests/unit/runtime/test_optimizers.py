@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.optimizers import OPTIMIZERS
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.optimizer_state import OPTIMIZERS, optimizer_of
+from autopar.runtime.optimizer_state import optimizer_of
 
 CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -24,14 +25,25 @@ class OnGpu(torch.Tensor):
 def test_on_gpus_one_kernel_steps_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def make(held: list[torch.Tensor], lr: float, fused: bool | None) -> None:
+    def make(held: list[torch.Tensor], lr: float, fused: bool | None, **options: float) -> None:
+        assert options == OPTIMIZERS[name].options
         asked.append((len(held), lr, fused))
 
-    monkeypatch.setitem(OPTIMIZERS, name, make)
+    monkeypatch.setattr(torch.optim, OPTIMIZERS[name].torch_name, make)
     real, there = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).as_subclass(OnGpu)
     for held in ([real], [there, there], [there, real], [torch.zeros(2, dtype=torch.complex64).as_subclass(OnGpu)], []):
         optimizer_of(name, held, 0.1)
     assert asked == [(1, 0.1, None), (2, 0.1, True), (2, 0.1, None), (1, 0.1, None), (0, 0.1, None)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_that_a_plan_can_name_runs_and_keeps_what_is_priced(name: str) -> None:
+    held = torch.nn.Parameter(torch.ones(10, 30))
+    held.sum().backward()
+    used = optimizer_of(name, [held], 0.1)
+    used.step()
+    assert sum(value.shape == held.shape for value in used.state[held].values() if isinstance(value, torch.Tensor)) == OPTIMIZERS[name].state
+    assert not torch.equal(held, torch.ones(10, 30))
 
 
 @pytest.mark.parametrize("said", [None, *CONF])

@@ -26,9 +26,9 @@ State = dict[str, Any]
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """The optimizer of a plan as it is priced: on GPUs in one pass over the memory, where torch by itself takes a pass for each operator."""
+    """The optimizer of a plan as it is priced: on GPUs in one pass over the memory, where DTensors have that; torch by itself takes a pass for each operator."""
     held, kind = list(parameters), OPTIMIZERS[name]
-    fused = bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
+    fused = kind.fused and bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
     make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind.torch_name)
     return make(held, lr=lr, fused=fused or None, **kind.options)
 

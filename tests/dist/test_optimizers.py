@@ -21,6 +21,7 @@ MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "SGD of lists": lambda p: optim.SGD(p, 1e-2, momentum=0.9, foreach=True),
     "Adam": lambda p: optim.Adam(p, 1e-2, amsgrad=True),
     "AdamW of lists": lambda p: optim.AdamW(p, 1e-2, foreach=True),
+    "Adam fused": lambda p: optim.Adam(p, 1e-2, fused=True),
     "AdamW fused": lambda p: optim.AdamW(p, 1e-2, fused=True),
     "Adamax": lambda p: optim.Adamax(p, 1e-2),
     "NAdam": lambda p: optim.NAdam(p, 1e-2),
@@ -31,7 +32,12 @@ MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "ASGD": lambda p: optim.ASGD(p, 1e-2),
     "Muon": lambda p: optim.Muon([x for x in p if x.ndim == 2], 1e-2),
 }
-REFUSED: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {"Adafactor": lambda p: optim.Adafactor(p, 1e-2), "Rprop": lambda p: optim.Rprop(p, 1e-3)}
+REFUSED: dict[str, tuple[Callable[[Iterable[nn.Parameter]], optim.Optimizer], str]] = {
+    "Adafactor": (lambda p: optim.Adafactor(p, 1e-2), "in-place operations that require placement changes are not supported"),
+    "Rprop": (lambda p: optim.Rprop(p, 1e-3), "in-place operations that require placement changes are not supported"),
+    "SGD fused": (lambda p: optim.SGD(p, 1e-2, fused=True), "does not have a sharding strategy registered"),
+    "Adagrad fused": (lambda p: optim.Adagrad(p, 1e-2, fused=True), "does not have a sharding strategy registered"),
+}
 PLANS: dict[str, Callable[[Subject], Plan]] = {
     "zero3": lambda who: by_recipe(who, (2,), "zero3"),
     "zero1": lambda who: by_recipe(who, (2,), "zero1"),
@@ -73,7 +79,7 @@ def _refused(source: str, light: Light, name: str) -> str:
     module = light.build(source)
     module.train_step(*module.shard_batch(**light.batch))
     try:
-        REFUSED[name](list(module.parameters())).step()
+        REFUSED[name][0](list(module.parameters())).step()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -81,11 +87,11 @@ def _refused(source: str, light: Light, name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_cannot_step_on_shards_says_so(name: str) -> None:
-    """When this fails, torch can: say so in docs/usage.md."""
+    """When this fails, torch can: say so in docs/usage.md, and of what is fused in autopar/optimizers.py."""
     who = subject("gpt")
     case = who.case(by_recipe(who, (2,), "zero3"))
     for said in living(2).run(_refused, case.source(), case.light, name):
-        assert "in-place operations that require placement changes are not supported" in said
+        assert REFUSED[name][1] in said
 
 
 def _plain(source: str, light: Light) -> dict[str, Tensor]:

@@ -124,6 +124,14 @@ class PipelinedModule(ShardedModule):
         if self.MESH.places > 1:
             all_at_once.install(self)
 
+    def _unhooked(self, *_: Any, **__: Any) -> Any:
+        raise RunError("hooks of a pipeline would never be called: a rank runs the stages of its own place, microbatch by microbatch, and none runs the whole model. Do what the hook does around "
+                       "train_step(...) or the call, which give the loss and the outputs on every rank; let the model give what else you need among its outputs before it is compiled; or plan "
+                       'without stages (recipe="zero3"), where hooks of the whole module are called')
+
+    register_forward_hook = register_forward_pre_hook = _unhooked
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _unhooked
+
     def sizes(self, *inputs: Any) -> dict[str, int]:
         """The global sizes of a batch of which `inputs` are this rank's part."""
         return {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +96,32 @@ def _cast(recipe: str) -> tuple[str, str]:
 def test_stages_in_another_dtype(recipe: str, why: str) -> None:
     for wrong, right in on_ranks(2, _cast, recipe):
         assert why in wrong and bool(wrong) == bool(why) and not right
+
+
+HOOKS: dict[str, Callable[..., None]] = {
+    "register_forward_hook": lambda module, inputs, outputs: None, "register_forward_pre_hook": lambda module, inputs: None,
+    "register_full_backward_hook": lambda module, into, outof: None, "register_full_backward_pre_hook": lambda module, outof: None,
+    "register_backward_hook": lambda module, into, outof: None,
+}
+
+
+def _watched(recipe: str) -> dict[str, tuple[str, int]]:
+    """What is said of each hook of the whole module, and how often it is called in a step."""
+    made, batch = compiled(recipe)
+    found = {}
+    for name, hook in HOOKS.items():
+        module, watch = copy.deepcopy(made.module), mock.Mock(side_effect=hook)
+        wrong = said(lambda module=module, name=name, watch=watch: getattr(module, name)(watch))  # type: ignore[misc]
+        module.train_step(*batch)
+        found[name] = wrong, watch.call_count
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "why", "calls"), [("1f1b", "hooks of a pipeline would never be called", 0), ("ddp", "", 1)])
+def test_hooks_of_the_whole_module(recipe: str, why: str, calls: int) -> None:
+    for found in on_ranks(2, _watched, recipe):
+        for name, (wrong, called) in found.items():
+            assert wrong.startswith(why) and bool(wrong) == bool(why) and called == calls, name
 
 
 def _data() -> tuple[bool, bool]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,11 @@ class Compiled:
     def shard_batch(self, *batch: Any, **named: Any) -> Any:
         """This rank's part of a global batch."""
         return self.module.shard_batch(*batch, **named)
+
+    def update_bn(self, batches: Iterable[Any]) -> Compiled:
+        """Make the running statistics of batch norms those of `batches`, each what `shard_batch` gives; see ShardedModule."""
+        self.module.update_bn(batches)
+        return self
 
     @property
     def data_parallel_size(self) -> int:

@@ -33,6 +33,7 @@ class Captured:
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
     evaluation   what `model.eval()` makes of it
     parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
+    momenta      of batch norms with running statistics, by name
     left_out     names of outputs that are None in the sharded module: what is no tensor, lists as long as a batch
     valueless    names of constants without a value: the model is on meta and does not say how they are made
     """
@@ -54,6 +55,7 @@ class Captured:
     evaluation: Evaluation = field(default_factory=Evaluation)
     parts: Parts = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    momenta: Mapping[str, float] = field(default_factory=dict)
 
     def parted(self, parts: Parts) -> Captured:
         """The same for a plan that lays runs of blocks out in `parts`. Raises PlanError where the graph has no such runs."""

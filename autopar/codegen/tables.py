@@ -28,7 +28,7 @@ INDENT = "    "
 class Names:
     """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
     holds, the names of the state dict in the order of the model, arguments that are part of the graph, why the model cannot evaluate as it
-    trains, if so, and the buffers that change then, too."""
+    trains, if so, the buffers that change then, too, and the momenta of batch norms."""
 
     inputs: tuple[str, ...]
     structure: Any
@@ -38,12 +38,13 @@ class Names:
     fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     unevaluated: str = ""
     changing: tuple[str, ...] = ()
+    momenta: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(captured: Captured) -> Names:
         """Those of a captured model."""
         return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
-                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing)
+                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing, dict(captured.momenta))
 
 
 def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
@@ -107,10 +108,12 @@ def interface(context: Context, names: Names) -> list[str]:
 
 
 def _evaluation(context: Context, names: Names) -> list[str]:
-    """What a model that trains says of its evaluation."""
+    """What a model that trains says of its evaluation, and of its batch norms."""
     if context.plan.mode != "train":
         return [f"{INDENT}TRAINS = False"]
-    return [*([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []), *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else [])]
+    return [*([f"{INDENT}NORMS = {dict(names.momenta)!r}"] if names.momenta else []),
+            *([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []),
+            *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else [])]
 
 
 def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -28,6 +28,7 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
         ALIASES = {"lm_head.weight": "wte.weight"}            # tied: alias -> the name in PARAMS
         MIXED = True                                          # optional: mixed precision, floating inputs are cast
         TRAINS = False                                        # optional: planned for inference
+        NORMS = {"bn": 0.1}                                   # optional: batch norms and their momentum
         UNEVALUATED = "..."                                   # optional: why `eval()` is refused
         CHANGING = ("steps",)                                 # optional: buffers that change in evaluation, too
         ORDER = ("wte.weight", *(f"layers.{i}" for i in range(4)), "lm_head.weight")        # of the state dict; a path is a block

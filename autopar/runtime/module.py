@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from autopar._torch import as_parameter, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import batch, checkpoint, host_state, loaders, optimizer_state, regather, rng
+from autopar.runtime import batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
 from autopar.runtime.agreed import check_replicas
 from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
@@ -108,6 +108,7 @@ class ShardedModule(Scope):
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
     TRAINS: ClassVar[bool] = True
+    NORMS: ClassVar[Mapping[str, float]] = {}  # the momentum of each batch norm
     UNEVALUATED: ClassVar[str] = ""  # why the program is none of the model in evaluation, if so
     CHANGING: ClassVar[Sequence[str]] = ()  # buffers that change in evaluation, too
 
@@ -295,6 +296,12 @@ class ShardedModule(Scope):
         where a dim does not divide."""
         inputs = loaders.loaded(self.INPUTS, self.DIMS)
         return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
+
+    def update_bn(self, batches: Iterable[Any]) -> Self:
+        """Make the running statistics of batch norms those of `batches`, of equal weight, with the weights as they are, as torch.optim.swa_utils.update_bn does: averaged weights
+        need it. A batch is what a call takes, as `shard_batch` gives it; all ranks go through theirs together. Raises RunError where there are none, and where a norm is called twice."""
+        norms.renew(self, batches)
+        return self
 
     # -- state
 

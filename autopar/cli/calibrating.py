@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.calibrate import Calibration, calibrate, write
-from autopar.cli.console import show, write_json
+from autopar.cli.console import show, writable, write_json
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.report.calibration import calibration as report
@@ -44,11 +44,9 @@ def calibrate_command(output: Path, device: str | None, ranks: int | None, secon
 
 def check_output(output: Path) -> None:
     """Raise ClusterError where `output` cannot be a cluster file."""
-    if output.is_dir() or output.suffix != ".toml":
+    if output.suffix != ".toml":
         raise ClusterError(f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a preset")
-    folder = _existing(output.absolute().parent)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ClusterError(f"--output {output}: {output.absolute().parent} cannot be written to")
+    writable("--output", output, "the cluster", error=ClusterError)
 
 
 def write_cluster(cluster: Cluster, output: Path, command: str) -> None:
@@ -65,11 +63,6 @@ def as_json(found: Calibration) -> dict[str, Any]:
     return {"cluster": found.cluster.to_dict(), "fits": [asdict(fit) for fit in found.fits.found],
             "left_out": [{**asdict(each.sample), "why": each.why} for each in found.fits.rejected],
             "samples": [asdict(sample) for sample in found.samples]}
-
-
-def _existing(folder: Path) -> Path:
-    """The nearest folder above that is there."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.plan import write_atomic
 
 WIDTH = 140  # of tables in files and pipes
@@ -42,16 +42,24 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=f"{title}: {text}")
 
 
-def writable(option: str, where: str | Path | None) -> str | Path | None:
-    """`where` as it is. Raises PlanError where a file of that name (folders above it are made) cannot be written, before anything is done for it; - is stdout."""
-    if where is None or str(where) == "-":
-        return where
-    path = Path(where).absolute()
-    folder = next(above for above in path.parents if above.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"{folder} {'cannot be written to' if folder.is_dir() else 'is no folder'}"
-        raise PlanError(f"{option} {where}: {why}; wanted the name of a file that can be written")
+def writable(option: str, where: str | Path | None, what: str = "the result", *, folders: bool = True, error: type[AutoparError] = PlanError) -> str | Path | None:
+    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done for it. Folders above it are made, where `folders`; - is stdout."""
+    why = "" if where is None or str(where) == "-" else _unwritable(Path(where).absolute(), folders)
+    if why:
+        raise error(f"cannot write {what} to {where}: {why}; {option} wants the name of a file that can be written")
     return where
+
+
+def _unwritable(path: Path, folders: bool) -> str:
+    """Why no file can be written there, if so."""
+    if path.is_dir():
+        return "it is a folder"
+    if not folders and not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    folder = next(above for above in path.parents if above.exists())
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return ""
+    return f"{folder} {'' if folder.is_dir() else 'is no folder and '}cannot be written to"
 
 
 def write_json(where: str | None, data: Any) -> bool:

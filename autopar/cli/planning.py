@@ -68,7 +68,7 @@ class Asked:
 
 def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     """Plan, print, and write what was asked for."""
-    writable("--output", output)
+    writable("--output", output, "the plan")
     sizes, began = asked.sizes, time.perf_counter()
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"

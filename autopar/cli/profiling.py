@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.cli.calibrating import check_output, write_cluster
-from autopar.cli.console import progress, show, write_json
+from autopar.cli.console import progress, show, writable, write_json
 from autopar.cli.rebuild import Rebuilt, rebuild
 from autopar.cli.running import placed
 from autopar.cluster import Cluster
 from autopar.codegen.tables import Names
 from autopar.errors import PlanError
+from autopar.plan import write_atomic
 from autopar.problem.reading import read
 from autopar.profile import Case, Profile, profile, refit
 from autopar.report.profile import profile as report
@@ -23,8 +23,7 @@ from autopar.report.profile import profile as report
 
 def profile_command(where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None) -> None:
     """Run, compare, print, and write what was asked for. Raises PlanError where the trace cannot be written, ClusterError where the cluster cannot."""
-    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
-        raise PlanError(f"--trace {trace}: wanted the name of a file in a folder that is there")
+    writable("--trace", trace, "the trace", folders=False)
     if output is not None:
         check_output(output)
     with progress(f"profiling {where}") as tell, tempfile.TemporaryDirectory() as beside:
@@ -53,10 +52,6 @@ def _refitted(rebuilt: Rebuilt, found: Profile, output: Path) -> Mapping[str, fl
 def _move(made: Path, trace: Path) -> None:
     """Put a trace in its place, whole or not at all."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=trace.absolute().parent, prefix=f".{trace.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(made.read_bytes())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, trace)
+        write_atomic(trace, made.read_text())
     except OSError as error:
         raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error

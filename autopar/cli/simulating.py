@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from autopar.cli.console import progress, show, write_json
+from autopar.cli.console import progress, show, writable, write_json
 from autopar.cli.rebuild import rebuild
 from autopar.errors import PlanError
 from autopar.report.simulation import simulation as report
@@ -15,10 +15,7 @@ from autopar.simulate.trace import write_trace
 
 def simulate_command(where: Path, trace: Path | None, json: str | None) -> None:
     """Simulate, print, and write what was asked for. Raises PlanError where the trace cannot be written."""
-    if trace is not None and trace.is_dir():
-        raise PlanError(f"cannot write the trace to {trace}: it is a folder, wanted a file as trace.json")
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise PlanError(f"cannot write the trace to {trace}: there is no folder {trace.absolute().parent}")
+    writable("--trace", trace, "the trace", folders=False)
     with progress(f"simulating {where}") as tell:
         rebuilt = rebuild(where, tell)
         began = time.perf_counter()

@@ -216,6 +216,17 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(here, monkeypa
     assert said in refused(here, monkeypatch, capsys, "plan", "net.py:good", "--cluster", "cpu:1x2", option, where)
 
 
+@pytest.mark.parametrize(("command", "where", "said"), [
+    (("simulate", "no.json", "--trace"), "folder", "cannot write the trace to folder: it is a folder; --trace wants"), (("profile", "no.json", "--trace"), "folder", "cannot write the trace to folder: it is a folder; --trace wants"),
+    (("profile", "no.json", "--trace"), "gone/trace.json", "there is no folder"), (("profile", "no.json", "-o"), "net.py/c.toml", "net.py is no folder"), (("profile", "no.json", "-o"), "c.json", "ends in .toml"),
+    (("calibrate", "-o"), "folder.toml", "cannot write the cluster to folder.toml: it is a folder"), (("calibrate", "-o"), "net.py/c.toml", "net.py is no folder"),
+])
+def test_where_results_go_is_checked_alike_by_every_command(here, monkeypatch, capsys, command: tuple[str, ...], where: str, said: str) -> None:
+    for name in ("folder", "folder.toml"):
+        (here / name).mkdir()
+    assert said in refused(here, monkeypatch, capsys, *command, where)
+
+
 def test_a_trace_in_a_folder_that_is_not_there(here, monkeypatch, capsys) -> None:
     assert "there is no folder" in refused(here, monkeypatch, capsys, "simulate", str(planned(here, monkeypatch)), "--trace", "gone/trace.json")
 

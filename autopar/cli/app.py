@@ -6,15 +6,32 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from autopar.cli.console import fail, writable
+from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C ended, as shells have it."""
+
+
+class Interruptible(TyperGroup):
+    """The commands; where one is interrupted, it says so."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Exits with INTERRUPTED where Ctrl-C ends it: results are written last, and files at once, so that none is half there."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("interrupted; no file is half-written")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -181,7 +198,7 @@ def clusters(json: Json = None) -> None:
 
 
 def main() -> None:
-    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2."""
+    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with INTERRUPTED."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:

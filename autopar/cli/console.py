@@ -29,7 +29,12 @@ def show(*parts: RenderableType) -> None:
 
 def fail(error: Exception) -> None:
     """Print an error as one message on stderr."""
-    print(f"error: {error}", file=sys.stderr)
+    say(f"error: {error}")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    print(text, file=sys.stderr)
 
 
 @contextlib.contextmanager

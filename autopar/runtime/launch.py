@@ -227,6 +227,7 @@ def _differentiates() -> bool:
 def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
           timeout_s: float) -> None:
     _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that waits for this hears it, and ends this
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w"))
     gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages

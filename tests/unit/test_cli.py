@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from autopar.cli.app import main
 from autopar.cli.console import write_json
-from tests.helpers.command import autopar
+from tests.helpers.command import ROOT, autopar
 
 
 def test_help_lists_every_command() -> None:
@@ -74,6 +79,38 @@ def test_debug_shows_the_traceback_wherever_it_stands() -> None:
     for arguments in (("--debug", "explain", "nowhere.json"), ("explain", "nowhere.json", "--debug")):
         done = autopar(*arguments)
         assert done.returncode == 1 and "Traceback" in done.stderr and "PlanError" in done.stderr
+
+
+def _interrupted(arguments: tuple[str, ...], folder: Path, begun: Callable[[Path], bool]) -> subprocess.CompletedProcess[str]:
+    """A command whose whole group of processes has Ctrl-C as soon as it has `begun`, which looks at what it writes."""
+    out = folder / "out"
+    with out.open("w") as file, subprocess.Popen([sys.executable, "-m", "autopar", *arguments], cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                                                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as child:
+        deadline = time.monotonic() + 120
+        while not begun(out) and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGINT)
+        _, said = child.communicate(timeout=60)
+        return subprocess.CompletedProcess(arguments, child.returncode, out.read_text(), said)
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_file(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(plan)).returncode == 0
+    done = _interrupted(("run", str(plan), "--steps", "1000000", "--json", str(tmp_path / "run.json")), tmp_path, lambda out: "step 2:" in out.read_text())
+    assert (done.returncode, done.stderr) == (130, "interrupted; no file is half-written\n") and "step 2:" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.json"]
+
+
+def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.cli.lists.recipes_command", interrupted)
+    monkeypatch.setattr("sys.argv", ["autopar", "recipes"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted; no file is half-written\n"
 
 
 def test_json_is_whole_and_has_no_infinities(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     given = [user for user in call.users if user.target is operator.getitem]
     last = call
     for name, (first, stop) in zip(begins, itertools.pairwise(edges[1:]), strict=True):
-        gm.add_submodule(name, _sliced(body, first, stop))
+        gm.add_submodule(name, _sliced(str(call.target), body, first, stop))
         last = _behind(gm, last, name, stop - first)
     for item in given:
         item.replace_input_with(call, last)
@@ -64,11 +64,12 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     call.meta["repeat"] = edges[1]
 
 
-def _sliced(body: fx.GraphModule, first: int, stop: int) -> fx.GraphModule:
-    """A copy of `body` with the weights of the instances `[first, stop)`."""
+def _sliced(whole: str, body: fx.GraphModule, first: int, stop: int) -> fx.GraphModule:
+    """A copy of `body`, that of the run `whole`, with the weights of the instances `[first, stop)`."""
     part = copy.deepcopy(body)
     part.meta.update(body.meta)
     part.meta["start"] += first * part.meta["period"]
+    part.meta["part"] = (whole, first)
     _slice(part, first, stop)
     return part
 

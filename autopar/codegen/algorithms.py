@@ -17,7 +17,7 @@ from autopar.codegen import sizes
 from autopar.codegen.edges import Pair
 from autopar.codegen.expressions import Written, write
 from autopar.errors import PlanError
-from autopar.layout import cutters, dim_of, show
+from autopar.layout import cutters, dim_of, is_shard, show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
 from autopar.rules import halo as windows
@@ -179,8 +179,15 @@ def _dropout_p(call: Written) -> str:
 
 def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     context.algorithms["dropout"] = None
-    layout = show(Pair.of(node.outs[0]).value)
-    return f'dropout({call.args[0]}, {call.args[1]}, "{layout}", key="{op.name}", mesh=MESH)'
+    return f"dropout({call.args[0]}, {call.args[1]}, {_draw(op, node, context)})"
+
+
+def _draw(op: Op, node: NodePlan, context: Context) -> str:
+    """What a draw follows from, beside where it runs: which ranks have the same, a name that does not depend on the plan, and whether microbatches have the same."""
+    run = context.program.runs.get(op.scope)
+    name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
+    once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
+    return f'"{show(Pair.of(node.outs[0]).value)}", key="{name}"{", once=True" if once else ""}, mesh=MESH'
 
 
 def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
@@ -212,16 +219,15 @@ def switched(op: Op, call: Written, context: Context) -> Written:
     return replace(call, args=(*call.args[:place], text, *call.args[place + 1:]))
 
 
-def seeded_text(op: Op, node: NodePlan, text: str, call: Written, context: Context) -> str:
+def seeded_text(op: Op, node: NodePlan, text: str, context: Context) -> str:
     """`text` drawing its random numbers by the module's seed, where the operator draws any.
 
-    torch marks such operators; attention draws only where it drops weights, and dropout has an algorithm of its own.
+    Dropout has an algorithm of its own.
     """
-    draws = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
-    if not draws or (op.target is aten.scaled_dot_product_attention.default and float(_dropout_p(call)) == 0.0):
+    if not op.draws:
         return text
     context.algorithms["seeded"] = None
-    return f'seeded(lambda: {text}, "{show(Pair.of(node.outs[0]).value)}", key="{op.name}", mesh=MESH)'
+    return f"seeded(lambda: {text}, {_draw(op, node, context)})"
 
 
 ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Context], str]] = {

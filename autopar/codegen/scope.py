@@ -229,7 +229,7 @@ class ScopeWriter:
         if special is not None:
             return special
         self.context.use(node.target)
-        return seeded_text(op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), written, self.context)
+        return seeded_text(op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), self.context)
 
     def _note_even(self, op: Op, layout: Layout) -> None:
         """Remember the sizes that a reshape of cut dims needs to be even: the file checks them before it runs anything."""

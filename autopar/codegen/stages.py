@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.tables import (
@@ -36,6 +37,7 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     """The stage classes and the model class."""
     found = views(context.program, context.plan)
     _check_buffers(context.program, found)
+    _check_draws(context, found)
     bases: dict[tuple[str, ...], int] = {}  # what stages do -> the first one that does it
     stages = []
     for view in found:
@@ -54,6 +56,18 @@ def _check_buffers(program: Program, found: Sequence[View]) -> None:
         if op.role == "mutation" and holding - giving:
             raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads ({program.ops[op.operands[0][0]].where}): "
                             "cut the model in front of what reads the buffer or behind what changes it, or take one stage")
+
+
+def _check_draws(context: Context, found: Sequence[View]) -> None:
+    """Raise PlanError where stages draw one value on devices of several kinds: these make other numbers of one seed."""
+    plan = context.plan
+    places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    for op in context.program.ops.values():
+        on = {view.index: places.device(plan.stages[view.index].place) for view in found if op.draws and view.runs(op.name)}
+        others = [index for index, device in on.items() if device != next(iter(on.values()))]
+        if others:
+            raise PlanError(f"{op.name} ({op.where}) draws random numbers that stages {min(on)} and {others[0]} read, each for itself, and these run on devices of two kinds, which would not "
+                            "draw the same: cut the model so that devices of one kind read them, draw them outside and make them an input, or take a cluster of one kind")
 
 
 class StageWriter(ScopeWriter):

@@ -134,10 +134,14 @@ def _spans(context: Context, inputs: Sequence[Op]) -> dict[str, tuple[int, int |
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:
-    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`."""
+    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`. And FIRST: the numbers with which runs that draw
+    random numbers begin, so that each block draws as itself."""
     rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(namings(context.program, context.program.runs[scope])[slice(*span)])})"
             for scope, span in blocks.items()]
-    return f"{INDENT}RUNS = {{{', '.join(rows)}}}"
+    drawing = dict.fromkeys(op.scope for op in context.program.ops.values() if op.draws)
+    numbers = {scope: context.program.runs[scope].begins + first for scope, (first, _) in blocks.items() if scope in drawing}
+    first = {scope: number for scope, number in numbers.items() if number}
+    return f"{INDENT}RUNS = {{{', '.join(rows)}}}" + (f"\n{INDENT}FIRST = {first}" if first else "")
 
 
 def size_lines(context: Context, names: Mapping[Ref, str]) -> list[str]:

@@ -106,10 +106,10 @@ def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> N
 
 
 def from_inputs(program: Program) -> dict[str, None]:
-    """Names of the top-level operators whose results depend on inputs and sizes alone."""
+    """Names of the top-level operators whose results depend on inputs and sizes alone. What is drawn for the whole batch would not be what microbatches draw."""
     found: dict[str, None] = {}
     for op in program.ops.values():
-        plain = op.role in ("input", "buffer", "constant") or (op.role == "op" and not op.scope)
+        plain = op.role in ("input", "buffer", "constant") or (op.role == "op" and not op.scope and not op.draws)
         if plain and all(ref[0] in found for ref in op.operands) and not op.graded:
             found[op.name] = None
     return found

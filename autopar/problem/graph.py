@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autopar.layout import BUCKET_BYTES
-from autopar.rules.arguments import bias_of
+from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
 
-ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.to.dtype
+ADD, ATTENTION, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.to.dtype
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
 """Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
 
@@ -106,6 +106,12 @@ class Op:
         """Its operands that get gradients, and whether each is made of parameters alone."""
         return [(weight, tensor) for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers; attention does where it drops weights."""
+        tagged = torch.Tag.nondeterministic_seeded in getattr(self.target, "tags", ())
+        return tagged and not (self.target is ATTENTION and given(self.call)["dropout_p"] == 0.0)
+
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
         """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered
         again: a vector is kept, because it is smaller than what starting one more collective costs."""
@@ -133,6 +139,8 @@ class Run:
     feeds: tuple[Ref, ...]
     carried: tuple[Ref, ...]
     mutated: tuple[str, ...] = ()
+    whole: str = ""  # of a part of a run (passes.part_runs): that run, and the instance in it with which this part begins
+    begins: int = 0
 
 
 @dataclass(eq=False)

@@ -162,7 +162,7 @@ class _Reader:
             ports |= {n.name: Fed(grad, ports[n.name].early, False) for n, grad in zip(names, later, strict=False)}
         carried = reader.read(ports)
         mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
-        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated)
+        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated, *body.meta.get("part", ()))
         self.program.runs[scope] = run
         self.runs_of[node] = run
         for ref in carried:

@@ -27,6 +27,7 @@ class Scope(Tables, Protocol):
     """What holds runs of blocks: a model, or a stage of it."""
 
     RUNS: ClassVar[Mapping[str, tuple[Any, Sequence[Naming]]]]
+    FIRST: ClassVar[Mapping[str, int]]
     runs: dict[str, list[Any]]
 
 
@@ -53,7 +54,8 @@ class Declarations:
         made._add(scope)
         for run, (kind, namings) in scope.RUNS.items():
             scope.runs[run] = [kind(naming) for naming in namings]
-            for block, naming in zip(scope.runs[run], namings, strict=True):
+            for number, (block, naming) in enumerate(zip(scope.runs[run], namings, strict=True), scope.FIRST.get(run, 0)):
+                block.number = number
                 made._add(block, naming)
         return made
 

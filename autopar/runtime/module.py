@@ -47,6 +47,7 @@ class Block(nn.Module):
     def __init__(self, naming: Naming = "") -> None:
         super().__init__()
         self.naming = naming
+        self.number = 0  # in its run
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.compiled_again: Callable[..., Any] | None = None  # of a compiled block: its forward, run again in the backward
@@ -56,7 +57,7 @@ class Block(nn.Module):
         """Run the block, as soon as its leaves are there."""
         if self.ready is not None:
             self.ready()
-        with within(self):
+        with within(self), rng.in_block(self.number):
             return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +72,7 @@ class Scope(nn.Module):
     PARAMS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
     RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[Naming]]]] = {}
+    FIRST: ClassVar[Mapping[str, int]] = {}  # of runs that begin elsewhere: the number of the first block that is here
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
 """The base classes of an emitted pipeline: `PipelinedModule` for the model, `Stage` for one of its stages.
 
     class Stage0(Stage):
+        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(2, 4)])}
+        FIRST = {"layers": 2}        # optional, where blocks draw random numbers: the number of the first block that is here
         INPUTS = ("input_ids",)      # inputs of the model that forward takes, after what it receives
         TOTALS, RESULTS = (), ()     # totals that it takes after them; numbers of the results that it returns
 

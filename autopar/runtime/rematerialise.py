@@ -40,7 +40,8 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     if block.ready is not None:
         block.ready()  # before the versions of its weights are noted
     if block.compiled_again is not None:
-        return block.compiled_again(*args, **kwargs)
+        with rng.in_block(block.number):
+            return block.compiled_again(*args, **kwargs)
     call = _Call(block)
     anchor, results = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, early_stop=False, **kwargs)
     own = [out for out in pytree.tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)]

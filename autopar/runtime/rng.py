@@ -1,36 +1,47 @@
 """What a step does at random, or in training only. Random numbers of sharded programs are the same on replicas, different on shards, other ones at every step and call.
 
-A draw is seeded by (seed, step, name of the operator, number of its call in this step, which shard), so it needs no
-communication, does not depend on other random operators, and is the same again for the same seed.
+A draw is seeded by (seed, step, name of the operator, number of the block in the model, number of the microbatch, number of its call there, which shard), so it
+needs no communication, does not depend on other random operators nor on what else runs on a rank, and is the same again for the same seed. However a model is cut into
+stages, its blocks draw the same; several stages that read a value which nobody sends them draw the same one, and so do microbatches where the value is the same for all (`once`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from autopar.layout import Layout, is_shard
+from autopar.layout import Layout, is_shard, parse
 from autopar.runtime.stack import pushed
+
+if TYPE_CHECKING:
+    from autopar.runtime.mesh import Mesh
 
 T = TypeVar("T")
 
 
 @dataclass
 class Rng:
-    """State of one module: `seed`, the number of steps so far, the calls of each operator in this step, and whether it is a step of training."""
+    """State of one module: `seed`, the number of steps so far, the calls of each operator in each block, in this step or a stage's part of it, and whether it is a step of training.
+    Where it draws: in which `microbatch`, and in which `block` of a run."""
 
     seed: int = 0
     step: int = 0
-    calls: dict[str, int] = field(default_factory=dict)
+    calls: dict[tuple[str, int], int] = field(default_factory=dict)
     training: bool = True
+    microbatch: int = 0
+    block: int = 0
 
     def copy(self) -> Rng:
         """The state as it is now: who draws from it again gets the same numbers."""
-        return Rng(self.seed, self.step, dict(self.calls), self.training)
+        return replace(self, calls=dict(self.calls))
+
+    def of(self, microbatch: int) -> Rng:
+        """The state for one microbatch in one stage, which counts calls of its own: what other stages of a rank have drawn does not matter."""
+        return replace(self, microbatch=microbatch, calls={})
 
     def advance(self, *, training: bool = True) -> None:
         """Begin the next step."""
@@ -38,12 +49,13 @@ class Rng:
         self.calls = {}
         self.training = training
 
-    def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device) -> torch.Generator:
-        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`."""
-        call = self.calls.get(key, 0)
-        self.calls[key] = call + 1
+    def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False) -> torch.Generator:
+        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the same in all microbatches with `once`."""
+        call = self.calls.get((key, self.block), 0)
+        self.calls[key, self.block] = call + 1
         shard = [(axis, coord[axis]) for axis, entry in enumerate(layout) if is_shard(entry)]
-        digest = hashlib.blake2b(repr((self.seed, self.step, key, call, shard)).encode(), digest_size=8).digest()
+        where = (self.seed, self.step, key, self.block, 0 if once else self.microbatch, call, shard)
+        digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -55,6 +67,12 @@ def current() -> Rng:
     return _current[-1]
 
 
+def generator(key: str, layout: str, mesh: Mesh, device: torch.device, *, once: bool = False) -> torch.Generator:
+    """The generator of one draw from the current state for this rank's shard under `layout`; an axis of one rank cuts nothing."""
+    entries = tuple("R" if size == 1 else entry for entry, size in zip(parse(layout), mesh.sizes, strict=True))
+    return current().generator(key, entries, mesh.coord, device, once=once)
+
+
 def in_training(value: T, otherwise: T) -> T:
     """`value` in a step of training, `otherwise` where the module evaluates (`model.eval()`)."""
     return value if current().training else otherwise
@@ -63,6 +81,11 @@ def in_training(value: T, otherwise: T) -> T:
 def using(rng: Rng) -> AbstractContextManager[None]:
     """Draw from `rng` inside."""
     return pushed(_current, rng)
+
+
+def in_block(number: int) -> AbstractContextManager[None]:
+    """Draw as block `number` of its run inside, from the same state."""
+    return using(replace(current(), block=number))
 
 
 def manual_seed(seed: int) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 
 from autopar._torch import is_view, waits_late
 from autopar.errors import RunError
-from autopar.runtime import regather
+from autopar.runtime import regather, rng
 from autopar.runtime.count import record
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import Spread
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
 
 
-def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], given: Mapping[str, Any],
+def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], micro: Micro, number: int,
               sizes: Mapping[str, int]) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-    """One microbatch through one stage: what it sends, and its results by number. Buffers take their new values."""
+    """Microbatch `number` of `micro` through one stage: what it sends, and its results by number. Buffers take their new values."""
     stage.spreads.clear()
-    sends, made = stage(*received, *(given[n] for n in stage.INPUTS), *(given[n] for n in stage.TOTALS), **sizes)
+    given = micro[number]
+    with rng.using(model.rng.of(number)):
+        sends, made = stage(*received, *(given[n] for n in stage.INPUTS), *(given[n] for n in stage.TOTALS), **sizes)
     results = dict(zip(stage.RESULTS, made, strict=True))
     return sends, model.mutate(stage, results)
 
@@ -63,7 +65,7 @@ class Runner(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(regather.regathering(engine.syncs[stage.index]))
             arrived = [_Arrive.apply(x) if x.requires_grad else x for x in received]
-            sends, results = engine.run(stage, arrived, engine.micro[int(microbatch)], engine.sizes)
+            sends, results = engine.run(stage, arrived, engine.micro, int(microbatch), engine.sizes)
         if stage.index == engine.last:
             return _sendable(results[engine.loss], True)
         following = engine.following[stage.index]
@@ -148,7 +150,7 @@ class Engine:
         loss = torch.empty(0, device="cpu")
         with regather.regathering(self.syncs[0]):
             for stage in self.stages:
-                received, results = self.run(stage, received, self.micro[number], self.sizes)
+                received, results = self.run(stage, received, self.micro, number, self.sizes)
                 loss = results.get(self.loss, loss)
         self._seen(loss).backward()
 
@@ -160,13 +162,13 @@ def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[
     local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     sent: list[Any] = []
     for stage in stages:
-        for number, given in enumerate(micro):
+        for number in range(len(micro)):
             if stage.index and places[stage.index - 1] != here:
                 received = _receive(model, stage, sizes)
             else:
                 received = local.pop((stage.index, number), ())
             with regather.regathering(model._syncs[stages.index(stage)]):
-                sends, results = run_stage(model, stage, received, given, sizes)
+                sends, results = run_stage(model, stage, received, micro, number, sizes)
             spreads = iter(stage.spreads)
             for index, value in results.items():
                 lies = next(spreads) if model.OUTPUTS[index][0] == "output" else None

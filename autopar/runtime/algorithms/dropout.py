@@ -7,23 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.layout import parse
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.rng import current
+from autopar.runtime.rng import current, generator
 
 
-def dropout(x: Tensor, p: float, layout: str, *, key: str, mesh: Mesh) -> Tensor:
+def dropout(x: Tensor, p: float, layout: str, *, key: str, mesh: Mesh, once: bool = False) -> Tensor:
     """`x` with each element zeroed with probability `p` and the rest scaled by 1 / (1 - p): same shape. As it is where the module evaluates.
 
     `layout` says which ranks hold the same shard (they draw the same mask); `key` names the operator. Reproducible by seed, and
-    new at every step and every call (autopar.runtime.rng). The mask is one draw per element, as on one device, but other numbers.
+    new at every step, in every block and microbatch (in all the same with `once`) and at every call (autopar.runtime.rng). The mask is one draw per element, as on one device, but other numbers.
     """
     if p == 0.0 or not current().training:
         return x
     if p == 1.0:
         return x * 0.0
-    generator = current().generator(key, parse(layout), mesh.coord, x.device)
-    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=generator)
+    drawn = generator(key, layout, mesh, x.device, once=once)
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p, generator=drawn)
     dropped: Tensor = _Masked.apply(x, kept, 1.0 / (1.0 - p))
     return dropped
 

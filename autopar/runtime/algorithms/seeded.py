@@ -7,20 +7,19 @@ from typing import TypeVar
 
 import torch
 
-from autopar.layout import parse
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.rng import current
+from autopar.runtime.rng import generator
 
 T = TypeVar("T")
 
 
-def seeded(draw: Callable[[], T], layout: str, *, key: str, mesh: Mesh) -> T:
+def seeded(draw: Callable[[], T], layout: str, *, key: str, mesh: Mesh, once: bool = False) -> T:
     """`draw()`, with torch's default generator seeded for this one call and put back after.
 
     Ranks share the default generator only by accident. The seed follows from (module seed, step, `key`, the shard that
-    this rank holds under `layout`), as in autopar.runtime.rng.
+    this rank holds under `layout`) and from where it is drawn, as in autopar.runtime.rng; with `once` all microbatches have the same.
     """
-    seed = current().generator(key, parse(layout), mesh.coord, torch.device("cpu")).initial_seed()
+    seed = generator(key, layout, mesh, torch.device("cpu"), once=once).initial_seed()
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
         return draw()

@@ -23,6 +23,7 @@ from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
+from autopar.runtime.rng import new_seed
 from autopar.text import seconds
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
@@ -45,6 +46,7 @@ class Compiled:
                  captured: Captured | None = None, frontier: Sequence[Plan] = ()) -> None:
         self.bundle, self.captured, self._weights = bundle, captured, weights
         self.frontier = tuple(frontier) or (bundle.plan,)
+        self._seed = new_seed()
 
     @property
     def plan(self) -> Plan:
@@ -56,15 +58,16 @@ class Compiled:
 
     @cached_property
     def module(self) -> ShardedModule:
-        """The sharded module on this rank, an nn.Module, with the model's weights if it had any: those of rank 0, where ranks made others.
+        """The sharded module on this rank, an nn.Module, with the model's weights if it had any: those of rank 0, where ranks made others. What it draws
+        at random follows from a seed that rank 0 took from torch's generator when this object was made.
 
         Raises RunError when the number of ranks is not the plan's.
         """
         kind, constants = self.plan.device_kind, self.bundle.constants
         device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-        held = from_first({**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}}, device)
+        held, seed = from_first({**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}}, self._seed, device)
         bundle = replace(self.bundle, constants={name: held[name] for name in constants})
-        return bundle.build(None if self._weights is None else {name: held[name] for name in self._weights if name in held})
+        return bundle.build(None if self._weights is None else {name: held[name] for name in self._weights if name in held}, seed=seed)
 
     def train(self, mode: bool = True) -> Compiled:
         """As nn.Module.train: the next calls train, or with False evaluate. Raises RunError where the model does in evaluation what a training step does not."""
@@ -141,6 +144,14 @@ class Compiled:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by original name, on the CPU of every rank; a collective operation."""
         return self.module.full_state_dict()
+
+    def rng_state(self) -> dict[str, int]:
+        """Seed and number of steps of its random numbers, to save beside the state dicts."""
+        return self.module.rng_state()
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """The inverse of `rng_state`, on all ranks alike. Raises RunError on what that did not give."""
+        self.module.set_rng_state(state)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State of an optimizer of `parameters` by original names, to save with torch.distributed.checkpoint under one plan and

@@ -50,12 +50,12 @@ class Bundle:
         exec(compile(self.source, name, "exec"), space)
         return space
 
-    def build(self, weights: Mapping[str, torch.Tensor] | None = None) -> ShardedModule:
-        """The module on this rank, filled from whole `weights` by original name, or with parameters empty.
+    def build(self, weights: Mapping[str, torch.Tensor] | None = None, *, seed: int = 0) -> ShardedModule:
+        """The module on this rank, filled from whole `weights` by original name, or with parameters empty. What it draws at random follows from `seed`, one for all ranks.
 
         Raises RunError when the ranks do not fit the plan, the weights the model, or where a constant has no value.
         """
-        module: ShardedModule = self.namespace()["Model"]()
+        module: ShardedModule = self.namespace()["Model"](seed=seed)
         module.load_constants(self.constants)
         return module if weights is None else module.load_full(weights, strict=False)
 

@@ -1,4 +1,4 @@
-"""Weights that all ranks have alike: those of rank 0, as DistributedDataParallel takes them.
+"""Weights and the seed of random draws that all ranks have alike: those of rank 0, as DistributedDataParallel takes them.
 
 Each rank makes the user's model for itself. Without a seed it makes other random weights, and parts of different models would train together. What is set later, rank by
 rank, is compared before the first step.
@@ -25,28 +25,31 @@ SAMPLES = 64
 
 
 @torch.no_grad()
-def from_first(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
-    """`tensors` as they are where all ranks have the same, else copies of what rank 0 has, with a warning. A collective operation, through `device`."""
-    if not (dist.is_available() and dist.is_initialized()) or not tensors:
-        return tensors
-    mine = torch.stack([fingerprint(tensor) for tensor in tensors.values()]).to(device)
+def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> tuple[Mapping[str, Tensor], int]:
+    """`tensors` as they are where all ranks have the same, else copies of what rank 0 has, with a warning; and the `seed` of rank 0, a number that a float64 holds. A
+    collective operation, through `device`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensors, seed
+    mine = torch.stack([torch.tensor(seed, dtype=torch.float64, device="cpu"), *(fingerprint(tensor) for tensor in tensors.values())]).to(device)
     first = mine.clone()
     dist.broadcast(first, src=0)
-    other = (mine != first).to(torch.int32)
+    seed, other = int(first[0]), (mine != first)[1:].to(torch.int32)
+    if not tensors:
+        return tensors, seed
     dist.all_reduce(other, op=dist.ReduceOp.MAX)
     if not other.any():
-        return tensors
+        return tensors, seed
     names = [name for name, differs in zip(tensors, other.tolist(), strict=True) if differs]
     if dist.get_rank() == 0:
         warnings.warn(f"the ranks made {len(names)} tensors of the model each in their own way ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): those of rank 0 are taken. "
                       "Seed all ranks alike before the model is made, or load weights, to save the broadcast", stacklevel=2)
-    return {name: _broadcast(tensor, device) for name, tensor in tensors.items()}
+    return {name: _broadcast(tensor, device) for name, tensor in tensors.items()}, seed
 
 
 @torch.no_grad()
-def check_replicas(held: Iterable[Held], mesh: Mesh) -> None:
-    """Compare what several ranks hold whole of parameters and buffers; a collective operation of all ranks. Raises RunError, on every rank, where copies differ: they
-    would get the same gradients and never become alike."""
+def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh) -> None:
+    """Compare what several ranks hold whole of parameters and buffers, and the seed of what is drawn; a collective operation of all ranks. Raises RunError, on every rank,
+    where copies differ: they would get the same gradients and never become alike; and where seeds do, for replicas would draw other numbers."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     known, wrong = list(held), list[str]()
@@ -59,8 +62,12 @@ def check_replicas(held: Iterable[Held], mesh: Mesh) -> None:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.group(axis))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group(axis))
         wrong += [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
-    anywhere = torch.tensor(len(wrong), device=mesh.device)
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    told = torch.tensor([len(wrong), seed, -seed], device=mesh.device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    anywhere, most_seed, least_seed = told.tolist()
+    if most_seed != -least_seed:
+        raise RunError(f"ranks draw random numbers from seeds of their own, {-least_seed} to {most_seed} (this one {seed}): replicas would have other masks of dropout. "
+                       "Give set_rng_state() the same state on every rank")
     if anywhere:
         names = f"{', '.join(dict.fromkeys(wrong[:3]))}{', ...' if len(wrong) > 3 else ''}" if wrong else "parameters of other ranks"
         raise RunError(f"copies of one tensor are not the same on all ranks that have one: {names}. Where weights are set after compile, set them alike: from one file, from "

@@ -204,7 +204,7 @@ class ShardedModule(Scope):
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._told.begun:
             self._told.first(inputs)
-            check_replicas(self._held.values(), self.MESH)
+            check_replicas(self._held.values(), self.rng.seed, self.MESH)
         elif self._in_step() and self._told.tell(inputs) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # ranks that work on the same samples send each other what is as large as these
         return inputs
@@ -355,6 +355,14 @@ class ShardedModule(Scope):
         """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective operation."""
         found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
         return {name: found[name] for name in self._names if name in found}
+
+    def rng_state(self) -> dict[str, int]:
+        """Of what the random numbers to come follow: the seed, and how many steps there were; the same on all ranks. Save it beside the state dict, which has none."""
+        return self.rng.state()
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Go on with random numbers where `rng_state` was asked for, on all ranks alike. Raises RunError on anything else."""
+        self.rng = self.rng.at(state)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""

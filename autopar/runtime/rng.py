@@ -8,12 +8,14 @@ stages, its blocks draw the same; several stages that read a value which nobody 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from autopar.errors import RunError
 from autopar.layout import Layout, is_shard, parse
 from autopar.runtime.stack import pushed
 
@@ -48,6 +50,16 @@ class Rng:
         self.step += 1
         self.calls = {}
         self.training = training
+
+    def state(self) -> dict[str, int]:
+        """What is saved of it, between steps."""
+        return {"seed": self.seed, "step": self.step}
+
+    def at(self, state: Mapping[str, int]) -> Rng:
+        """As it was when `state` was saved. Raises RunError where that is no saved state."""
+        if not isinstance(state, Mapping) or state.keys() != {"seed", "step"} or not all(type(number) is int and 0 <= number < 1 << 63 for number in state.values()):
+            raise RunError(f"set_rng_state got {state!r}, wanted what rng_state() gave: {{'seed': ..., 'step': ...}}, two whole numbers")
+        return replace(self, seed=state["seed"], step=state["step"], calls={})
 
     def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False) -> torch.Generator:
         """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the same in all microbatches with `once`."""
@@ -88,6 +100,11 @@ def in_block(number: int) -> AbstractContextManager[None]:
     return using(replace(current(), block=number))
 
 
+def new_seed() -> int:
+    """A seed for one module, drawn from torch's generator as a DataLoader draws its own: reproducible by `torch.manual_seed`, and another one for the next module."""
+    return int(torch.randint(1 << 53, (), device="cpu"))
+
+
 def manual_seed(seed: int) -> None:
-    """Seed the random operators that run outside any module; a module has its own: `model.rng.seed`."""
+    """Seed the random operators that run outside any module; a module has its own, of `torch.manual_seed` before it was built or of `set_rng_state`."""
     _current[0] = Rng(seed)

@@ -219,7 +219,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
     operators to rule strings. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
-    optimizer state in float32 (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
+    optimizer state in float32, and buffers in their own dtypes (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
     memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`). A search ends after `time_limit_s`, proof included, with the best that it
@@ -228,11 +228,10 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
 
     Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
     """
-    from autopar.capture import capture, own_state
-    from autopar.capture.precision import computation, dtype_of, in_dtype, with_values
+    from autopar.capture import own_state
+    from autopar.capture.precision import capture_in
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
-    from autopar.frontend.loading import cast
     from autopar.joint import plan
     from autopar.joint.frontier import frontier
     from autopar.problem.settings import Settings
@@ -243,14 +242,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
         raise PlanError(f"mode is {mode!r}, wanted train or inference")
     where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
     args, kwargs = _inputs(model, example_inputs, batch=batch, seq=seq, labels=mode == "train")
-    dtype = computation(precision, mode)[0] if precision is not None else dtype_of(model)
-    typed = in_dtype(model, dtype)
-    if typed is not model:
-        args, kwargs = cast((args, kwargs), dtype)
-    captured = capture(typed, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, progress=progress)
-    if typed is not model:
-        captured = with_values(captured, model, dtype)
-    settings = Settings(mode, optimizer, computation(precision or str(dtype).removeprefix("torch."), mode)[1])
+    captured, stated = capture_in(model, args, kwargs, precision=precision, mode=mode, loss_fn=loss_fn, dynamic_shapes=dynamic_shapes, progress=progress)
+    settings = Settings(mode, optimizer, stated)
     request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
                       as_rules(rules), progress, remat=remat, prove=prove)
     about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}

@@ -32,6 +32,7 @@ from passes.noises import noises
 from passes.norms import norms
 from passes.numbers import numbers
 from passes.one_sample import one_sample
+from passes.own_dtypes import own_dtypes
 from passes.pieces import pieces
 from passes.provenance import provenance
 from passes.ranges import ranges
@@ -50,6 +51,7 @@ NORMALIZE: tuple[Pass, ...] = (
     inplace,
     spellings,
     drop_noops,
+    own_dtypes,
     broadcasts,
     norms,
     noises,

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
     does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called again those that it left.
+          Statistics have at least the bits of float32, as those of torch's kernels.
     gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`, which says what they are
            in evaluation.
     """
@@ -37,9 +38,9 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     x: fx.Node = given["input"]
     dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
-    mean = _mean(gm, node, _op(node, aten.sum.dim_IntList, x, dims, True), count, given, "running_mean")
-    centred = _op(node, aten.sub.Tensor, x, mean)
-    squares = _op(node, aten.sum.dim_IntList, _op(node, aten.mul.Tensor, centred, centred), dims, True)
+    mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
+    centred = _op(node, aten.sub.Tensor, x, _as(node, mean, x))
+    squares = _sum(node, _op(node, aten.mul.Tensor, centred, centred), dims)
     variance = _mean(gm, node, squares, count, given, "running_var")
     if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
@@ -47,7 +48,19 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
-    return _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
+    return _affine(node, _op(node, aten.mul.Tensor, centred, _as(node, scale, x)), given)
+
+
+def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:
+    """The sums of `value` over `dims`, which stay as ones of size 1."""
+    wide = torch.promote_types(facts.dtype(value), torch.float32)
+    kwargs = {} if wide == facts.dtype(value) else {"dtype": wide}
+    return edit.call(node.graph, aten.sum.dim_IntList, (value, dims, True), kwargs, like=node)
+
+
+def _as(node: fx.Node, value: fx.Node, other: fx.Node) -> fx.Node:
+    """`value` in the dtype of `other`."""
+    return value if facts.dtype(value) == facts.dtype(other) else _op(node, aten.to.dtype, value, facts.dtype(other))
 
 
 def _mean(gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
@@ -83,7 +96,7 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
     """running <- (1 - momentum) * running + momentum * batch, without gradient."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
-    new = _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum))
+    new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)
     edit.mutate_buffer(gm, edit.buffer_of(gm, running), new, behind=new)
     for old in edit.same_memory(running):
         edit.redirect_later(old, new, behind=new)

@@ -39,11 +39,12 @@ from passes import facts
 @draws()  # a user's own random numbers go on where they were
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
             loss_fn: Callable[..., torch.Tensor] | None = None, mode: str = "train", dynamic_shapes: Any = None,
-            fold: bool = True, progress: Callable[[str], None] | None = None) -> Captured:
+            fold: bool = True, progress: Callable[[str], None] | None = None, rests: nn.Module | None = None) -> Captured:
     """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not touched.
 
     With `loss_fn`, a function or a module, the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
     `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False` captures every block.
+    `rests` is the model as it rests, where `model` is it in the dtype of activations: its buffers keep their own dtypes.
     Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
     clock = _Clock(progress)
@@ -61,6 +62,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     notes = [note] if dynamic_shapes is None and (note := dims.unshared(flat)) else []
     with clock("shadow"):
         twin, runs, why = _shadow(model, runs, targets, mode, asked, flat, tree)
+        resting = {} if rests is None else _buffer_dtypes(shadow(rests, _kept(rests, runs)))
         notes += [f"blocks are captured one by one: {why}"] if why else []
     with clock("export"), code_when_asked():
         program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, targets, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
@@ -74,17 +76,17 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         notes.append("the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone")
     with clock("passes"), code_when_asked():
         try:
-            gm = _graph(model, program, known, runs, mode, evaluating.noises)
+            gm = _graph(model, program, known, runs, mode, evaluating.noises, resting)
         except ValueError as error:
             if not runs:  # nothing was shortened: the error is about the model itself
                 raise CaptureError(f"{type(model).__name__} cannot be captured: {error}") from error
-            return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress)
+            return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress, rests=rests)
     if gm.meta.get("noises", 0) != evaluating.noises:
         evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
     _check_loss(gm, mode, model)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     with clock("constants"):
-        values, valueless = constants(model, gm)
+        values, valueless = constants(rests or model, gm)
     notes += valueless.values()
     structure, numbers = outputs_of(program)
     left_out |= numbers
@@ -104,14 +106,22 @@ def _shadow(model: nn.Module, runs: list[alike.AlikeRun], targets: int, mode: st
             asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
     """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
     why = ""
-    keep = {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
-    twin = _in_mode(shadow(model, keep), mode)
+    twin = _in_mode(shadow(model, _kept(model, runs)), mode)
     args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
     if runs:
         why = is_chain(model, shadow(twin), runs, tuple(args[:len(args) - targets]), kwargs)
     if why:
         runs, twin = [], _in_mode(shadow(model), mode)
     return twin, runs, why
+
+
+def _kept(model: nn.Module, runs: list[alike.AlikeRun]) -> dict[str, Mapping[int, int]]:
+    """The children that a shadow keeps of each container that `runs` shorten."""
+    return {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
+
+
+def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
+    return {name: buffer.dtype for name, buffer in twin.named_buffers(remove_duplicate=False)}
 
 
 def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, targets: int, inputs: int) -> nn.Module:
@@ -143,7 +153,7 @@ def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
-def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str, noises: int) -> fx.GraphModule:
+def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str, noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
     """The exported program as the contract's graph, all passes run."""
     first = _first_names(model)
     trained = {name: p.requires_grad and mode == "train" for name, p in model.named_parameters()}
@@ -151,7 +161,7 @@ def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.Al
     kinds = gm.meta["outputs"]
     if mode == "train" and kinds:
         _mark_loss(gm)
-    gm.meta["noises"] = noises
+    gm.meta.update(noises=noises, own_dtypes=resting)
     if runs:
         gm.meta["repeat_counts"] = _repeat_counts(runs)
     with torch.device("cpu"):  # passes evaluate masks: not on meta, even when the caller builds models there

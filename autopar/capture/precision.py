@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from autopar.capture.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.shadow import shadow
-from autopar.cost.memory import POLICIES, computes_in
+from autopar.cost.memory import POLICIES, computes_in, rests_in
 from autopar.errors import PlanError
+from autopar.frontend import loading
 
 
 def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
@@ -32,10 +36,31 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
+def resting(precision: str, mode: str) -> torch.dtype:
+    """The dtype in which a model rests that is computed in `precision`. Raises PlanError as `computation` does."""
+    dtype, stated = computation(precision, mode)
+    return cast(torch.dtype, getattr(torch, rests_in(str(dtype), stated)))
+
+
+def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, precision: str | None, mode: str, **options: Any) -> tuple[Captured, str]:
+    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and the precision that a plan states.
+
+    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of buffers as well.
+    """
+    dtype, stated = computation(precision or str(dtype_of(model)).removeprefix("torch."), mode)
+    typed = in_dtype(model, dtype)
+    if typed is model:
+        return capture(model, args, kwargs, mode=mode, **options), stated
+    args, kwargs = loading.cast((args, dict(kwargs)), dtype)
+    if stated in POLICIES:
+        return capture(typed, args, kwargs, mode=mode, rests=model, **options), stated
+    return with_values(capture(typed, args, kwargs, mode=mode, **options), model, dtype), stated
+
+
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`model` itself where all its floating parameters have `dtype`, else a twin on meta that has."""
     same = all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
-    return model if same else shadow(model).to(dtype)
+    return model if same else loading.in_dtype(shadow(model), dtype)
 
 
 def with_values(captured: Captured, model: nn.Module, dtype: torch.dtype) -> Captured:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import frontend
-from autopar.capture import capture
-from autopar.capture.precision import computation
+from autopar.capture.precision import capture_in, resting
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
@@ -48,9 +47,9 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 
 
 def _survey(asked: Asked, tell: Any) -> Survey:
-    training, (dtype, precision) = asked.mode == "train", computation(asked.dtype, asked.mode)
-    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=dtype, train=training, labels=training)
-    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=asked.mode, progress=tell)
+    training = asked.mode == "train"
+    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training, labels=training)
+    captured, precision = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell)
     request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell)
     return Survey(captured.gm, captured.hints, request)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar import frontend
 from autopar.api import compile
-from autopar.capture.precision import computation
+from autopar.capture.precision import resting
 from autopar.cli.console import progress, show, writable, write_json
 from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
@@ -73,7 +73,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"
     with progress(f"planning {asked.model}") as tell:
-        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=computation(asked.dtype, asked.mode)[0], train=training,
+        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training,
                                labels=training, seed=asked.seed)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from autopar import frontend
-from autopar.capture import Captured, capture, own_state
+from autopar.capture import Captured, own_state
+from autopar.capture.precision import capture_in, resting
 from autopar.cluster import Cluster
-from autopar.cost.memory import computes_in
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.planner import Planner
@@ -48,11 +48,11 @@ class Source:
 
     def load(self, plan: Plan, *, device: str = "meta", dtype: torch.dtype | None = None, batch: int | None = None,
              seq: int | None = None) -> frontend.Loaded:
-        """The model and one global batch, in the precision of the plan (or in `dtype`). Raises CaptureError when the model is not
+        """The model as it rests under the plan (or in `dtype`) and one global batch. Raises CaptureError when the model is not
         where it was."""
         training = plan.mode == "train"
         return frontend.load(self.model, batch=batch or self.batch, seq=seq or self.seq, device=device,
-                             dtype=dtype or getattr(torch, computes_in(plan.precision)), train=training, labels=training, seed=self.seed)
+                             dtype=dtype or resting(plan.precision, plan.mode), train=training, labels=training, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     plan = Plan.load(where)
     source = Source.of(plan, where)
     loaded = source.load(plan, device="cpu" if weights else "meta")
-    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=plan.mode, progress=progress)
+    captured, _ = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
     return Rebuilt(plan, source, loaded, met(plan, source, captured))

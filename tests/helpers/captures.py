@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import autopar.capture
-from autopar.capture import Captured, capture
+from autopar.capture import Captured, capture, precision
 
 _KEPT: dict[Hashable, Captured] = {}
 
@@ -21,5 +20,5 @@ def captured_once(what: Hashable) -> Iterator[None]:
             _KEPT[what] = capture(*args, **kwargs)
         return _KEPT[what]
 
-    with mock.patch.object(autopar.capture, "capture", kept):
+    with mock.patch.object(precision, "capture", kept):
         yield

@@ -14,8 +14,8 @@ import pytest
 
 import autopar
 from autopar import frontend
-from autopar.capture import Captured, capture
-from autopar.capture.precision import computation
+from autopar.capture import Captured
+from autopar.capture.precision import capture_in, resting
 from autopar.cli.rebuild import Source, as_source, met
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -40,15 +40,15 @@ TOLD = ("predicted", "notes", "strategy", "alternatives", "seed", "model", "sour
 @cache
 def _captured(model: str, mode: str, precision: str, batch: int, seq: int, seed: int) -> Captured:
     training = mode == "train"
-    loaded = frontend.load(model, batch=batch, seq=seq, dtype=computation(precision, mode)[0], train=training, labels=training, seed=seed)
-    return capture(loaded.model, loaded.args, loaded.kwargs, mode=mode)
+    loaded = frontend.load(model, batch=batch, seq=seq, dtype=resting(precision, mode), train=training, labels=training, seed=seed)
+    return capture_in(loaded.model, loaded.args, loaded.kwargs, precision=precision, mode=mode)[0]
 
 
 @cache
 def planned(name: str) -> str:
     """The text of one of PLANS."""
     model, cluster, options = PLANS[name]
-    loaded = frontend.load(model, batch=8, seq=32, train=True, labels=True, dtype=computation(options.get("precision", "float32"), "train")[0])
+    loaded = frontend.load(model, batch=8, seq=32, train=True, labels=True, dtype=resting(options.get("precision", "float32"), "train"))
     return autopar.compile(loaded.model, cluster, (loaded.args, loaded.kwargs), time_limit_s=10, source=as_source(Source(model, 8, 32)), **options).plan.to_json()
 
 

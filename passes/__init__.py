@@ -15,6 +15,7 @@ from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
+from passes.einsums import einsums
 from passes.equal_views import equal_views
 from passes.expert_loops import expert_loops
 from passes.experts import experts
@@ -61,6 +62,7 @@ NORMALIZE: tuple[Pass, ...] = (
     one_sample,
     grouped_heads,
     grouped,
+    einsums,
     matmul,
     sink_flatten,
     rows_apart,

@@ -7,6 +7,7 @@ counts per element (below) only rank them. A matmul's backward is one matmul of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.einsums import sizes_of, spelled
 from passes.facts import Size
 from passes.grads import needs_grad
 from passes.tables import BINARY, UNARY
@@ -103,21 +105,10 @@ def _attention(node: fx.Node) -> Size:
 
 
 def _einsum(node: fx.Node) -> Size:
-    """2 x the product of the sizes of all letters, for two operands; 1 x for one."""
-    equation: Any = node.args[0]
-    operands = edit.tensor_operands(node)
-    sizes: dict[str, Size] = {}
-    for letters, operand in zip(equation.split("->")[0].replace(" ", "").split(","), operands, strict=True):
-        named = letters.replace("...", "")
-        shape = facts.shape(operand)
-        free = len(shape) - len(named)
-        start = letters.find("...")
-        names = list(named) if start < 0 else [*named[:start], *(f".{i}" for i in range(-free, 0)), *named[start:]]
-        sizes.update(dict(zip(names, shape, strict=True)))
-    total: Size = 1
-    for size in sizes.values():
-        total = total * size
-    return max(1, 2 * (len(operands) - 1)) * total
+    """2 x the product of the sizes of all letters, for two operands (`einsums` leaves no more, and none that sum first); 1 x for one."""
+    shapes = [facts.shape(operand) for operand in edit.tensor_operands(node)]
+    letters, _ = spelled(str(node.args[0]), shapes)
+    return max(1, 2 * (len(shapes) - 1)) * prod(sizes_of(letters, shapes).values())
 
 
 def _recurrent(node: fx.Node) -> Size:

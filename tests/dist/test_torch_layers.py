@@ -34,6 +34,22 @@ def _transformer(batch_first: bool) -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=True), 2, enable_nested_tensor=False)
 
 
+class Product(nn.Module):
+    """Some product of rows and weights of these sizes."""
+
+    def __init__(self, multiply: Callable[..., Tensor], *sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.multiply, self.weights = multiply, nn.ParameterList(torch.randn(size) / WIDTH for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, *self.weights)
+
+
+def _einsums(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Of three operands, with sums before the products, and of a scalar."""
+    return torch.einsum("btd,dr,re->bte", x, u, v) + torch.einsum("btd,dr->br", x, u).unsqueeze(1).sum(-1, keepdim=True) * torch.einsum("btd,re->b", x, v)[:, None, None]
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
     "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
@@ -44,6 +60,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rnn": lambda: First(nn.RNN(WIDTH, 8, batch_first=True), lambda layer, x: layer(x)[0], 8),
     "fourier": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.fftn(layer(x), dim=(1, 2)).real),
     "filter": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1)),
+    "einsums": lambda: First(Product(_einsums, (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "spectral norm": lambda: First(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8),
 }
 
@@ -63,7 +80,7 @@ def subject(name: str) -> Subject:
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"),
+    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
       if (name, how) != ("spectral norm", "zbv_zero_bubble")),
 ])

@@ -1,0 +1,125 @@
+"""Einsums of two operands at most, with nothing to sum before they are multiplied.
+
+    einsum("btd,dr,re->bte", x, u, v)      einsum("btr,re->bte", einsum("btd,dr->btr", x, u), v)
+    einsum("btd,de->be", x, w)             einsum("bd,de->be", x.sum(1), w)
+
+So does torch, inside of one call: each of these products has its own work, and what is between them is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.facts import Size
+
+aten = torch.ops.aten
+
+Term = tuple[fx.Node, str]
+"""An operand, and a letter for each of its dims."""
+
+
+def einsums(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops.
+    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the path that the call names), and
+    sums letters that one operand alone has, and the result lacks, before that.
+    gives: einsums of one operand, or of two that share each letter that is summed.
+    """
+    for node in edit.calls(gm, aten.einsum.default):
+        equation, operands = node.args[:2]
+        ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]
+        terms = list(zip(operands, ins, strict=True))  # type: ignore[arg-type]
+        if len(terms) > 2 or (len(terms) == 2 and _lonely(terms, out)):
+            with edit.before(node):
+                edit.replace(node, _pairwise(node, [_narrowed(node, terms, term, out) for term in terms], out))
+    return edit.finish(gm)
+
+
+def spelled(equation: str, shapes: Sequence[tuple[Size, ...]]) -> tuple[list[str], str]:
+    """A letter for each dim of each operand, and those of the result: `...` is spelled out, and a result that is left out is said."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    words = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
+    letters = [letter for word in words for letter in word]
+    if not arrow:
+        right = "..." * ("..." in letters) + "".join(sorted(letter for letter in letters if letter != "..." and letters.count(letter) == 1))
+    covered = [len(shape) - len(word) + 1 for word, shape in zip(words, shapes, strict=True) if "..." in word]
+    fresh = "".join([letter for letter in ascii_letters if letter not in equation][: max(covered, default=0)])
+    ins = ["".join(_covering(fresh, len(shape) - len(word) + 1) if letter == "..." else letter for letter in word) for word, shape in zip(words, shapes, strict=True)]
+    return ins, right.replace("...", fresh)
+
+
+def _covering(fresh: str, count: int) -> str:
+    """The last `count` of the letters that `...` stands for: sizes are aligned at their ends."""
+    return fresh[len(fresh) - count:]
+
+
+def sizes_of(ins: Sequence[str], shapes: Sequence[tuple[Size, ...]]) -> dict[str, Size]:
+    """The size of each letter: of those that are broadcast, the one that is not 1."""
+    found: dict[str, Size] = {}
+    for letters, shape in zip(ins, shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            if found.get(letter, 1) == 1:
+                found[letter] = size
+    return found
+
+
+def _sizes(terms: Sequence[Term]) -> dict[str, Size]:
+    return sizes_of([letters for _, letters in terms], [facts.shape(operand) for operand, _ in terms])
+
+
+def _stretched(terms: Sequence[Term], term: Term) -> list[int]:
+    """Dims of size 1 whose letter is longer elsewhere: torch takes them as if they were not there."""
+    sizes, (operand, letters) = _sizes(terms), term
+    return [dim for dim, (letter, size) in enumerate(zip(letters, facts.shape(operand), strict=True)) if size == 1 and sizes[letter] != 1]
+
+
+def _without(letters: str, dims: Sequence[int]) -> str:
+    return "".join(letter for dim, letter in enumerate(letters) if dim not in dims)
+
+
+def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
+    """Letters of `term` that no other has, and the result lacks."""
+    held = [set(_without(letters, _stretched(terms, (operand, letters)))) for operand, letters in terms]
+    return "".join(letter for letter in dict.fromkeys(term[1]) if letter not in out and sum(letter in letters for letters in held) == 1)
+
+
+def _lonely(terms: Sequence[Term], out: str) -> bool:
+    return any(_lone(terms, term, out) for term in terms)
+
+
+def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Term:
+    """`term` without dims that are broadcast and without letters that are its alone, which are summed."""
+    operand, letters = term
+    lone = _lone(terms, term, out)
+    gone = _stretched(terms, term)
+    if gone:
+        operand, letters = edit.call(node.graph, aten.squeeze.dims, (operand, gone), like=node), _without(letters, gone)
+    dims = [dim for dim, letter in enumerate(letters) if letter in lone]
+    if not dims:
+        return operand, letters
+    left = _without(letters, dims)
+    if len(set(letters)) < len(letters):  # the sum of a diagonal
+        return edit.call(node.graph, aten.einsum.default, (f"{letters}->{left}", [operand]), like=node), left
+    return edit.call(node.graph, aten.sum.dim_IntList, (operand, dims), like=node), left
+
+
+def _pairwise(node: fx.Node, terms: list[Term], out: str) -> fx.Node:
+    """What two operands make is the first of the next two, or the last one where there is a path, as torch has it."""
+    order = out + "".join(sorted({letter for _, letters in terms for letter in letters} - set(out)))
+    path: Sequence[int] = edit.args_of(node)["path"] or ()
+    steps: Iterator[Any] = iter(zip(path[::2], path[1::2], strict=True) if path else [(0, 1)] * (len(terms) - 1))
+    for step in steps:
+        (first, one), (second, other) = (terms[place] for place in sorted(step))
+        terms = [term for place, term in enumerate(terms) if place not in step]
+        wanted = set(out).union(*(letters for _, letters in terms))
+        kept = "".join(letter for letter in order if letter in one + other and letter in wanted)
+        product = edit.call(node.graph, aten.einsum.default, (f"{one},{other}->{kept}", [first, second]), like=node)
+        terms.insert(len(terms) if path else 0, (product, kept))
+    ((product, _),) = terms
+    return product

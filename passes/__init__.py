@@ -35,6 +35,7 @@ from passes.numbers import numbers
 from passes.one_sample import one_sample
 from passes.own_dtypes import own_dtypes
 from passes.pieces import pieces
+from passes.products import products
 from passes.provenance import provenance
 from passes.ranges import ranges
 from passes.rejoined import rejoined
@@ -62,6 +63,7 @@ NORMALIZE: tuple[Pass, ...] = (
     one_sample,
     grouped_heads,
     grouped,
+    products,
     einsums,
     matmul,
     sink_flatten,

@@ -70,6 +70,12 @@ def _matmul(node: fx.Node) -> Size:
     return 2 * facts.numel(node) * facts.shape(left)[-1]
 
 
+def _matmul_added(node: fx.Node) -> Size:
+    """A product that is added to the first operand."""
+    left = edit.tensor_operands(node)[1]
+    return 2 * facts.numel(node) * facts.shape(left)[-1]
+
+
 def _experts(node: fx.Node) -> Size:
     """Both layers for each of the k rows of a token."""
     _, chosen, _, up, down, *_ = edit.tensor_operands(node)
@@ -119,14 +125,20 @@ def _recurrent(node: fx.Node) -> Size:
 
 
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
+    aten.addmm.default: _matmul_added,
+    aten.addmv.default: _matmul_added,
+    aten.baddbmm.default: _matmul_added,
     aten.bmm.default: _matmul,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution,
     aten.conv2d.padding: _convolution,
     aten.conv3d.default: _convolution,
+    aten.conv3d.padding: _convolution,
     aten.conv_transpose1d.default: _transposed_convolution,
     aten.conv_transpose2d.input: _transposed_convolution,
+    aten.conv_transpose3d.input: _transposed_convolution,
+    aten.dot.default: _matmul,
     aten.einsum.default: _einsum,
     aten.gru.input: _recurrent,
     aten.linear.default: _matmul,
@@ -140,9 +152,10 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.rnn_relu.input: _recurrent,
     aten.rnn_tanh.input: _recurrent,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.vdot.default: _matmul,
 }
 
-FACTORS: dict[Any, tuple[int, ...]] = {ops.experts: (0, 3)}
+FACTORS: dict[Any, tuple[int, ...]] = {**dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)), ops.experts: (0, 3)}
 """Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two."""
 
 PER_ELEMENT: dict[Any, int] = {

@@ -36,7 +36,7 @@ def _linear(node: fx.Node) -> fx.Node | None:
     if given["bias"] is None:
         return None
     product = edit.call(node.graph, aten.linear.default, (given["input"], given["weight"]), like=node)
-    return _add(node, product, given["bias"])
+    return added(node, product, given["bias"])
 
 
 def _mm(node: fx.Node) -> fx.Node:
@@ -68,13 +68,13 @@ def _transposed(node: Any) -> fx.Node | None:
 def _addmm(node: fx.Node) -> fx.Node:
     given = edit.args_of(node)
     product = _product(node, given["mat1"], given["mat2"])
-    return _add(node, _scaled(node, product, given["alpha"]), given["self"], given["beta"])
+    return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
 def _baddbmm(node: fx.Node) -> fx.Node:
     given = edit.args_of(node)
     product = edit.call(node.graph, aten.bmm.default, (given["batch1"], given["batch2"]), like=node)
-    return _add(node, _scaled(node, product, given["alpha"]), given["self"], given["beta"])
+    return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
 def _convolution(node: fx.Node) -> fx.Node | None:
@@ -87,19 +87,21 @@ def _convolution(node: fx.Node) -> fx.Node | None:
     result = edit.call(node.graph, node.target, plain, like=node)  # type: ignore[arg-type]
     spatial = len(facts.shape(given["weight"])) - 2
     channels = edit.call(node.graph, aten.reshape.default, (bias, [-1] + [1] * spatial), like=node)
-    return _add(node, result, channels)
+    return added(node, result, channels)
 
 
-def _scaled(node: fx.Node, value: Any, factor: Any) -> Any:
+def scaled(node: fx.Node, value: Any, factor: Any) -> Any:
+    """`value` times `factor`, a number or one of the graph, in front of `node`."""
     if not isinstance(factor, fx.Node) and factor == 1:
         return value
     return edit.call(node.graph, aten.mul.Tensor, (value, factor), like=node)
 
 
-def _add(node: fx.Node, value: fx.Node, bias: Any, factor: Any = 1) -> fx.Node:
+def added(node: fx.Node, value: fx.Node, bias: Any, factor: Any = 1) -> fx.Node:
+    """`value` and `bias`, as often as `factor` says, in front of `node`."""
     if not isinstance(factor, fx.Node) and factor == 0:
         return value
-    return edit.call(node.graph, aten.add.Tensor, (value, _scaled(node, bias, factor)), like=node)
+    return edit.call(node.graph, aten.add.Tensor, (value, scaled(node, bias, factor)), like=node)
 
 
 SPLITS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {

@@ -214,6 +214,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.concatenate.default: _same_args(aten.cat.default, 2),
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
+    aten.linalg_matmul.default: _same_args(aten.matmul.default, 2),
     aten.mT.default: _turned_last,
     aten.new_empty.default: _made(aten.zeros.default, 1),
     aten.new_full.default: _made(aten.full.default, 2),

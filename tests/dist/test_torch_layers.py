@@ -50,6 +50,11 @@ def _einsums(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("btd,dr,re->bte", x, u, v) + torch.einsum("btd,dr->br", x, u).unsqueeze(1).sum(-1, keepdim=True) * torch.einsum("btd,re->b", x, v)[:, None, None]
 
 
+def _products(x: Tensor, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Of two dims at once, of a chain, and of rows with rows."""
+    return torch.nn.functional.bilinear(torch.tensordot(x.unflatten(-1, (4, -1)), w, 2), torch.inner(x, torch.linalg.multi_dot([v.T, u.T])), w.new_ones(WIDTH, WIDTH, WIDTH)) / WIDTH
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
     "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
@@ -61,6 +66,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "fourier": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.fftn(layer(x), dim=(1, 2)).real),
     "filter": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1)),
     "einsums": lambda: First(Product(_einsums, (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
+    "products": lambda: First(Product(_products, (4, 4, WIDTH), (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "spectral norm": lambda: First(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8),
 }
 
@@ -80,7 +86,7 @@ def subject(name: str) -> Subject:
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"),
+    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"), ("products", "tp"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
       if (name, how) != ("spectral norm", "zbv_zero_bubble")),
 ])

@@ -1,0 +1,114 @@
+"""Products that torch has under names of their own, as matmuls and einsums: what is known of those is known of them.
+
+    tensordot(x, w, 2)               einsum("abcd,cde->abe", x, w)
+    linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that is less work
+    bilinear(x, y, w, b)             einsum("...aj,...j->...a", einsum("...i,aij->...aj", x, w), y) + b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.matmul import added, scaled
+
+aten = torch.ops.aten
+
+
+def products(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops.
+    does: writes tensordot, inner, addbmm and bilinear as einsums, chains of matrices as matmuls in the order of least work.
+    gives: the same values, up to rounding, in ops that have rules and prices.
+    """
+    for node in edit.calls(gm):
+        if node.target in PRODUCTS:
+            with edit.before(node):
+                edit.replace(node, PRODUCTS[node.target](node))
+    return edit.finish(gm)
+
+
+def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
+    return edit.call(node.graph, aten.einsum.default, (equation, list(operands)), like=node)
+
+
+def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[int, int]]) -> fx.Node:
+    """Dims of both that `pairs` names are multiplied and summed; the others of `left`, then of `right`, are those of the result."""
+    ranks = [len(facts.shape(operand)) for operand in (left, right)]
+    one, other = ascii_letters[: ranks[0]], list(ascii_letters[ranks[0] : sum(ranks)])
+    for first, second in pairs:
+        other[second % ranks[1]] = one[first % ranks[0]]
+    out = [letter for letter in (*one, *other) if (letter in one) != (letter in other)]
+    return _einsum(node, f"{one},{''.join(other)}->{''.join(out)}", left, right)
+
+
+def _tensordot(node: fx.Node) -> fx.Node:
+    given = edit.args_of(node)
+    return _summed(node, given["self"], given["other"], list(zip(given["dims_self"], given["dims_other"], strict=True)))
+
+
+def _inner(node: fx.Node) -> fx.Node:
+    """Rows with rows; a number is multiplied with everything."""
+    left, right = edit.tensor_operands(node)
+    if not (facts.shape(left) and facts.shape(right)):
+        return edit.call(node.graph, aten.mul.Tensor, (left, right), like=node)
+    return _summed(node, left, right, [(-1, -1)])
+
+
+def _addbmm(node: fx.Node) -> fx.Node:
+    """The sum of a batch of products."""
+    given = edit.args_of(node)
+    product = _einsum(node, "bmk,bkn->mn", given["batch1"], given["batch2"])
+    return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
+
+
+def _bilinear(node: fx.Node) -> fx.Node:
+    """The weight meets the longer rows first, which leaves less between the products."""
+    given = edit.args_of(node)
+    first, second, weight = given["input1"], given["input2"], given["weight"]
+    _, rows, columns = (facts.example(node, size) for size in facts.value(weight).shape)
+    if rows < columns:
+        between = _einsum(node, "...j,aij->...ai", second, weight)
+        product = _einsum(node, "...ai,...i->...a", between, first)
+    else:
+        between = _einsum(node, "...i,aij->...aj", first, weight)
+        product = _einsum(node, "...aj,...j->...a", between, second)
+    return product if given["bias"] is None else added(node, product, given["bias"])
+
+
+def _chain(node: fx.Node) -> fx.Node:
+    """Matrices, the first and the last of which may be a row and a column that are written as vectors."""
+    factors = edit.tensor_operands(node)
+    sizes = [[facts.example(node, size) for size in facts.value(factor).shape] for factor in factors]
+    bounds = (1 if len(sizes[0]) == 1 else sizes[0][0], *(size[0] for size in sizes[1:]), 1 if len(sizes[-1]) == 1 else sizes[-1][1])
+
+    def multiplied(first: int, stop: int) -> fx.Node:
+        if stop - first == 1:
+            return factors[first]
+        _, middle = least(bounds, first, stop)
+        return edit.call(node.graph, aten.matmul.default, (multiplied(first, middle), multiplied(middle, stop)), like=node)
+
+    return multiplied(0, len(factors))
+
+
+@cache
+def least(bounds: tuple[int, ...], first: int, stop: int) -> tuple[int, int]:
+    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i + 1]`; and where the last product has its left operand end."""
+    if stop - first == 1:
+        return 0, stop
+    return min((least(bounds, first, middle)[0] + least(bounds, middle, stop)[0] + bounds[first] * bounds[middle] * bounds[stop], middle) for middle in range(first + 1, stop))
+
+
+PRODUCTS: dict[Any, Callable[[fx.Node], fx.Node]] = {
+    aten.addbmm.default: _addbmm,
+    aten.bilinear.default: _bilinear,
+    aten.chain_matmul.default: _chain,
+    aten.inner.default: _inner,
+    aten.linalg_multi_dot.default: _chain,
+    aten.tensordot.default: _tensordot,
+}

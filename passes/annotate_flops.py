@@ -6,7 +6,7 @@ counts per element (below) only rank them. A matmul's backward is one matmul of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes import edit, facts, ops
+from passes import edit, facts, ops, recurrent
 from passes.einsums import sizes_of, spelled
 from passes.facts import Size
 from passes.grads import needs_grad
@@ -57,6 +57,8 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
     flops: Size = node.meta["flops"]
     if node.target is aten.scaled_dot_product_attention.default:
         return flops * ATTENTION_BACKWARD
+    if node.target in BACKWARD:
+        return BACKWARD[node.target](node, carries)
     if node.target in FLOPS:
         operands = edit.tensor_operands(node)
         return flops * sum(carries[operands[position]] for position in FACTORS.get(node.target, range(min(2, len(operands)))))
@@ -117,13 +119,6 @@ def _einsum(node: fx.Node) -> Size:
     return max(1, 2 * (len(shapes) - 1)) * prod(sizes_of(letters, shapes).values())
 
 
-def _recurrent(node: fx.Node) -> Size:
-    """Every weight matrix with every position of every sample."""
-    inputs, *others = edit.tensor_operands(node)
-    matrices = sum(facts.numel(weight) for weight in others if len(facts.shape(weight)) == 2)
-    return 2 * matrices * facts.numel(inputs) / facts.shape(inputs)[-1]
-
-
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.addmm.default: _matmul_added,
     aten.addmv.default: _matmul_added,
@@ -140,23 +135,27 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.conv_transpose3d.input: _transposed_convolution,
     aten.dot.default: _matmul,
     aten.einsum.default: _einsum,
-    aten.gru.input: _recurrent,
     aten.linear.default: _matmul,
     ops.affine: _matmul,
     ops.experts: _experts,
     ops.grouped_matmul: _matmul,
-    aten.lstm.input: _recurrent,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.mv.default: _matmul,
-    aten.rnn_relu.input: _recurrent,
-    aten.rnn_tanh.input: _recurrent,
     aten.scaled_dot_product_attention.default: _attention,
     aten.vdot.default: _matmul,
+    **dict.fromkeys(recurrent.GATES, recurrent.flops),
+    **dict.fromkeys(recurrent.CELLS, recurrent.cell_flops),
 }
 
 FACTORS: dict[Any, tuple[int, ...]] = {**dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)), ops.experts: (0, 3)}
 """Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two."""
+
+BACKWARD: dict[Any, Callable[[fx.Node, Mapping[fx.Node, bool]], Size]] = {
+    **dict.fromkeys(recurrent.GATES, recurrent.backward_flops),
+    **dict.fromkeys(recurrent.CELLS, recurrent.cell_backward_flops),
+}
+"""Operators of several products, of which each has its own operands; the second argument says which values have gradients."""
 
 PER_ELEMENT: dict[Any, int] = {
     aten.amax.default: 1,

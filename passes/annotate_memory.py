@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit, facts, ops
+from passes import edit, facts, ops, recurrent
 from passes.beside import beside
 from passes.facts import Size
 from passes.grads import needs_grad
@@ -111,5 +111,9 @@ def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:
     return Saved((0,) if rows and wide == itemsize else (), (), wide * (copies * facts.numel(node) + roots))
 
 
-ON_CPU: dict[Any, Callable[[fx.Node, list[bool]], Saved | None]] = {aten.rms_norm.default: _rms_norm, aten.scaled_dot_product_attention.default: _attention}
+ON_CPU: dict[Any, Callable[[fx.Node, list[bool]], Saved | None]] = {
+    aten.rms_norm.default: _rms_norm,
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(recurrent.GATES, recurrent.saved_on_cpu),
+}
 """What autograd keeps of operators whose kernel on a CPU is another one, or none; None where it is the same."""

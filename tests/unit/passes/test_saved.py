@@ -114,7 +114,7 @@ def expected_bytes(target, args):
 
 
 EXTRA = {
-    aten.gru.input: 3000, aten.lstm.input: 5000, aten.rnn_relu.input: 1000, aten.rnn_tanh.input: 1000,  # states and gates at each position
+    aten.gru.input: 40 * (7 * 2 * 4 - 2), aten.lstm.input: 40 * (7 * 2 * 4 - 4), aten.rnn_relu.input: 40 * 2 * 4, aten.rnn_tanh.input: 40 * 2 * 4,  # states and gates (passes/recurrent.py)
     aten.dropout.default: 8 * 40 * 50,  # the mask, here in the dtype of the result, in emitted programs a byte for each element
     aten.max_pool2d.default: 8 * 2 * 3 * 8 * 8,
     aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,

@@ -12,6 +12,7 @@ from typing import Any
 from autopar.layout import chunk, dim_of
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Together
+from autopar.rules.reshapes import quotient
 from autopar.rules.site import Inner, Inside, Site
 from autopar.windows import Window
 
@@ -65,11 +66,15 @@ def _each(value: Any, at: int) -> int:
 
 
 def _exact(call: Call, dim: int) -> bool:
-    """Whether padding by hand gives what the operator's own gives: means do not count rows behind the padding, or any padding."""
-    arguments, read = given(call), window(call, dim)
+    """Whether padding by hand gives what the operator's own gives, whatever the symbols: means do not count rows behind the padding, or any padding."""
+    arguments, read, size = given(call), window(call, dim), call.ins[IMAGE].shape[dim]
     if "count_include_pad" not in arguments or arguments.get("divisor_override"):
         return True
-    return read.end <= read.size + (read.padding if arguments["count_include_pad"] else 0) and (arguments["count_include_pad"] or not read.padding)
+    if read.padding and not arguments["count_include_pad"]:
+        return False
+    if isinstance(size, int):
+        return read.end <= read.size + read.padding
+    return not arguments["ceil_mode"] or quotient(size + 2 * read.padding - read.reach, read.stride) is not None  # windows end with the padding
 
 
 def _on(site: Site, axis: int) -> tuple[int, Window]:

@@ -48,7 +48,7 @@ class _Side:
 
     @property
     def rest(self) -> Size:
-        size = _quotient(self.todo[0][1], self.done)
+        size = quotient(self.todo[0][1], self.done)
         assert size is not None
         return size
 
@@ -67,9 +67,9 @@ class _Side:
 
 def _shared(one: Size, other: Size) -> Size | None:
     """The smaller of two sizes when it divides the larger."""
-    if _quotient(one, other) is not None:
+    if quotient(one, other) is not None:
         return other
-    return one if _quotient(other, one) is not None else None
+    return one if quotient(other, one) is not None else None
 
 
 def _close(before: _Side, after: _Side, fresh: Iterator[str]) -> None:
@@ -91,7 +91,7 @@ def _equal(one: Size, other: Size) -> bool:
     return bool(sympy.expand(one - other) == 0)
 
 
-def _quotient(one: Size, other: Size) -> Size | None:
+def quotient(one: Size, other: Size) -> Size | None:
     """`one / other` when that is a whole number for all values of the symbols."""
     if isinstance(one, int) and isinstance(other, int):
         return one // other if other and one % other == 0 else None

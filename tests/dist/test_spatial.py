@@ -78,3 +78,33 @@ def test_the_images_with_borders_are_kept_for_the_backward(who: Scenes, sizes: S
     held = max(on_ranks(ranks, kept_on_rank, bundle, dict(who.weights), who.batch()))
     only_windows = 4 * BATCH * (4 * SIDE**2 + 2 * 8 * (SIDE // 2) ** 2) // ranks  # the input, the sum, the pool's result; in float32
     assert activations(model, choice_of(model, made)) == pytest.approx(held + only_windows, rel=0.01)
+
+
+class Pooled(nn.Module):
+    """Means over pairs of positions; of an odd number the last one is by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.avg_pool1d(self.embedding(tokens).transpose(1, 2), 2, 2, ceil_mode=True).transpose(1, 2)).square().mean()
+
+
+class Tokens(Subject):
+    """The model with batches of its own."""
+
+    def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
+        """Random tokens."""
+        return {"tokens": torch.randint(32, (batch, seq), generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.parametrize("recipe", ["cp", "ulysses"])
+def test_means_over_windows_are_those_of_one_device_at_other_lengths_than_planned(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = Pooled()
+    pooled = Tokens("pooled", "train", capture(model, (torch.zeros(BATCH, SEQ, dtype=torch.long),), {}), model.state_dict())
+    made = planned(pooled, (2,), recipe)
+    for length in (SEQ, SEQ - 3):
+        report = pooled.verified(made, seq=length)
+        assert report.ok, (length, report.first, report.worst)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +16,7 @@ from autopar._torch import pytree
 from autopar.codegen.expressions import Written, write
 from autopar.rules import RULES
 from autopar.rules.halo import borders
+from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import Together, call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
 from autopar.runtime.mesh import Mesh
@@ -248,6 +250,20 @@ def test_windows_that_reach_beyond_the_ranks_beside_are_refused():
     assert cut(16, 4, 7, [1], [3]) and not cut(8, 4, 7, [1], [3])  # 3 rows on either side of chunks of 2
     assert cut(16, 4, 3, [2], [1]) and not cut(9, 4, 3, [2], [1])  # outputs of the last rank: none
     assert cut(12, 2, 5, [1], [0], [2]) and not cut(12, 4, 5, [1], [0], [2])  # no padding: 4 outputs, chunk 3 reads from row 3 on
+
+
+def test_means_over_windows_are_cut_where_windows_end_with_the_image_whatever_its_size():
+    """With ceil_mode the last window of an image of 13 rows reads fewer than that of 14: what is so at the planned size is not enough."""
+    target, s = aten.avg_pool1d.default, sympy.Symbol("s", integer=True, positive=True)
+
+    def cut(size, kernel, stride, padding, ceil, counted=True):
+        outs = sympy.floor((size + 2 * padding - kernel + (stride - 1 if ceil else 0)) / stride) + 1
+        image, out = (Tensor((2, 3, n), hint=(2, 3, int(n.subs(s, 8)))) for n in (size, outs))
+        return any(o.run == "halo" for o in RULES[target].options(Call(target, (image, [kernel], [stride], [padding], ceil, counted), {}, (out,)), 2))
+
+    assert cut(s, 2, 2, 0, False) and not cut(s, 2, 2, 0, True)
+    assert cut(2 * s, 2, 2, 0, True) and cut(s, 3, 1, 1, True)
+    assert not cut(s, 3, 1, 1, False, counted=False)
 
 
 PLANTED = {

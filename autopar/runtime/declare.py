@@ -14,11 +14,16 @@ from autopar.runtime.names import Naming, full_name, path_of
 from autopar.runtime.params import Held, Param, empty, place
 
 
-class Tables(Protocol):
-    """What emitted classes state, and where their forward reads: `Block` and `ShardedModule` both do."""
+class Stated(Protocol):
+    """What emitted classes state of what they hold."""
 
     PARAMS: ClassVar[Mapping[str, Param]]
     BUFFERS: ClassVar[Mapping[str, Param]]
+
+
+class Tables(Stated, Protocol):
+    """That, and where their forward reads: `Block` and `ShardedModule` both do."""
+
     w: dict[str, Tensor]
     b: dict[str, Tensor]
 
@@ -60,6 +65,17 @@ class Declarations:
         return made
 
     @staticmethod
+    def stated(scope: type[Scope]) -> Declarations:
+        """The same of a stage that may run elsewhere: nothing is made, and nobody reads."""
+        made = Declarations()
+        tables: list[tuple[Naming, type[Stated]]] = [("", scope), *((naming, kind) for kind, namings in scope.RUNS.values() for naming in namings)]
+        for naming, kind in tables:
+            for buffer, table in ((False, kind.PARAMS), (True, kind.BUFFERS)):
+                for short, info in table.items():
+                    made._state(naming, short, info, buffer)
+        return made
+
+    @staticmethod
     def together(parts: Sequence[Declarations]) -> Declarations:
         """What the scopes of one model declare, each name once."""
         made = Declarations()
@@ -74,10 +90,14 @@ class Declarations:
         """Take the tables of the model (`naming` is empty) or of the block that is named so."""
         for buffer, table, read in ((False, reader.PARAMS, reader.w), (True, reader.BUFFERS, reader.b)):
             for short, info in table.items():
-                name, path = full_name(naming, short), path_of(naming, short)
-                self.found.setdefault(name, Declared(info, buffer)).readers.append((read, short))
-                if path:
-                    self.paths.setdefault(path, []).append(name)
+                self._state(naming, short, info, buffer).readers.append((read, short))
+
+    def _state(self, naming: Naming, short: str, info: Param, buffer: bool) -> Declared:
+        """One entry of a table."""
+        name, path = full_name(naming, short), path_of(naming, short)
+        if path:
+            self.paths.setdefault(path, []).append(name)
+        return self.found.setdefault(name, Declared(info, buffer))
 
     def names(self, aliases: Mapping[str, str], order: Sequence[str], elsewhere: Container[str] = ()) -> list[str]:
         """All names, tied ones included: those of `order` first, where the path of a block stands for all its names; without those

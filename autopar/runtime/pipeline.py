@@ -27,7 +27,7 @@ over ranks once, at its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -35,10 +35,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.layout import Layout, cutters, dim_of, is_shard, parse, ways_of
-from autopar.runtime import all_at_once, rng
+from autopar.runtime import all_at_once, checkpoint, rng
 from autopar.runtime.count import uncounted
+from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.module import Block, Scope, ShardedModule
@@ -283,8 +285,42 @@ class PipelinedModule(ShardedModule):
         done = super().spread(value, layout, shape)
         return done, self._spread.pop()
 
+    # -- state
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """As ShardedModule.full_state_dict, with what other places hold."""
+        stated = self._stated()
+        found = {name: value.cpu() for name, value in self._wholes([n for n, about in stated.found.items() if about.info.persistent], lambda held: held.tensor) if value is not None}
+        found |= {alias: found[name] for alias, name in self.ALIASES.items() if name in found}
+        return {name: found[name] for name in stated.names(self.ALIASES, self.ORDER) if name in found}
+
+    @torch.no_grad()
+    def full_grads(self) -> dict[str, Tensor | None]:
+        """As ShardedModule.full_grads, with those of other places."""
+        stated = self._stated()
+        trained = [name for name in stated.names(self.ALIASES, self.ORDER) if name in stated.found and not stated.found[name].buffer]
+        return dict(self._wholes(trained, lambda held: held.tensor.grad))
+
+    def _stated(self) -> Declarations:
+        """What all stages declare, wherever they run."""
+        return Declarations.together([Declarations.stated(kind) for kind in self.STAGES])
+
+    def _wholes(self, names: Iterable[str], of: Callable[[Held], Tensor | None]) -> Iterator[tuple[str, Tensor | None]]:
+        """Of each name what `of` gives of it on the first place that holds it, whole and on every place; one at a time."""
+        first = self._first_places()
+        for name in names:
+            held = self._held[name] if first[name] == self.MESH.place else None
+            part = None if held is None else of(held)
+            value = None if held is None or part is None else checkpoint.whole(local_of(part), held, self.MESH)
+            yield name, tell(value, None, first[name], self.MESH)[0]
+
+    def _first_places(self) -> dict[str, int]:
+        """The first place that holds each parameter and buffer."""
+        return {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}
+
     def _counted(self) -> list[nn.Parameter]:
-        first = {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}
+        first = self._first_places()
         return [p for name, p in self.named_parameters() if first[name] == self.MESH.place]
 
     def _elsewhere(self) -> Iterator[str]:

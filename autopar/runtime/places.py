@@ -105,13 +105,15 @@ def everywhere(value: Tensor | None, place: int, mesh: Mesh) -> Tensor:
 
 
 def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) -> tuple[Tensor | None, Spread | None]:
-    """A tensor that `place` has and how it lies, on every place."""
+    """A tensor that `place` has and how it lies, on every place; None where it has none."""
     group = mesh.pipeline_group
     if group is None:
         return value, spread
     box: list[Any] = [None if value is None else (tuple(value.shape), value.dtype, spread)]
     dist.broadcast_object_list(box, group=group, group_src=place)
+    if box[0] is None:
+        return None, None
     shape, dtype, spread = box[0]
     held = torch.empty(shape, dtype=dtype, device=mesh.device) if value is None else value.detach().contiguous()
-    dist.broadcast(held, group=group, group_src=place)
+    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)  # bytes: not all backends know all dtypes
     return held, spread

@@ -83,13 +83,13 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress, rests=rests)
     if gm.meta.get("noises", 0) != evaluating.noises:
         evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
-    _check_loss(gm, mode, model)
+    structure, numbers = outputs_of(program)
+    left_out |= numbers
+    _check_loss(gm, mode, model, left_out)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     with clock("constants"):
         values, valueless = constants(rests or model, gm)
     notes += valueless.values()
-    structure, numbers = outputs_of(program)
-    left_out |= numbers
     notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
     beside, renamed = other_state(model)
     if beside:
@@ -188,10 +188,11 @@ def _mark_loss(gm: fx.GraphModule) -> None:
         entries[chosen[0]] = {"name": "loss", "kind": "loss", "target": ""}
 
 
-def _check_loss(gm: fx.GraphModule, mode: str, model: nn.Module) -> None:
+def _check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mapping[str, str]) -> None:
     if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
+        others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
         raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-                           f"{[entry['name'] for entry in gm.meta['outputs']]}: pass labels among the inputs, or loss_fn=, or mode='inference'")
+                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference'")
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -209,11 +210,13 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _plain(structure: Any) -> Any:
-    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say."""
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of these."""
     if isinstance(structure, Mapping):
-        return {str(k): _plain(v) for k, v in structure.items()}
+        return {k if type(k) is int else str(k): _plain(v) for k, v in structure.items()}
     if isinstance(structure, (tuple, list)):
         return tuple(_plain(v) for v in structure)
+    if structure is not None and not isinstance(structure, (bool, int, str)):
+        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make again: return its tensors in a dict, a tuple or a dataclass")
     return structure
 
 

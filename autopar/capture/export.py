@@ -29,6 +29,7 @@ from autopar.capture.emptied import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
+from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.lines import source
 from autopar.capture.own_backwards import own_backwards
@@ -182,7 +183,7 @@ def _assigned_buffers(model: nn.Module) -> None:
 
 
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
-    """Let `forward` give None for what is no tensor and torch.export does not know, and say what it is: caches of keys and values, lists as long as a batch."""
+    """Let `forward` give dicts for dataclasses, and None for what is no tensor and torch.export does not know, and say what it is: caches of keys and values, lists as long as a batch."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +193,7 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
             left_out[_label(path)] = "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
             return None
 
-        return pytree.tree_map_with_path(known, forward(*args, **kwargs))
+        return pytree.tree_map_with_path(known, by_field(forward(*args, **kwargs)))
 
     _becomes(model, plain, inspect.signature(forward))
 

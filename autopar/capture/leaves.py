@@ -1,7 +1,9 @@
-"""The tensors among the arguments and the results of functions."""
+"""The tensors among the arguments and the results of functions, and dataclasses of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,3 +14,16 @@ from autopar._torch import pytree
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in the order of its leaves."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def by_field(tree: Any) -> Any:
+    """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too (outputs of transformers) stay."""
+    return pytree.tree_map(_fields, tree, is_leaf=_is_record)
+
+
+def _is_record(item: Any) -> bool:
+    return is_dataclass(item) and not isinstance(item, (type, Mapping, Tensor))
+
+
+def _fields(item: Any) -> Any:
+    return {field.name: by_field(getattr(item, field.name, None)) for field in fields(item)} if _is_record(item) else item

@@ -14,7 +14,7 @@ from autopar.capture.alike import INNER
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
-from autopar.capture.leaves import tensors_of
+from autopar.capture.leaves import by_field, tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.outer import fake
 from autopar.capture.picking import Picking
@@ -52,7 +52,7 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
             tape.begin(leaf, ("input", i))
         with tape, picking, vmap_replaced(tape.mapped):
             result = model(*args, **kwargs)
-    tape.result = [tape.number(leaf) for leaf in tensors_of(result)]
+    tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
     tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
     new = assigned(model, before)
     tape.assigned = {name: tape.number(buffer) for name, buffer in new.items()}

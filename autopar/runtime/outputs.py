@@ -9,14 +9,14 @@ from typing import Any
 from autopar.layout import Layout
 
 
-class Outputs(dict[str, Any]):
+class Outputs(dict[Any, Any]):
     """A dict whose values are attributes too: `out.loss`, `out["logits"]`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no output {name!r}; outputs are {', '.join(self)}") from None
+            raise AttributeError(f"there is no output {name!r}; outputs are {', '.join(map(str, self))}") from None
 
 
 @dataclass(frozen=True, slots=True)

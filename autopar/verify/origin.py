@@ -22,6 +22,7 @@ from autopar.capture import Captured, lift
 from autopar.capture.export import named_leaves
 from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
+from autopar.capture.leaves import by_field
 from autopar.capture.lift import lifted
 from autopar.capture.own_backwards import once
 from autopar.text import first_line
@@ -101,7 +102,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
         result = functional_call(model, _everywhere(model, {**leaves, **buffers}), tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
     result = dict(result) if hasattr(result, "to_tuple") else result
-    outputs = [leaf for name, leaf in named_leaves(result).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
+    outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
     return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,3 +141,65 @@ def test_models_that_are_made_for_ranks_already_are_refused(wrap, why, inside):
     with pytest.raises(CaptureError) as caught:
         capture(nn.Sequential(wrapped) if inside else wrapped, (torch.randn(4, WIDTH),), loss_fn=lambda out: out.square().mean())
     assert why in str(caught.value) and ("module 0 is" in str(caught.value)) == inside
+
+
+@dataclass
+class Given:
+    """No pytree either, but fields with names."""
+
+    loss: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+    cache: object = None
+
+
+@dataclass
+class Registered(Given):
+    """One that torch knows."""
+
+
+torch.export.register_dataclass(Registered, serialized_type_name="tests.unit.capture.test_habits.Registered")
+
+
+class Recording(Map):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return {"all": self.kind(hidden.square().mean(), (hidden, self.kind(hidden.sum(), ())))}
+
+
+@pytest.mark.parametrize("kind", [Given, Registered])
+def test_dataclasses_are_read_by_their_fields(kind):
+    captured = capture(Recording(kind), (torch.randn(4, WIDTH),))
+    assert captured.output_names == ("loss", "all.others.0", "all.others.1.loss") and not captured.notes
+    assert captured.structure == {"all": {"loss": 0, "others": (1, {"loss": 2, "others": (), "cache": None}), "cache": None}}
+    model = Recording(kind)
+    same(model, torch.randn(4, WIDTH))
+
+
+class Numbered(Map):
+    def forward(self, x):
+        hidden = self.linear(x)
+        return {"loss": hidden.square().mean(), 1: hidden, 2: {0: None}}
+
+
+def test_keys_that_are_numbers_stay_numbers():
+    assert capture(Numbered(), (torch.randn(4, WIDTH),)).structure == {"loss": 0, 1: 1, 2: {0: None}}
+
+
+class Opaque(Map):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind([self.linear(x).square().mean()])
+
+
+def test_what_no_program_can_make_again_is_refused_by_name():
+    with pytest.raises(CaptureError, match="returns a deque, which torch flattens"):
+        capture(Opaque(deque), (torch.randn(4, WIDTH),))
+    with pytest.raises(CaptureError, match=r"no scalar loss in train mode, got outputs \[\]; output is a Cache, into which nobody looks"):
+        capture(Opaque(Cache), (torch.randn(4, WIDTH),))

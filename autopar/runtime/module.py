@@ -29,7 +29,7 @@ from autopar.runtime.leaves import Leaves
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
-from autopar.runtime.outputs import Spread, by_name, leaves, pack
+from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
@@ -271,9 +271,7 @@ class ShardedModule(Scope):
         """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
         at = self.spreads()
         structure = self._structure(len(self._results()) or len(at))
-        numbers = [i for i in leaves(structure) if isinstance(i, int) and not isinstance(i, bool)]
-        tensors = [leaf for leaf, i in zip(leaves(outputs), leaves(structure), strict=True) if i in numbers]
-        values = {i: self._whole(tensor, at.get(i)) for i, tensor in zip(numbers, tensors, strict=True)}
+        values = {i: self._whole(leaf, at.get(i)) for i, leaf in zip(leaves(structure), leaves(outputs), strict=True) if is_number(i)}
         return pack(structure, values.__getitem__)
 
     def _whole(self, value: Tensor, at: Spread | None) -> Tensor:

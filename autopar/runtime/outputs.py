@@ -29,13 +29,18 @@ class Spread:
 
 def pack(structure: Any, leaf: Callable[[int], Any]) -> Any:
     """The user's pytree: `structure` with each int replaced by `leaf(int)`; other leaves stay as they are."""
-    if isinstance(structure, int) and not isinstance(structure, bool):
+    if is_number(structure):
         return leaf(structure)
     if isinstance(structure, Mapping):
         return Outputs({key: pack(item, leaf) for key, item in structure.items()})
     if isinstance(structure, (tuple, list)):
         return type(structure)(pack(item, leaf) for item in structure)
     return structure
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf of a structure is the number of an output; True and False are outputs of their own, and equal to 1 and 0."""
+    return isinstance(leaf, int) and not isinstance(leaf, bool)
 
 
 def by_name(names: tuple[str, ...]) -> Any:

@@ -153,7 +153,7 @@ def _mutating():
         MESH = Mesh((2,), ("x",), "cpu")
         INPUTS = {"x": "S0"}  # noqa: RUF012
         OUTPUTS = (("output", "y"), ("mutation", "mean"))
-        STRUCTURE = ("y", 0, None)
+        STRUCTURE = ("y", 0, None, False)
         PARAMS = {"w": Param((3,), "float64", "R", sync=(0,))}  # noqa: RUF012
         BUFFERS = {"mean": Param((3,), "float64", "R")}  # noqa: RUF012
 
@@ -167,10 +167,12 @@ def _mutating():
     model = Norm().load_full({"mean": mean, "w": mean})
     for _ in range(3):
         part = model.shard_batch(x)[0]
-        tag, y, nothing = model(part)
-        assert tag == "y" and nothing is None
+        tag, y, nothing, done = model(part)
+        assert tag == "y" and nothing is None and done is False
         torch.testing.assert_close(y.detach(), (x * mean).sum(0))
-        torch.testing.assert_close(model.full((tag, y, nothing))[1], y.detach())
+        *_, found, nothing, done = model.full((tag, y, nothing, done))
+        assert nothing is None and done is False
+        torch.testing.assert_close(found, y.detach())
         y.sum().backward()
         torch.testing.assert_close(model.full_grads()["w"], x.sum(0) * mean)
         model.zero_grad()

@@ -25,6 +25,7 @@ from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
 from autopar.capture.norms import momenta
+from autopar.capture.nested import nested
 from autopar.capture.shadow import WithLoss, shadow
 from autopar.capture.state import other_state, own_state
 from autopar.capture.steps import one_step
@@ -99,6 +100,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
                      "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
+                    nested=nested(inspect.signature(_with_loss(model, loss_fn, targets, len(inputs)).forward), inputs, named, gm.meta["leaves"]),
                     order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out), momenta=momenta(model))
 
 

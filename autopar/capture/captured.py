@@ -31,6 +31,7 @@ class Captured:
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
+    nested       what arguments look like that hold several inputs: argument -> name of an input, or a dict or tuple of such
     evaluation   what `model.eval()` makes of it
     parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
     momenta      of batch norms with running statistics, by name
@@ -51,6 +52,7 @@ class Captured:
     seconds: Mapping[str, float] = field(default_factory=dict)
     valueless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    nested: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
     parts: Parts = field(default_factory=dict)

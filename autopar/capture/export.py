@@ -273,7 +273,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     symbols: dict[str, Any] = {}
     seen: dict[str, fx.Node] = {}
     fixed: dict[str, tuple[int, Any]] = {}
-    number = 0
+    number, leaves = 0, list[str]()
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         spec = specs[node.name]
         if spec.kind not in ROLES:
@@ -281,6 +281,8 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
             raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
                                "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
         node.meta["role"] = ROLES[spec.kind]
+        if node.meta["role"] == "input":
+            leaves.append(node.name)
         if node.meta["role"] == "input" and not isinstance(spec.arg, TensorArgument):
             fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False): it is part of the graph
             number += 1
@@ -303,7 +305,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
             gm.graph.erase_node(node)
         else:
             seen[name] = node
-    gm.meta.update(symbols=symbols, fixed=fixed, steps=dims.steps)
+    gm.meta.update(symbols=symbols, fixed=fixed, leaves=leaves, steps=dims.steps)
     gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)

@@ -28,7 +28,7 @@ INDENT = "    "
 class Names:
     """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
     holds, the names of the state dict in the order of the model, arguments that are part of the graph, why the model cannot evaluate as it
-    trains, if so, the buffers that change then, too, and the momenta of batch norms."""
+    trains, if so, the buffers that change then, too, the momenta of batch norms, and arguments that hold several inputs."""
 
     inputs: tuple[str, ...]
     structure: Any
@@ -39,12 +39,13 @@ class Names:
     unevaluated: str = ""
     changing: tuple[str, ...] = ()
     momenta: Mapping[str, float] = field(default_factory=dict)
+    nested: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(captured: Captured) -> Names:
         """Those of a captured model."""
         return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
-                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing, dict(captured.momenta))
+                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing, dict(captured.momenta), dict(captured.nested))
 
 
 def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
@@ -96,6 +97,7 @@ def interface(context: Context, names: Names) -> list[str]:
         f"{INDENT}MESH = MESH",
         f"{INDENT}INPUTS = {layouts!r}",
         *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
+        *([f"{INDENT}NESTED = {dict(names.nested)!r}"] if names.nested else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
         *([f"{INDENT}MIXED = True"] if context.plan.precision in POLICIES else []),
         f"{INDENT}DIMS = {_dims(context, names, inputs)!r}",

@@ -23,6 +23,7 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
         MESH = MESH
         INPUTS = {"ids": "S0,R", "labels": "S0,R"}            # in the order of forward's arguments
         FIXED = {"use_cache": (2, False)}                     # optional: plain arguments that were planned: place among all, value
+        NESTED = {"batch": {"ids": "ids", "labels": "labels"}}   # optional: where an argument holds several inputs, names of inputs as arguments hold them
         OUTPUTS = (("loss", "loss"), ("output", "logits"), ("mutation", "bn.running_mean"))   # what forward returns
         STRUCTURE = {"loss": 0, "logits": 1}                  # optional: the user's pytree, leaves are output numbers
         ALIASES = {"lm_head.weight": "wte.weight"}            # tied: alias -> the name in PARAMS

@@ -16,6 +16,7 @@ from autopar.layout import Layout, chunk, cutters, divisible, is_shard, parse, p
 from autopar.runtime.agreed import fingerprint
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.nested import Nested, flat
 
 EVEN = 2**20  # times a step, divides by any number of ranks that is a power of two
 
@@ -26,10 +27,11 @@ Dims = Mapping[str, Sequence[str | int | None]]
 """Of each input its global sizes: a number that is part of the program, the name of a symbol, or None for what follows from others."""
 
 
-def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None) -> list[Any]:
-    """Arguments in the order of `inputs`. What is `fixed` may be given as it was planned. Raises RunError on missing, doubled and
+def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None, nested: Nested | None = None) -> list[Any]:
+    """Arguments in the order of `inputs`, one for each or `nested` as the model takes them. What is `fixed` may be given as it was planned. Raises RunError on missing, doubled and
     unknown ones, and where a fixed one has another value."""
     names = list(inputs)
+    args, kwargs = flat(nested or {}, args, kwargs)
     args, kwargs = _without(fixed, names, args, kwargs) if fixed else (args, kwargs)
     if len(args) > len(names):
         raise RunError(f"got {len(args)} inputs, wanted at most {len(names)}: {', '.join(names)}")

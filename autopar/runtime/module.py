@@ -29,6 +29,7 @@ from autopar.runtime.leaves import Leaves
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
+from autopar.runtime.nested import Nested
 from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
@@ -100,6 +101,7 @@ class ShardedModule(Scope):
     MESH: ClassVar[Mesh]
     INPUTS: ClassVar[Mapping[str, str]] = {}
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
+    NESTED: ClassVar[Nested] = {}
     SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
     MIXED: ClassVar[bool] = False  # mixed precision: floating inputs are cast to what is computed with
     DIMS: ClassVar[batch.Dims] = {}
@@ -196,7 +198,7 @@ class ShardedModule(Scope):
         if torch.is_autocast_enabled(self.MESH.device.type):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
-        inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED)
+        inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         if torch.is_grad_enabled():
             batch.without_gradient(self.INPUTS, inputs)
         if self.MIXED:
@@ -279,7 +281,7 @@ class ShardedModule(Scope):
 
     def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
-        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
+        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH, self.UNEVEN))
 
     @property
     def data_parallel_size(self) -> int:
@@ -295,7 +297,7 @@ class ShardedModule(Scope):
         """This rank's part of what its loader gave, the samples of `data_parallel_rank`, in the order of the inputs; what has no samples is given whole. Raises RunError
         where a dim does not divide."""
         inputs = loaders.loaded(self.INPUTS, self.DIMS)
-        return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED), self.MESH, self.UNEVEN))
+        return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH, self.UNEVEN))
 
     def update_bn(self, batches: Iterable[Any]) -> Self:
         """Make the running statistics of batch norms those of `batches`, of equal weight, with the weights as they are, as torch.optim.swa_utils.update_bn does: averaged weights

@@ -1,8 +1,10 @@
-"""Plain arguments that are part of a plan, on ranks: modules of one stage and pipelines take them as planned and refuse other values."""
+"""Plain arguments that are part of a plan, and arguments that hold several inputs, on ranks: modules of one stage and pipelines take them as planned and refuse others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +72,55 @@ def test_plain_arguments(places: int) -> None:
     right = float(model(x, 2.0, wanted, deep=True).detach())
     for found in living(2).run(losses, case.source(), case.light):
         assert found == pytest.approx([right] * 3, rel=1e-12)
+
+
+class Fed(nn.Module):
+    """Takes its batch as loaders give it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Any], others: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> torch.Tensor:
+        h = torch.tanh(self.first(batch["x"]) * (options or {}).get("scale", 1.0))
+        return (self.second(h + others[0]) - batch["to"]["wanted"]).pow(2).mean()
+
+
+def given() -> dict[str, torch.Tensor]:
+    """Inputs of `Fed`."""
+    x, wanted = batch()
+    return {"batch_to_wanted": wanted, "batch_x": x, "others_0": x + wanted}
+
+
+def held(inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that hold them."""
+    return ({"to": {"wanted": inputs["batch_to_wanted"]}, "x": inputs["batch_x"]}, [inputs["others_0"], ()]), {"options": {"scale": 2.0}}
+
+
+def fed(source: str, light: Light) -> list[float]:
+    """One rank: losses of the ways to pass them, and what others do."""
+    module = light.build(source)
+    args, kwargs = held(given())
+    mine = module.shard_batch(*args, **kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(mine, module.shard_batch(**given()), strict=True))
+    named = dict(zip(module.INPUTS, mine, strict=True))
+    parts, _ = held(named)
+    found = [module.train_step(*mine), module.train_step(*parts, **kwargs), module.train_step(parts[0], others=tuple(parts[1])), module.train_step(**named)]
+    with pytest.raises(RunError, match=r"argument batch is a dict with x, and the plan was made with to, x"):
+        module.shard_batch({"x": args[0]["x"]}, args[1])
+    with pytest.raises(RunError, match=r"argument 'options_scale' is 3.0, and the plan was made with options_scale=2.0"):
+        module.train_step(*parts, options={"scale": 3.0})
+    return [float(loss) for loss in found]
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_arguments_that_hold_several_inputs(places: int) -> None:
+    torch.manual_seed(0)
+    model, (args, kwargs) = Fed().double(), held(given())
+    captured = capture(model, args, kwargs)
+    assert captured.nested == {"batch": {"to": {"wanted": "batch_to_wanted"}, "x": "batch_x"}, "others": ("others_0",), "options": {"scale": "options_scale"}}
+    who = Subject("fed", "train", captured, model.state_dict())
+    plan: Plan = by_recipe(who, (2,), "ddp") if places == 1 else by_stages(who, (1,), "single", 2, 2, "1f1b")
+    case = case_of(captured, plan, who.weights, given())
+    for found in living(2).run(fed, case.source(), case.light):
+        assert found == pytest.approx([float(model(*args, **kwargs).detach())] * 4, rel=1e-12)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.verify import graph_rows
 from passes import facts
 
 WIDTH = 8
+X = torch.randn(4, WIDTH)
 
 
 def same(model: nn.Module, x: Tensor, captured_of: Tensor | None = None):
@@ -187,6 +190,27 @@ class Numbered(Map):
 
 def test_keys_that_are_numbers_stay_numbers():
     assert capture(Numbered(), (torch.randn(4, WIDTH),)).structure == {"loss": 0, 1: 1, 2: {0: None}}
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    more: Tensor
+
+
+class Fed(Map):
+    def forward(self, first, *others, scale=1.0, **kwargs):
+        first = first["x"] if isinstance(first, dict) else first[0] if isinstance(first, tuple) else first
+        return self.linear(first * scale + sum(other[0] if isinstance(other, list) else other for other in others)).square().mean()
+
+
+@pytest.mark.parametrize(("args", "kwargs", "wanted"), [
+    (({"x": X, "more": {"y": X}}, [X]), {"scale": 2.0}, {"first": {"x": "first_x", "more": {"y": "first_more_y"}}, "others_0": ("others_0_0",), "scale": "scale"}),
+    ((Pair(X, X),), {"scale": 2.0, "also": (), "further": [{}, None, {}]}, {"first": {"x": "first_x", "more": "first_more"}, "scale": "scale", "also": (), "further": ((), "further_1")}),
+    ((X, X), {"scale": 2.0}, {}), (({"x": X, torch.float32: X},), {}, {})])
+def test_arguments_that_hold_several_inputs_are_told(args, kwargs, wanted):
+    assert dict(capture(Fed(), args, kwargs).nested) == wanted
+    if wanted:
+        assert f"NESTED = {wanted!r}" in autopar.compile(Fed(), "cpu:1x1", (args, kwargs), recipe="single").source
 
 
 class Opaque(Map):

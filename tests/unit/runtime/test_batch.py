@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +56,46 @@ def test_another_value_of_what_is_part_of_the_program_is_refused(args, kwargs, m
 def test_wrong_arguments_are_named(args, kwargs, message):
     with pytest.raises(RunError, match=message):
         bind(INPUTS, args, kwargs)
+
+
+class Pair(NamedTuple):
+    ids: Any
+    labels: Any
+
+
+@dataclass
+class Record:
+    ids: Any
+    labels: Any = None
+    more: Any = None
+
+
+BY_KEY = {"batch": {"ids": "ids", "labels": "labels"}, "scale": "scale", "opts": ("cache", ())}
+PASSED = {"scale": 2.0, "opts": [None, {}]}
+
+
+@pytest.mark.parametrize("batch", [{"labels": Y, "ids": X}, Pair(X, Y), Record(X, Y), {"ids": X, "labels": Y, "more": ()}])
+def test_arguments_that_hold_several_inputs_are_bound_by_key_or_attribute(batch):
+    for args, kwargs in (([batch], {}), ([], {"batch": batch}), ([batch, 2.0], {}), ([batch], PASSED), ([batch, 2.0, (None, ())], {}), ([], {**PASSED, "batch": batch}), ([], {**PASSED, "ids": X, "labels": Y})):
+        ids, labels = bind(INPUTS, args, kwargs, FIXED, BY_KEY)
+        assert ids is X and labels is Y
+
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), [
+    ([{"ids": X}], {}, "argument batch is a dict with ids, and the plan was made with ids, labels"),
+    ([{"ids": X, "labels": Y, "mask": X}], {}, "argument batch is a dict with ids, labels, mask, and the plan was made with ids, labels"),
+    ([Record(X, Y, X)], {}, "argument batch is a Record with ids, labels, more, and"), ([(X, Y)], {}, "argument batch is a tuple with 0, 1, and the plan was made with ids, labels"),
+    ([{"ids": X, "labels": [Y]}], {}, "argument batch.labels is a list, and the plan has one input for it, 'labels'"),
+    ([X], {"opts": (None, ())}, "argument batch is a Tensor without parts, and the plan was made with ids, labels"),
+    ([Pair(X, Y)], {"opts": (True, ())}, "argument 'cache' is True, and the plan was made with cache=None"),
+    ([Pair(X, Y)], {"opts": (None, [X])}, "argument opts.1 is a list with 0, and the plan was made with nothing in it"),
+    ([Pair(X, Y)], {"ids": X}, "input 'ids' is given twice"), ([Pair(X, Y), 2.0, (None, ()), X], {}, "got 4 arguments, wanted at most 3: batch, scale, opts"),
+    ([Pair(X, Y)], {"masks": [X]}, "'masks' is not an input that was planned"),
+])
+def test_arguments_that_hold_other_inputs_than_planned_are_refused(args, kwargs, message):
+    with pytest.raises(RunError) as caught:
+        bind(INPUTS, args, kwargs, FIXED, BY_KEY)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("layout", "shape", "message"), [

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         values, valueless = constants(rests or model, gm)
     notes += valueless.values()
     notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
+    notes += [f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items()]
     beside, renamed = other_state(model)
     if beside:
         notes.append(f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them")
@@ -220,6 +221,15 @@ def _plain(structure: Any) -> Any:
     if structure is not None and not isinstance(structure, (bool, int, str)):
         raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make again: return its tensors in a dict, a tuple or a dataclass")
     return structure
+
+
+def _named_tuples(structure: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Names and fields of the named tuples in the user's pytree."""
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        yield type(structure).__name__, structure._fields
+    if isinstance(structure, (Mapping, tuple, list)):
+        for item in structure.values() if isinstance(structure, Mapping) else structure:
+            yield from _named_tuples(item)
 
 
 def graph_hash(gm: fx.GraphModule) -> str:

@@ -213,6 +213,18 @@ def test_arguments_that_hold_several_inputs_are_told(args, kwargs, wanted):
         assert f"NESTED = {wanted!r}" in autopar.compile(Fed(), "cpu:1x1", (args, kwargs), recipe="single").source
 
 
+class Naming(Map):
+    def forward(self, x):
+        hidden = self.linear(x)
+        return {"loss": hidden.square().mean(), "pairs": [Pair(hidden, Pair(x, None))]}
+
+
+def test_named_tuples_are_plain_ones_and_that_is_told():
+    captured = capture(Naming(), (X,))
+    assert captured.structure == {"loss": 0, "pairs": ((1, (2, None)),)}
+    assert captured.notes == ("the model returns a Pair: it is a plain tuple in the sharded module (x, more, in this order)",)
+
+
 class Opaque(Map):
     def __init__(self, kind):
         super().__init__()

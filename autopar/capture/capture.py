@@ -24,8 +24,8 @@ from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.hooks import refuse_hooks
-from autopar.capture.norms import momenta
 from autopar.capture.nested import nested
+from autopar.capture.norms import momenta
 from autopar.capture.shadow import WithLoss, shadow
 from autopar.capture.state import other_state, own_state
 from autopar.capture.steps import one_step

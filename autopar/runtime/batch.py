@@ -122,6 +122,22 @@ def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple
             if wanted:
                 raise RunError(f"input {name!r}: dim {dim} has {value.shape[dim]} entries on this rank, wanted {wanted}. "
                                "Cut or pad the batch, or plan the model again for inputs of this size")
+    _check_together(inputs, dims, values, mesh)
+
+
+def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tensor], mesh: Mesh) -> None:
+    """Raise RunError where dims that are one symbol of the program differ: their parts on ranks may broadcast where the whole tensors do not go together."""
+    first: dict[str, tuple[int, str]] = {}
+    for (name, layout), value in zip(inputs.items(), values, strict=True):
+        entries = parse(layout)
+        for dim, size in enumerate(dims.get(name, ())):
+            if not isinstance(size, str):
+                continue
+            whole, what = value.shape[dim] * ways_of(entries, dim, mesh.sizes), f"dim {dim} of input {name!r}"
+            wanted, other = first.setdefault(size, (whole, what))
+            if whole != wanted:
+                raise RunError(f"{what} is {whole}, {other} is {wanted}: both are {size} of the program (sizes of the whole batch). Give both the same size, "
+                               "or plan the model again with inputs whose sizes differ as these do")
 
 
 def _unlike(got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]) -> str:

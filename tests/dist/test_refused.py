@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -56,6 +57,19 @@ def test_gradients_of_inputs(recipe: str) -> None:
     for wrong, evaluated, right in on_ranks(2, _inputs, recipe):
         assert "input 'x' requires grad, and a plan has ways for gradients of parameters alone" in wrong and "x.detach()" in wrong
         assert not evaluated and not right
+
+
+def _unlike(recipe: str) -> list[str]:
+    made, _ = compiled(recipe)
+    x = torch.randn(ROWS, WIDTH).double()
+    return [said(partial(made.train_step, *made.shard_batch(*batch))) for batch in ((x, x[:2]), (x[:2], x), (x, x))]
+
+
+@pytest.mark.parametrize("recipe", ["tp", "ddp", "1f1b"])
+def test_targets_of_another_batch(recipe: str) -> None:
+    for fewer, more, right in on_ranks(2, _unlike, recipe):
+        assert "dim 0 of input 'y' is 2, dim 0 of input 'x' is 8" in fewer and "dim 0 of input 'y' is 8, dim 0 of input 'x' is 2" in more
+        assert not right
 
 
 def _second(recipe: str) -> tuple[str, bool]:

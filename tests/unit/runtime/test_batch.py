@@ -114,6 +114,21 @@ def test_sizes_that_the_program_is_not_for_are_refused(layout, shape, message):
     assert not message or message in str(caught.value)
 
 
+TOGETHER = {"x": ("b", 8), "y": ("b",), "mask": ("s", "s")}
+
+
+@pytest.mark.parametrize(("layouts", "shapes", "message"), [
+    (("S0,R", "R,R", "R,R"), ((4, 8), (8,), (6, 6)), ""), (("S0,S0", "R,S0", "R,S1"), ((2, 8), (4,), (6, 3)), ""),
+    (("S0,R", "S0,R", "R,R"), ((4, 8), (1,), (6, 6)), "dim 0 of input 'y' is 2, dim 0 of input 'x' is 8: both are b"),
+    (("S0,R", "R,R", "R,R"), ((4, 8), (4,), (6, 6)), "dim 0 of input 'y' is 4, dim 0 of input 'x' is 8: both are b"),
+    (("S0,R", "S0,R", "R,S0"), ((1, 8), (1,), (1, 6)), "dim 1 of input 'mask' is 6, dim 0 of input 'mask' is 2: both are s")])
+def test_sizes_that_are_one_of_the_program_are_compared(layouts, shapes, message):
+    mesh = SimpleNamespace(sizes=(2, 2), coord=(0, 1))
+    with nullcontext() if not message else pytest.raises(RunError) as caught:
+        check_sizes(dict(zip(TOGETHER, layouts, strict=True)), TOGETHER, {}, [torch.empty(shape) for shape in shapes], mesh)
+    assert not message or message in str(caught.value)
+
+
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
 def test_parts_of_one_tensor_fit_and_others_do_not(sizes, shape, data):
     layout = tuple(data.draw(st.sampled_from(["R", *(f"S{d}" for d in range(len(shape)))])) for _ in sizes)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.amp.grad_scaler import OptState
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
@@ -392,7 +392,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-__all__ = ["OpOverload", "pytree"]
+__all__ = ["OpOverload", "OpOverloadPacket", "pytree"]
 
 
 def profiling() -> bool:

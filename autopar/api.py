@@ -218,7 +218,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
     "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
-    operators to rule strings. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
+    operators to rule strings, to Rules, or to "derive"; operators of others than torch are computed whole on every rank without. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
     optimizer state in float32, and buffers in their own dtypes (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
@@ -226,7 +226,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     has then; only where nothing fits yet it goes on. `plan.predicted.gap` is proven at a glance, with `prove` as closely as can be (takes many times as long as the search). The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
-    Raises CaptureError, NoRuleError, InfeasibleError, PlanError and ClusterError.
+    Raises CaptureError, RuleError, InfeasibleError, PlanError and ClusterError.
     """
     from autopar.capture import own_state
     from autopar.capture.precision import capture_in

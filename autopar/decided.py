@@ -11,7 +11,7 @@ from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.pairs import pair
 from autopar.problem.tiling import tiled
 from autopar.recipes.kinds import kind
-from autopar.rules import derived, unknown
+from autopar.rules import derived, unknown, unused
 from autopar.rules.language import Use
 from autopar.rules.rule import Rule
 from autopar.rules.tiles import NAMES, OPERATORS
@@ -42,13 +42,21 @@ def tiling_notes(program: Program, plan: Plan) -> list[str]:
 
 
 def rule_notes(program: Program, rules: Mapping[Any, Rule] | None) -> list[str]:
-    """What the user should know about operators without a rule: each once, with its first place in the model."""
+    """What the user should know about operators without a rule, each once, with its first place in the model; and which rules no operator had."""
     ops = [op for op in program.ops.values() if op.role == "op"]
-    proven = derived((op.call for op in ops), rules)
+    found = derived((op.call for op in ops), rules)
     notes = []
     for target in unknown((op.target for op in ops), rules):
         op = next(op for op in ops if op.target == target)
-        how = (f"split by the rule {proven[target]!r}, derived and proven on small tensors" if target in proven else
-               "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}")
-        notes.append(f"no sharding rule for {target} at {op.where}: {how}")
+        notes.append(f"no sharding rule for {target} at {op.where}: {_without_rule(found.get(target), asked=target in (rules or {}))}")
+    if missed := unused((op.target for op in ops), rules):
+        notes.append(f"rules for {', '.join(map(str, missed))} were not used: no operator of the graph is one of these")
     return notes
+
+
+def _without_rule(text: str | None, *, asked: bool) -> str:
+    """What is done with an operator that has no rule, or the one that was derived."""
+    if text is not None:
+        return f"split by the rule {text!r}, derived: it held in trials on random tensors, which is no proof; rules={{op: 'b d -> b d'}} gives another"
+    said = "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}"
+    return f"{said} (none held in trials)" if asked else f"{said}, or \"derive\" to have one that holds in trials on random tensors (docs/writing-rules.md)"

@@ -15,10 +15,6 @@ class CaptureError(AutoparError):
     """The model could not be turned into a graph."""
 
 
-class NoRuleError(AutoparError, NotImplementedError):
-    """An operator has no sharding rule and none could be derived."""
-
-
 class InfeasibleError(AutoparError, ValueError):
     """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short."""
 

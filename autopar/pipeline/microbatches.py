@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar._torch import OpOverload
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program, Ref
+from autopar.rules import RULES
 from autopar.rules.language import Option
 
 
@@ -137,5 +139,6 @@ def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], opt
 def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: int) -> str:
     source = program.ops[ref[0]]
     what = "needs the sum over the whole batch of" if made == "P" else f"wants as {wanted} what microbatches have as {made}:"
+    rule = "" if op.target in RULES or not isinstance(op.target, OpOverload) else f", or with rules= give {op.target} a rule by which samples are apart, if they are"
     return (f"{op.name} ({op.where}) {what} {ref[0]} ({source.where}), so {count} microbatches would not compute what the "
-            "batch computes; use one microbatch, or a model whose loss is a sum or mean over samples")
+            f"batch computes; use one microbatch, or a model whose loss is a sum or mean over samples{rule}")

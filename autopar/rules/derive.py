@@ -1,15 +1,20 @@
-"""Rules for operators that have no row: guessed from equal sizes, proven by the oracle, else nothing.
+"""Rules for operators that have no row: guessed from equal sizes, tried by the oracle, else nothing.
 
 A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each guess is
-tried on small random tensors, whole against shards, values and gradients, on several numbers of ranks; only what comes
-out right is kept. Only for public functional ATen-style operators on floating-point tensors that draw no random numbers:
+tried on random tensors, whole against shards, values and gradients, on several numbers of ranks; only what always comes
+out right is kept. Tensors are small, with positive, signed, large and small values, and of the call's own sizes, or of the largest
+that are no work. Only for public functional ATen-style operators on floating-point tensors that draw no random numbers:
 they are run here, on the CPU, with the arguments of the call.
+
+Trials are no proof: what an operator does from some size or value on they may not meet. Torch's own operators are known not to be like that;
+for others this is done where the user asks for it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +29,17 @@ SMALL = (6, 5, 7, 9, 8, 10, 11, 13)  # stand-ins for the distinct sizes of a cal
 WAYS = (2, 3)
 MOST_GUESSES = 64  # per size; a call with more is not worth the time
 MOST_ELEMENTS = 1 << 14  # of one operand, where only the call's own sizes will do
+LARGEST = 1 << 17  # elements of one operand, in trials at the call's own sizes
+SCALES = (1.0, 100.0, 0.01)  # of signed values
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)  # what an operator raises on arguments that it refuses
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 Guess = tuple[int | None, ...]  # the dim that has the factor, per operand and output
 _KNOWN: dict[Any, Rule | None] = {}
 
 
 def derive(call: Call) -> Rule | None:
-    """A proven rule for a call whose operator has no row; None where nothing could be proven. The same for the same
-    target, sizes and arguments."""
+    """A rule for a call, of what came out right in all trials; None where nothing did. The same for the same target, sizes and arguments."""
     key = repr((call.target, call.args, sorted(call.kwargs.items()), call.outs))
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
@@ -58,50 +65,87 @@ def _internal(target: OpOverload) -> bool:
 
 def _derive(call: Call) -> Rule | None:
     for sizes in _stand_ins(call):
-        small = _fill(call, sizes)
-        try:
-            outs = [t for t in pytree.tree_leaves(call.target(*small[0], **small[1])) if isinstance(t, torch.Tensor)]
-        except FAILS:
-            continue
-        if len(outs) == len(call.outs) and all(t.ndim == len(o.shape) for t, o in zip(outs, call.outs, strict=True)):
+        small = _positive(call, sizes)
+        outs = _results(call, small)
+        if outs is not None:
             shapes = [tuple(t.shape) for t in [*_operands(small), *outs]]
-            return _fitting(call, _prove(call.target, small, shapes, len(call.ins)))
+            return _fitting(call, _kept(call.target, [small, *_harder(call, sizes)], shapes, len(call.ins)))
     return None
+
+
+def _results(call: Call, given: Given) -> list[torch.Tensor] | None:
+    """What the operator makes of other tensors than the call's; None where it does not take them."""
+    try:
+        outs = _operands(call.target(*given[0], **given[1]))
+    except FAILS:
+        return None
+    return outs if len(outs) == len(call.outs) and all(t.ndim == len(o.shape) for t, o in zip(outs, call.outs, strict=True)) else None
 
 
 def _stand_ins(call: Call) -> Iterator[dict[int, int]]:
     """Small sizes instead of the call's; its own where they are small enough, for operators whose arguments speak of sizes."""
-    sizes = list(dict.fromkeys(n for t in call.ins for n in t.sizes if n > 1))
+    sizes = _sizes(call)
     if len(sizes) <= len(SMALL):
         yield dict(zip(sizes, SMALL, strict=False))
-    if all(torch.Size(t.sizes).numel() <= MOST_ELEMENTS for t in call.ins):
+    if _largest(call, {}) <= MOST_ELEMENTS:
         yield {n: n for n in sizes}
 
 
-def _fill(call: Call, sizes: dict[int, int]) -> Any:
+def _sizes(call: Call) -> list[int]:
+    return list(dict.fromkeys(n for t in call.ins for n in t.sizes if n > 1))
+
+
+def _largest(call: Call, sizes: Mapping[int, int]) -> int:
+    """Elements of the largest operand at these sizes."""
+    return max(math.prod(sizes.get(n, n) for n in t.sizes) for t in call.ins)
+
+
+def _harder(call: Call, small: Mapping[int, int]) -> list[Given]:
+    """Signed, large and small values in small tensors and in large ones, those that the operator takes."""
+    found = [_signed(call, sizes, scale) for sizes in (small, _own_sizes(call)) for scale in SCALES]
+    return [given for given in found if _results(call, given) is not None]
+
+
+def _own_sizes(call: Call) -> dict[int, int]:
+    """The call's own sizes, the longest of them halved until no operand is too large to be tried."""
+    sizes = {n: n for n in _sizes(call)}
+    while _largest(call, sizes) > LARGEST:
+        longest = max(sizes, key=sizes.__getitem__)
+        sizes[longest] //= 2
+    return sizes
+
+
+def _positive(call: Call, sizes: Mapping[int, int]) -> Given:
+    return _fill(call, sizes, lambda shape: torch.rand(shape, dtype=torch.float64).add(0.1))
+
+
+def _signed(call: Call, sizes: Mapping[int, int], scale: float) -> Given:
+    return _fill(call, sizes, lambda shape: torch.randn(shape, dtype=torch.float64).mul(scale))
+
+
+def _fill(call: Call, sizes: Mapping[int, int], make: Callable[[list[int]], torch.Tensor]) -> Given:
     def tensor(item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        return torch.rand([sizes.get(n, n) for n in item.sizes], dtype=torch.float64).add(0.1).requires_grad_()
-    return pytree.tree_map(tensor, (tuple(call.args), dict(call.kwargs)), is_leaf=lambda item: isinstance(item, Tensor))
+        return make([sizes.get(n, n) for n in item.sizes]).requires_grad_() if isinstance(item, Tensor) else item
+    args, kwargs = pytree.tree_map(tensor, (tuple(call.args), dict(call.kwargs)), is_leaf=lambda item: isinstance(item, Tensor))
+    return args, kwargs
 
 
 def _operands(given: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
 
 
-def _prove(target: Any, given: Any, shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
-    """The rule of all guesses that hold, for the tensors of `given`."""
+def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
+    """The rule of all guesses, for tensors of these `shapes`, that hold in all trials; the first is of tensors of these shapes."""
     kept: list[Guess] = []
     for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(WAYS)):
         for guess in _guesses(shapes, ins, size):
             fresh = not any(d is not None and d == other[t] for other in kept for t, d in enumerate(guess))
-            if fresh and _holds(Rule(_text(shapes, ins, [guess])), target, given):
+            if fresh and _holds(Rule(_text(shapes, ins, [guess])), target, trials):
                 kept.append(guess)
     if not kept:
         return None
     text = _text(shapes, ins, kept)
-    return Rule(text, linear="all") if _holds(Rule(text, linear="all"), target, given) else Rule(text)
+    return Rule(text, linear="all") if _holds(Rule(text, linear="all"), target, trials) else Rule(text)
 
 
 def _guesses(shapes: list[tuple[int, ...]], ins: int, size: int) -> list[Guess]:
@@ -124,9 +168,9 @@ def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
     return f"{', '.join(parts[:ins])} -> {', '.join(parts[ins:])}"
 
 
-def _holds(rule: Rule, target: Any, given: Any) -> bool:
+def _holds(rule: Rule, target: Any, trials: Sequence[Given]) -> bool:
     try:
-        return not any(failures(rule, target, given[0], given[1], ways) for ways in WAYS)
+        return not any(failures(rule, target, *given, ways) for given in trials for ways in WAYS)
     except (*FAILS, RuleError):
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,20 +77,41 @@ def test_an_operator_with_a_users_rule_is_split_and_exact():
     assert not any("shifted_relu" in note for note in compiled.plan.notes)
 
 
-def test_an_operator_without_a_rule_gets_a_derived_one_and_it_is_said_once():
-    compiled, report = planned(recipe="ddp")
+def test_an_operator_gets_a_derived_rule_where_that_is_asked_for_and_it_is_said_once():
+    compiled, report = planned(recipe="ddp", rules={OP: "derive"})
     assert report.ok, report.worst
     assert node(compiled).kinds == ("sample",)
     (note,) = [note for note in compiled.plan.notes if "shifted_relu" in note]
-    assert "test_api.py:" in note and "derived and proven" in note
+    assert "test_api.py:" in note and "derived: it held in trials on random tensors, which is no proof" in note
+
+
+def test_an_operator_without_a_rule_is_whole_and_exact_and_it_is_said_how_to_give_it_one():
+    compiled, report = planned(recipe="ddp")
+    assert report.ok, report.worst
+    assert set(node(compiled).kinds) == {"replicate"}
+    (note,) = [note for note in compiled.plan.notes if "shifted_relu" in note]
+    assert "test_api.py:" in note and "rules={op: 'b d -> b d'}" in note and '"derive"' in note and "docs/writing-rules.md" in note
+
+
+def test_microbatches_of_an_operator_without_a_rule_are_refused_with_what_to_do():
+    with pytest.raises(autopar.InfeasibleError, match=r"with rules= give autopar_test\.shifted_relu\.default a rule"):
+        planned(recipe="1f1b")
+
+
+def test_rules_may_name_all_overloads_or_the_function_and_unused_ones_are_said():
+    for key in (torch.ops.autopar_test.shifted_relu, shifted_relu):
+        compiled, _ = planned(recipe="ddp", rules={key: "b d -> b d", WHOLE: "b! d! -> b d"})
+        assert node(compiled).factors == ("b",)
+        (note,) = [note for note in compiled.plan.notes if "rules for" in note]
+        assert "rules for autopar_test.over_all were not used" in note
 
 
 def test_an_operator_that_no_rule_fits_is_whole_and_exact_and_said_once():
-    compiled, report = planned(recipe="ddp", whole=True)
+    compiled, report = planned(recipe="ddp", whole=True, rules={WHOLE: "derive"})
     assert report.ok, report.worst
     assert set(node(compiled, WHOLE).kinds) == {"replicate"}
     (note,) = [note for note in compiled.plan.notes if "over_all" in note]
-    assert "test_api.py:" in note and "rules=" in note
+    assert "test_api.py:" in note and "rules=" in note and "none held in trials" in note
 
 
 def test_the_plan_is_plain_data():

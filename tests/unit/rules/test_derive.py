@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.rules import derived, options_for, rule_for
+from autopar.rules import as_rules, derived, options_for, rule_for
 from autopar.rules.derive import derive
 from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import call_of, failures
@@ -77,11 +77,70 @@ def test_nothing_is_derived(one):
         assert [o.factor for o in options_for(one, 2) if o.split] == []
 
 
-def test_options_come_from_user_then_table_then_derivation():
+def opaque(name, forward, backward):
+    """An operator that nothing is known of."""
+    made = torch.library.custom_op(f"autopar_tests::{name}", forward, mutates_args=())
+    made.register_fake(lambda x: torch.empty_like(x))
+    made.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    return getattr(torch.ops.autopar_tests, name).default
+
+
+def lag(x: torch.Tensor) -> torch.Tensor:
+    """Adds the row 16 rows before."""
+    return torch.cat([x[:16], x[16:] + x[:-16]])
+
+
+def back(ctx, g):
+    return torch.cat([g[:-16] + g[16:], g[-16:]]) if len(g) > 16 else g
+
+
+def cap(x: torch.Tensor) -> torch.Tensor:
+    """Scales all down to a norm of at most 20."""
+    return x * (20 / x.norm()).clamp(max=1)
+
+
+def uncap(ctx, g):
+    (x,), norm = ctx.saved_tensors, ctx.saved_tensors[0].norm()
+    return g if norm <= 20 else 20 / norm * (g - x * (g * x).sum() / norm**2)
+
+
+def above(x: torch.Tensor) -> torch.Tensor:
+    """The mean of rows is taken off where some number is negative."""
+    return x - x.mean(0) if (x < 0).any() else x.clone()
+
+
+LAG, CAP, ABOVE = opaque("lag", lag, back), opaque("cap", cap, uncap), opaque("above", above, lambda ctx, g: g - g.mean(0) if (ctx.saved_tensors[0] < 0).any() else g)
+
+
+@pytest.mark.parametrize(("target", "wanted"), [(LAG, "x0n0! f0 -> x1n0! f0"), (CAP, None), (ABOVE, "x0n0! f0 -> x1n0! f0")], ids=["lag", "cap", "signs"])
+def test_trials_are_of_the_sizes_of_the_call_and_of_all_kinds_of_values(target, wanted):
+    one = call(target, (64, 256), out=(64, 256))
+    rule = derive(one)
+    assert (None if rule is None else rule.text(one)) == wanted
+
+
+def test_large_calls_are_tried_at_sizes_near_their_own():
+    one = call(LAG, (4096, 4096), out=(4096, 4096))
+    rule = derive(one)
+    assert rule is not None and rule.text(one) == "x0n0! f0 -> x1n0! f0"
+
+
+def test_nothing_is_derived_for_operators_of_others_unless_that_is_asked_for():
     one = CASES["custom op"][0]
-    assert len([o for o in options_for(one, 2) if o.split]) == 3
+    assert [o.factor for o in options_for(one, 2) if o.split] == [] and derived([one]) == {}
+    assert len([o for o in options_for(one, 2, rules=as_rules({GATE: "derive"})) if o.split]) == 3
+
+
+def test_rules_of_operators_of_torch_without_a_row_are_derived():
+    one = call(aten.i0.default, (64, 32), out=(64, 32))
+    assert rule_for(one.target) is None and [o.factor for o in options_for(one, 2) if o.split] == ["f0", "f1"] and list(derived([one])) == [one.target]
+
+
+def test_options_come_from_user_then_table_then_derivation():
+    one, asked = CASES["custom op"][0], as_rules({GATE: "derive"})
+    assert len([o for o in options_for(one, 2, rules=asked) if o.split]) == 3
     assert [o.factor for o in options_for(one, 2, rules={GATE: Rule("b s! d!, d! -> b s! d!")}) if o.split] == ["b"]
-    assert list(derived([one, CASES["matmul"][0]])) == [GATE]
+    assert list(derived([one, CASES["matmul"][0]], asked)) == [GATE]
     assert derived([one], {GATE: Rule("b s! d!, d! -> b s! d!")}) == {}
 
 

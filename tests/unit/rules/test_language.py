@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sympy
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,11 +53,21 @@ def test_rules_that_do_not_fit_are_refused(text, shapes, said):
 
 
 def test_user_rules():
-    assert as_rules({"op": "b d -> b d"}) == {"op": Rule("b d -> b d")}
+    tanh, add = torch.ops.aten.tanh, torch.ops.aten.add
+    assert as_rules({tanh.default: "b d -> b d"}) == {tanh.default: Rule("b d -> b d")}
     with pytest.raises(RuleError, match="is int, wanted a rule string"):
-        as_rules({"op": 3})
+        as_rules({tanh.default: 3})
     with pytest.raises(RuleError, match="exactly one"):
-        as_rules({"op": "b d"})
+        as_rules({tanh.default: "b d"})
+    for pair in ({add: "b, b -> b", add.Tensor: "derive"}, {add.Tensor: "derive", add: "b, b -> b"}):
+        found = as_rules(pair)
+        assert set(found) == {getattr(add, name) for name in add.overloads()} and found[add.Tensor] == Rule("derive") and found[add.Scalar] == Rule("b, b -> b")
+
+
+@pytest.mark.parametrize("key", ["mylib.scale.default", torch.tanh, torch.ops.aten, 3])
+def test_rules_for_what_is_no_operator_are_refused(key):
+    with pytest.raises(RuleError, match=r"rules= has the key .*, wanted an operator: torch\.ops\.mylib\.scale\.default"):
+        as_rules({key: "b d -> b d"})
 
 
 def test_matmul_is_the_table_of_the_design():

@@ -31,8 +31,8 @@ from autopar.recipes.free import space, spaces, unfolded
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
-from autopar.search import SEARCHES, ilp
-from autopar.text import seconds
+from autopar.search import SEARCHES, Search, exhaustive, ilp
+from autopar.text import seconds, times
 from autopar.timer import Timer
 
 
@@ -79,6 +79,7 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
     elsewhere, timer = elsewhere or nowhere(), timer or Timer(planner.request.time_limit_s)
     request = planner.request
     _check_mesh(request)
+    _check_search(planner)
     best: Candidate | None = None
     tried: list[Alternative] = []
     bounds: list[float] = []
@@ -168,6 +169,26 @@ def _check_mesh(request: Request) -> None:
                         f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
 
 
+def _check_search(planner: Planner) -> None:
+    """Raises PlanError for an unknown search, and where there is too much for the exhaustive one, before anything is priced."""
+    search = _search_of(planner.request)
+    if search is exhaustive.search and planner.request.recipe is None:
+        for sizes in _meshes(planner):
+            exhaustive.combinations(planner.model(sizes, space(sizes), f"search on {times(sizes)}").problem)
+
+
+def _search_of(request: Request) -> Search:
+    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
+    if search is None:
+        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
+    return search
+
+
+def _meshes(planner: Planner) -> list[tuple[int, ...]]:
+    """The meshes that are searched."""
+    return [planner.request.mesh] if planner.request.mesh is not None else spaces(planner.request.cluster, planner.cuts_samples)
+
+
 FULL = 0.9  # of memory: what uses more may have been pushed there
 RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
 GLANCE_S = 2.0  # seconds for the first look at a mesh
@@ -254,10 +275,7 @@ def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: flo
             elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
     """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
-    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
-    if search is None:
-        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
-    meshes = [request.mesh] if request.mesh is not None else spaces(request.cluster, planner.cuts_samples)
+    search, meshes = _search_of(request), _meshes(planner)
     if search is ilp.search:
         return _best_first(planner, meshes, timer, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
     found: Candidate | None = None

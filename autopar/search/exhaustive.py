@@ -5,9 +5,11 @@ A block of combinations is priced at a time, on arrays with one entry per combin
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.problem.types import Net, Problem, Solution
 from autopar.search.feasible import shortfall
 
@@ -18,13 +20,10 @@ _BLOCK = 100_000
 def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
     """The best of all combinations; `time_limit_s`, `seed` and `start` change nothing.
 
-    Raises ValueError when there are more than `LIMIT` combinations, InfeasibleError when none is feasible.
+    Raises PlanError when there are more than `LIMIT` combinations, InfeasibleError when none is feasible.
     """
+    total = combinations(problem)
     sizes = [len(node.labels) for node in problem.nodes]
-    total = int(np.prod([float(s) for s in sizes]))
-    if total > LIMIT:
-        raise ValueError(f"problem {problem.name}: exhaustive search over {total:.3g} combinations of {len(sizes)} nodes, at "
-                         f"most {LIMIT:,} are possible; use search='ilp'")
     best_s, best, least = float("inf"), -1, float("inf")
     for first in range(0, total, _BLOCK):
         index = np.arange(first, min(first + _BLOCK, total))
@@ -40,6 +39,15 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
         raise shortfall(problem, least)
     choice = tuple(int(c) for c in np.unravel_index(best, sizes)) if sizes else ()
     return Solution(choice, "exhaustive", problem.evaluate(choice).time_s, True, f"all {total:,} combinations")
+
+
+def combinations(problem: Problem) -> int:
+    """How many combinations there are. Raises PlanError when there are more than `LIMIT`."""
+    total = math.prod(len(node.labels) for node in problem.nodes)
+    if total > LIMIT:
+        raise PlanError(f"problem {problem.name}: exhaustive search over {total:.3g} combinations of {len(problem.nodes)} nodes, at most {LIMIT:,} are possible; use search='ilp', "
+                        "which proves how far its answer is from the best, or a mesh of fewer axes")
+    return total
 
 
 def _price(problem: Problem, choice: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ WRONG = {
     "mode": ({"mode": "trian"}, PlanError, r"mode is 'trian', wanted train or inference"),
     "recipe": ({"recipe": "ttp"}, PlanError, r"unknown recipe 'ttp'; known are .*tp"),
     "search": ({"search": "ilpp"}, PlanError, r"unknown search 'ilpp'; known are .*ilp"),
+    "exhaustive": ({"search": "exhaustive", "mesh": (2, 2), "cluster": "cpu:1x4"}, PlanError, r"search on 2x2: exhaustive search over .* combinations of .*, at most 2,000,000 .* search='ilp'"),
     "mesh": ({"mesh": (3,)}, PlanError, r"mesh 3 has 3 ranks, cpu:1x2 has 2 devices; wanted axes that multiply to 2"),
     "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
@@ -101,3 +102,10 @@ def test_saved_twice_is_the_same_bytes(compiled, tmp_path):
     second = compile(recipe="ddp").save(tmp_path / "b")
     for name in ("plan.json", "sharded.py"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_too_much_for_the_exhaustive_search_is_refused_before_recipes_are_priced() -> None:
+    told: list[str] = []
+    with pytest.raises(PlanError, match="combinations"):
+        compile("cpu:1x4", search="exhaustive", progress=told.append)
+    assert not [what for what in told if what.startswith("recipe")]

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.problem.types import Node, Problem
 from autopar.search import SEARCHES
 from autopar.search.descent import fits
@@ -95,5 +95,5 @@ def test_what_needs_little_memory_fits_and_nothing_needs_less_than_the_least(see
 
 def test_exhaustive_refuses_large_problems() -> None:
     node = Node("n", tuple("abcdefgh"), np.ones(8), np.zeros(8), np.zeros(8))
-    with pytest.raises(ValueError, match=r"2\.1e\+06 combinations of 7 nodes"):
+    with pytest.raises(PlanError, match=r"2\.1e\+06 combinations of 7 nodes, at most 2,000,000 are possible; use search='ilp'"):
         SEARCHES["exhaustive"](Problem((node,) * 7, ()), time_limit_s=5)

@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# What a call_function target is; there is no public name for the class of `torch.ops.aten.add.Tensor`.
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._library.custom_ops import OPDEFS  # what custom_op made, by name
+from torch._ops import OpOverload, OpOverloadPacket  # what a call_function target is, and all of one name
 from torch.amp.grad_scaler import OptState
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
@@ -392,7 +391,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-__all__ = ["OpOverload", "OpOverloadPacket", "pytree"]
+__all__ = ["OPDEFS", "OpOverload", "OpOverloadPacket", "pytree"]
 
 
 def profiling() -> bool:

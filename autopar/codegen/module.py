@@ -12,6 +12,7 @@ import re
 from torch import fx
 
 import autopar
+from autopar._torch import OPDEFS, OpOverload
 from autopar.codegen.context import Context
 from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.stages import pipelined_model
@@ -29,6 +30,7 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
 from autopar.problem.reading import read
+from autopar.rules import TORCH
 from autopar.text import seconds
 
 RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
@@ -70,7 +72,8 @@ def _header(context: Context) -> str:
     cluster = plan.cluster.get("name", "cluster")
     gap = f", gap {100 * predicted.gap:.1f} %" if predicted.bound_s > 0 else ""
     imports = "\n".join(f"from {module} import {name}" for name, module in sorted(context.functions.items()))
-    again = "".join(f", {name}" for name in (*context.marks, *(["remat"] if plan.remat else [])))
+    others = _others(context)
+    again = "".join(f", {name}" for name in (*context.marks, *(["registered"] if others else []), *(["remat"] if plan.remat else [])))
     bases = "Pipeline, PipelinedModule, Stage" if plan.pipelined else "ShardedModule"
     places = f", places={plan.places}" if plan.places > 1 else ""
     behind = f", behind={axes}" if (axes := context.edges.behind(plan)) else ""
@@ -89,8 +92,16 @@ import torch.nn.functional as F
 
 from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{again}
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
-MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})
+{f"registered({others!r}){chr(10)}{chr(10)}" if others else ""}MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})
 '''
+
+
+def _others(context: Context) -> dict[str, str]:
+    """The operators that are not torch's, and the modules that register them, "" for a script or where that is not known."""
+    targets = dict.fromkeys(op.target for op in context.program.ops.values() if isinstance(op.target, OpOverload) and op.target.namespace not in TORCH)
+    made = {target: OPDEFS.get(target._schema.name) for target in targets}
+    modules = {target: "" if by is None else by._init_fn.__module__ for target, by in made.items()}
+    return {str(target): module if module != "__main__" else "" for target, module in modules.items()}
 
 
 def _algorithms(context: Context) -> str:

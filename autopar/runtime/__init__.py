@@ -61,6 +61,8 @@ Meaning of the parts:
         `sync` are the axes on which gradients are left partial and summed in buckets at the end of the backward.
     self.spread(value, layout, shape)
         An output for the user: partial sums are completed, cuts stay; `model.full(outputs)` puts them together.
+    registered({"namespace.name.overload": "module"})
+        Operators that are not torch's, and what registers them: said where one is missing.
     MESH.local(size, axes)   the length of this rank's chunk of `size` cut by `axes`, major first.
 
 What a user sees: `Model().load_full(state_dict)`, `model(*local_batch)`, `model.train_step(*local_batch)`,
@@ -76,6 +78,7 @@ from autopar.runtime.outputs import Outputs
 from autopar.runtime.params import Param
 from autopar.runtime.pipeline import Pipeline, PipelinedModule, Stage
 from autopar.runtime.regather import gather
+from autopar.runtime.registered import registered
 from autopar.runtime.rematerialise import remat
 from autopar.runtime.replay import enough, keep, skip
 from autopar.runtime.reshard import reshard
@@ -101,6 +104,7 @@ __all__ = [
     "launch",
     "main",
     "manual_seed",
+    "registered",
     "remat",
     "reshard",
     "skip",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +43,7 @@ def _(x):
 
 
 over_all.register_autograd(lambda ctx, grad: grad - grad.mean())
+ROOT = Path(__file__).parents[2]
 WHOLE = torch.ops.autopar_test.over_all.default
 OP = torch.ops.autopar_test.shifted_relu.default
 
@@ -96,6 +101,13 @@ def test_an_operator_without_a_rule_is_whole_and_exact_and_it_is_said_how_to_giv
 def test_microbatches_of_an_operator_without_a_rule_are_refused_with_what_to_do():
     with pytest.raises(autopar.InfeasibleError, match=r"with rules= give autopar_test\.shifted_relu\.default a rule"):
         planned(recipe="1f1b")
+
+
+def test_what_calls_operators_that_are_not_registered_says_what_registers_them(tmp_path):
+    compiled, _ = planned(recipe="ddp")
+    assert f"registered({{'autopar_test.shifted_relu.default': {__name__!r}}})" in compiled.source
+    alone = subprocess.run([sys.executable, compiled.save(tmp_path / "plan") / "sharded.py"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "calls operator autopar_test.shifted_relu.default, which nothing has registered in this process: import tests.unit.test_api, which registers it" in alone.stderr
 
 
 def test_rules_may_name_all_overloads_or_the_function_and_unused_ones_are_said():

@@ -18,11 +18,12 @@ from torch import nn
 
 from autopar.bundle import Bundle
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, PlanError, RunError
 from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
+from autopar.runtime.batch import bind
 from autopar.runtime.rng import new_seed
 from autopar.text import seconds
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.memory import Prediction
     from autopar.search import Search
     from autopar.simulate import Simulation
+    from autopar.verify import Report
 
 
 class Compiled:
@@ -187,6 +189,24 @@ class Compiled:
         from autopar.simulate import simulate
 
         return simulate(self._graph("simulate").gm, self.plan, progress)
+
+    def verify(self, *batch: Any, **named: Any) -> Report:
+        """What `autopar verify` compares: one step of the emitted module on local CPU ranks with the captured graph on one device, on a global batch and the model's weights, in float64:
+        outputs, loss, gradients, parameters after a step of an optimizer, collectives. `report.ok` says whether all is right, `str(report)` what is not and at which node. The way
+        to check rules of your own.
+
+        Raises PlanError where the graph or the weights are not there (`load` has neither, a model on the meta device no weights), RunError where a process group runs, and for
+        inputs that the plan does not have.
+        """
+        from autopar.verify import case_of, verify
+
+        captured = self._graph("verify")
+        if self._weights is None:
+            raise PlanError(f"{self.plan.model} was planned on the meta device, so there are no weights to compare with: verify a plan of the model with weights (a smaller one will do)")
+        if dist.is_available() and dist.is_initialized():
+            raise RunError("verify starts ranks of its own, and a process group runs here: call it in a script of one process")
+        values = bind(dict.fromkeys(captured.input_names, ""), batch, named, captured.fixed)
+        return verify(case_of(captured, self.plan.on("cpu"), self._weights, dict(zip(captured.input_names, values, strict=True))))
 
     def _graph(self, command: str) -> Captured:
         """The graph that the plan was made for; `command` does without this object what needs it."""

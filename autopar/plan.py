@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,15 @@ class Plan:
         """What its ranks run on, `cpu` or `cuda`; the parts of a cluster all have the same."""
         part = (self.cluster.get("parts") or [self.cluster])[0]
         return str(part.get("device", {}).get("kind", "cpu"))
+
+    def on(self, kind: str) -> Plan:
+        """The same plan for ranks on devices of `kind`, "cpu" or "cuda"."""
+        def changed(cluster: Mapping[str, Any]) -> dict[str, Any]:
+            if "parts" in cluster:
+                return {**cluster, "parts": [changed(part) for part in cluster["parts"]]}
+            return {**cluster, "device": {**cluster["device"], "kind": kind}}
+
+        return replace(self, cluster=changed(self.cluster))
 
     @property
     def pipelined(self) -> bool:

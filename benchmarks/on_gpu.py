@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar._torch import local_of
 from autopar.bundle import Bundle
-from autopar.cli.running import on
 from autopar.frontend import load
 from autopar.profile.attribute import attributed
 from autopar.runtime import ShardedModule, pipeline
@@ -57,7 +56,7 @@ def _child(folder: Path, device: str, end: Connection) -> None:
 def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
     torch.set_num_threads(4)
     bundle = Bundle.load(folder)
-    plan = on(bundle.plan, device)
+    plan = bundle.plan.on(device)
     if device == "cpu":
         bundle = replace(bundle, source=bundle.source.replace('"cuda"', '"cpu"'))
     else:

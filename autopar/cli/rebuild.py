@@ -44,7 +44,7 @@ class Source:
             return Source(**plan.source)
         except PlanError as error:
             raise PlanError(f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made by "
-                            "`autopar plan`. Use autopar.compile and Compiled.save in Python, or plan the model again") from error
+                            "`autopar plan`. In Python use what autopar.compile gave (its verify, simulate, memory and save), or plan the model again") from error
 
     def load(self, plan: Plan, *, device: str = "meta", dtype: torch.dtype | None = None, batch: int | None = None,
              seq: int | None = None) -> frontend.Loaded:

@@ -91,14 +91,4 @@ def placed(plan: Plan) -> Plan:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
     if plan.device_kind == "cpu" or torch.cuda.device_count() >= local:
         return plan
-    return on(plan, "cpu")
-
-
-def on(plan: Plan, kind: str) -> Plan:
-    """The same plan for ranks on devices of `kind`, "cpu" or "cuda"."""
-    def changed(cluster: Mapping[str, Any]) -> dict[str, Any]:
-        if "parts" in cluster:
-            return {**cluster, "parts": [changed(part) for part in cluster["parts"]]}
-        return {**cluster, "device": {**cluster["device"], "kind": kind}}
-
-    return dataclasses.replace(plan, cluster=changed(plan.cluster))
+    return plan.on("cpu")

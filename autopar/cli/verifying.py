@@ -12,7 +12,6 @@ import torch
 from autopar.capture import own_state
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, by_name, rebuild
-from autopar.cli.running import on
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
 from autopar.layout import dim_of, divisible, is_shard, parse, ways_of
@@ -63,4 +62,4 @@ def check_microbatches(rebuilt: Rebuilt, loaded: Loaded) -> None:
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
     """What to verify: the plan on ranks of `device`, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
-    return case_of(rebuilt.captured, on(rebuilt.plan, device), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)
+    return case_of(rebuilt.captured, rebuilt.plan.on(device), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)

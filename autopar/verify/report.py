@@ -47,6 +47,15 @@ class Report:
         """The largest error of any value: of all comparisons but the numbers of collectives."""
         return max((row.error for row in self.rows if row.kind != "collectives"), default=0.0)
 
+    def __str__(self) -> str:
+        """Whether all is right, and of what is not the first node and what is farthest off."""
+        if not self.rows:
+            return "nothing was compared"
+        wrong, worst = [row for row in self.rows if not row.ok], self.worst
+        said = f"{len(wrong)} of {len(self.rows)} values are wrong" if wrong else f"all {len(self.rows)} values are within their tolerance"
+        first = f"; first node that differs: {self.first}" if self.first else ""
+        return f"{said} on mesh {self.mesh}: the largest difference is {worst.error:.2g} of {worst.kind} {worst.name}, tolerance {worst.tolerance:.2g}{first}"
+
     def to_json(self) -> str:
         """Every tensor's error as JSON."""
         data = {"ok": self.ok, "mesh": list(self.mesh), "first": self.first, "collectives": self.collectives,

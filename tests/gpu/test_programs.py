@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.cli.running import on
 from autopar.runtime.launch import Ranks
 from autopar.verify import Report, verify
 from tests.dist.test_zero import offloaded
@@ -45,7 +44,7 @@ def ranks() -> Iterator[dict[int, Ranks]]:
 @pytest.mark.parametrize(("name", "sizes", "how"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 def test_a_program_on_gpus_equals_one_device(name: str, sizes: Sizes, how: str, ranks: dict[int, Ranks]) -> None:
     who = subject(name)
-    made = on(offloaded(who, sizes, how) if "offload" in how else planned(who, sizes, how), "cuda")
+    made = (offloaded(who, sizes, how) if "offload" in how else planned(who, sizes, how)).on("cuda")
     case = who.case(made, batch_for(how))
     assert '"cuda"' in case.source()
     right(verify(dataclasses.replace(case, plan=made), ranks=ranks[made.ranks]))

@@ -126,6 +126,29 @@ def test_an_operator_that_no_rule_fits_is_whole_and_exact_and_said_once():
     assert "test_api.py:" in note and "rules=" in note and "none held in trials" in note
 
 
+def test_verify_finds_a_wrong_rule_and_what_is_wrong():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    right, wrong = (autopar.compile(Model(whole=True), "cpu:1x2", batch, recipe="ddp", rules={over_all: rule}) for rule in ("b! d! -> b d", "b d -> b d"))
+    report = right.verify(*batch)
+    assert report.ok and str(report).startswith(f"all {len(report.rows)} values are within their tolerance on mesh (2,)")
+    report = wrong.verify(batch[0], y=batch[1])
+    assert not report.ok and "over_all" in report.first and "values are wrong on mesh (2,)" in str(report) and f"first node that differs: {report.first}" in str(report)
+
+
+def test_verify_says_what_it_lacks(tmp_path):
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    compiled = autopar.compile(Model(), "cpu:1x2", batch, recipe="ddp")
+    with pytest.raises(autopar.RunError, match="missing inputs y"):
+        compiled.verify(batch[0])
+    with pytest.raises(autopar.PlanError, match="without the graph that it was made for, which verify works on"):
+        autopar.load(compiled.save(tmp_path / "plan")).verify(*batch)
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(autopar.PlanError, match="no weights to compare with"):
+        autopar.compile(model, "cpu:1x2", batch, recipe="ddp").verify(*batch)
+
+
 def test_the_plan_is_plain_data():
     compiled, _ = planned(recipe="ddp")
     assert json.loads(compiled.plan.to_json())["strategy"] == "ddp"

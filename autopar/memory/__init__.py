@@ -8,7 +8,8 @@
     shares.py     bytes that one rank has of each value
     moves.py      what changes of layout take while they run
     book.py       storages and the times at which they are alive
-    operators.py  what operators take for themselves, what their backward gives on without a copy: a table
+    temporaries.py  what operators take for themselves: a table
+    operators.py  that under runtime algorithms, and what their backward gives on without a copy
     forward.py    the forward of one stage, in the order in which it is emitted
     backward.py   the way back over what the forward has noted
     stage.py      both, as the profile of one microbatch in one stage

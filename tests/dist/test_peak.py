@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autopar
 from autopar.bundle import Bundle
@@ -79,6 +80,36 @@ class Squared(nn.Module):
 def test_the_peak_of_squares_is_counted(name: str) -> None:
     torch.manual_seed(0)
     model, x = Squared(name), torch.randn(2048, 128)
+    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+
+
+TAKING = {
+    "a divergence": lambda p, q, x: F.kl_div(p.log_softmax(-1), q.softmax(-1), reduction="batchmean"),
+    "logits of two classes": lambda p, q, x: F.binary_cross_entropy_with_logits(p, x.sigmoid()) + q.mean(),
+    "reductions": lambda p, q, x: (p.logsumexp(-1) * q.amax(-1)).mean(),
+    "a power": lambda p, q, x: torch.pow(p.abs() + 1, q).mean(),
+    "an angle": lambda p, q, x: torch.atan2(p, q).sum(-1).mean(),
+    "complex numbers": lambda p, q, x: torch.complex(p, q).abs().mean(),
+}
+
+
+class Taking(nn.Module):
+    """A loss whose operators take more for themselves than they keep."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.second, self.loss = nn.Linear(128, 128), nn.Linear(128, 128), TAKING[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.first(x), self.second(x), x)
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_the_peak_of_what_operators_take_is_counted(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Taking(name), torch.randn(2048, 128)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
     counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)

@@ -1,0 +1,387 @@
+"""What operators take for themselves while they run, one row each: formulas in the sizes of their tensors.
+
+Mostly the plain operators that a kernel, or a derivative, is made of: those of derivatives.yaml, FunctionsManual.cpp and Loss.cpp, which run on every
+device. The tests measure every operator that has a rule on its samples, so that one without a row shows. What kernels of a CPU take
+alone is in a table of its own (`CPU`).
+
+    2w+m+3o     w: the largest tensor of the call, m: a byte for each of its elements, o: the result, a, b: the first and the second operand
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from autopar.problem.graph import Op
+from autopar.rules import pointwise
+from autopar.rules.arguments import given, named
+from passes import ops
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs on a CPU."""
+
+    op: Op
+    ins: Sequence[float]
+    outs: Sequence[float]
+    extra: float = 0.0
+    on_cpu: bool = False
+
+    @property
+    def out(self) -> float:
+        return self.outs[0] if self.outs else 0.0
+
+    @property
+    def whole(self) -> tuple[float, int]:
+        """Bytes of the largest tensor, of those of floating point numbers where there are any, and of one of its elements."""
+        tensors = list(zip((*self.ins, *self.outs), (*self.op.call.ins, *self.op.call.outs), strict=True))
+        return max([(nbytes, each.itemsize) for nbytes, each in tensors if each.floating] or [(nbytes, each.itemsize) for nbytes, each in tensors], default=(0.0, 1))
+
+    def grad(self, operand: int) -> bool:
+        """Whether an operand is there and has a gradient."""
+        return operand < len(self.op.call.ins) and self.op.call.ins[operand].grad
+
+    @property
+    def grads(self) -> int:
+        """How many operands have gradients."""
+        return sum(each.grad for each in self.op.call.ins)
+
+    def given(self, name: str) -> Any:
+        """An argument of the call."""
+        return given(self.op.call)[name]
+
+
+Bytes = Callable[[Local], float]
+
+
+def nothing(local: Local) -> float:
+    """No bytes."""
+    return 0.0
+
+
+def taken(formula: str) -> Bytes:
+    """The bytes that a formula says."""
+    parts = [(float(times or 1), what) for times, what in re.findall(r"([\d.]*)([wmoab])", formula)]
+
+    def nbytes(local: Local) -> float:
+        whole, itemsize = local.whole
+        sizes = {"w": whole, "m": whole / itemsize, "o": local.out, "a": local.ins[0] if local.ins else 0.0, "b": local.ins[1] if len(local.ins) > 1 else 0.0}
+        return sum(times * sizes[what] for times, what in parts)
+
+    return nbytes
+
+
+FIRST = frozenset(named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default contiguous.default fmod.Scalar fmod.Tensor frac.default
+    index_add.default lift_fresh_copy.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default sub.Scalar sub.Tensor"""))
+"""Operators of whose first operand the gradient is that of the result, or none is made at all."""
+
+
+def same(op: Op, operand: int) -> bool:
+    """Whether the gradient of an operand is that of the result, summed where it is broadcast."""
+    if operand == 1:
+        return op.target in (aten.add.Tensor, aten.rsub.Tensor) and op.call.kwargs.get("alpha", 1) == 1
+    return op.target in FIRST or (op.target is aten.index_put.default and bool(given(op.call)["accumulate"]))
+
+
+def reduced(local: Local) -> float:
+    """An operand that is broadcast has its gradient made at full size, then summed."""
+    if local.op.target not in pointwise.RULES or not local.outs:
+        return 0.0
+    elements = local.out / local.op.call.outs[0].itemsize
+    made = [each.grad and nbytes / each.itemsize < elements and not same(local.op, i) for i, (nbytes, each) in enumerate(zip(local.ins, local.op.call.ins, strict=True))]
+    return local.out if any(made) else 0.0
+
+
+def _for(operand: int, formula: str, otherwise: str = "") -> Bytes:
+    """Where that operand has a gradient, or not."""
+    first, second = taken(formula), taken(otherwise)
+    return lambda local: first(local) if local.grad(operand) else second(local)
+
+
+def _left(count: int) -> Bytes:
+    """So many tensors, of which some are the gradients."""
+    return lambda local: max(0, count - local.grads) * taken("w")(local)
+
+
+def _quotient(local: Local) -> float:
+    """-gradient * ((x / y) / y) at full size, where y has a gradient; of a number by y the first of these beside."""
+    if isinstance(local.op.call.args[0], (int, float)):
+        return 3 * local.out
+    return 2 * local.out if local.grad(1) else 0.0
+
+
+def _complex(local: Local, times: float = 1.0) -> float:
+    """The result of complex numbers, before its real part is taken."""
+    return times * local.ins[0] if local.op.call.ins[0].itemsize > local.op.call.outs[0].itemsize else 0.0
+
+
+def _conjugated(local: Local) -> float:
+    """A factor of complex numbers."""
+    return local.out if local.op.out_dtypes and local.op.out_dtypes[0].is_complex else 0.0
+
+
+def _bounded(local: Local) -> float:
+    """A mask for each bound."""
+    return taken("m")(local) * sum(bound is not None for bound in (local.given("min"), local.given("max")))
+
+
+def _joined(local: Local) -> float:
+    """Elements of two operands as they are broadcast, in bytes, of how many they are made."""
+    (x, a), (y, b) = ((nbytes, each.sizes) for nbytes, each in zip(local.ins, local.op.call.ins, strict=True))
+    rank = max(len(a), len(b))
+    wide = math.prod(max(sizes) for sizes in zip(*((1,) * (rank - len(each)) + tuple(each) for each in (a, b)), strict=True))
+    return max(x * wide / math.prod(a), y * wide / math.prod(b))
+
+
+def _smaller(local: Local) -> float:
+    """What is broadcast has its gradient at full size."""
+    return taken("w")(local) if any(each.grad and nbytes < local.whole[0] for nbytes, each in zip(local.ins, local.op.call.ins, strict=True)) else 0.0
+
+
+def _similarity_back(local: Local) -> float:
+    """Of each operand its product, and the norm's; before they are summed where they are broadcast."""
+    wide = _joined(local)
+    return (4 - local.grads) * wide + sum(wide - nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
+
+
+def _transform(plain: str, sized: str) -> Bytes:
+    """A Fourier transform over several dims, and to other sizes."""
+    return lambda local: taken(plain if local.given("s") is None else sized)(local)
+
+
+def _along(last: str, other: str) -> Bytes:
+    """By whether the dim of an operator is the last one."""
+    return lambda local: taken(last if local.given("dim") in (-1, len(local.op.call.ins[0].shape) - 1) else other)(local)
+
+
+def _masked(local: Local) -> float:
+    """Places of what a mask chooses, a number for each dim of the mask."""
+    dims = sum(len(each.shape) for each in local.op.call.ins[1:] if each.itemsize == 1)
+    return 8 * dims * local.out / local.op.call.outs[0].itemsize
+
+
+def _put_back(local: Local) -> float:
+    """The gradient of what is put at many places, before it is summed, and of a mask's places."""
+    *_, chosen, put = local.op.call.ins
+    wide = put.grad and (1 in put.sizes or not put.sizes)
+    return taken("w")(local) * wide * (2 if chosen.itemsize == 1 else 1)
+
+
+def _turns(name: str) -> Bytes:
+    """Copies of all but the last of several dims in turn."""
+
+    def nbytes(local: Local) -> float:
+        dims = local.given(name)
+        count = len(dims) if dims is not None else len(local.op.call.outs[0].shape)
+        return local.out if count > 1 else 0.0
+
+    return nbytes
+
+
+def _circular(local: Local) -> float:
+    return local.out if local.given("mode") == "circular" else 0.0
+
+
+def _of_channels(local: Local) -> float:
+    """Two sums for each channel of each sample."""
+    return 2 * local.out / math.prod(local.op.call.outs[0].sizes[2:])
+
+
+def _not_summed(formula: str) -> Bytes:
+    return lambda local: 0.0 if local.given("reduce") == "sum" else taken(formula)(local)
+
+
+NONE, MEAN = 0, 1  # the reduction argument of ATen losses
+
+
+def _terms(each: float, summed: float) -> Bytes:
+    """A loss of terms: so many tensors where it gives them, and where it sums them up. Some sum into the memory of the terms, so that the sum has all of it."""
+    return lambda local: (each if local.given("reduction") == NONE else summed) * taken("w")(local)
+
+
+def _divergence(local: Local) -> float:
+    """The terms from what is kept, where the targets are logarithms."""
+    return _terms(2, 3)(local) - local.grads * (taken("w")(local) if local.given("log_target") else 0.0)
+
+
+def _divergence_back(local: Local) -> float:
+    """Of targets: a product, its logarithm, and masks where they are 0."""
+    if local.given("log_target"):
+        return 0.0
+    return taken("2w+3m")(local) if local.grad(1) else _terms(0, 1)(local)
+
+
+def _poisson(local: Local) -> float:
+    """The terms; of numbers that are not logarithms with their logarithms; Stirling's formula in eight."""
+    kept = 0 if local.given("log_input") else 2 - local.grads
+    return _terms(1 + kept, 2 + kept)(local) + taken("4w")(local) * bool(local.given("full"))
+
+
+def _of_mean(rest: Bytes) -> Bytes:
+    """A mean's gradient is made at full size before it goes to the plain operators behind it."""
+    return lambda local: rest(local) + (taken("w")(local) if local.given("reduction") == MEAN else 0.0)
+
+
+def rows(formulas: Mapping[str, str]) -> dict[Any, Bytes]:
+    """Formula -> names of operators, as target -> bytes."""
+    return {target: taken(formula) for formula, names in formulas.items()
+            for target in named(" ".join(name if "." in name else f"{name}.default" for name in names.split()))}
+
+
+FORWARD: dict[Any, Bytes] = {
+    **rows({
+        "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
+        "m": "all any all.dim any.dim all.dims any.dims",
+        "w+m": "count_nonzero.dim_IntList", "w+2m": "isfinite", "2w+3m": "isclose", "w+8m": "kthvalue",
+        "w+o": "logsumexp special_logsumexp", "a": "argsort argsort.stable", "b": "cholesky_solve",
+    }),
+    **dict.fromkeys((aten.median.dim, aten.nanmedian.dim), _along("", "w")),
+    **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
+    **dict.fromkeys(named("fft_fft2.default fft_fftn.default fft_ifft2.default fft_ifftn.default"), _transform("o", "2o")),
+    **dict.fromkeys(named("fft_irfft2.default fft_irfftn.default"), _transform("2a", "a")),
+    aten.fft_irfft.default: _along("", "2.5a"),
+    aten.fft_hfft.default: _along("a", "3.5a"),
+    aten.index.Tensor: _masked,
+    aten.roll.default: _turns("shifts"),
+    aten.abs.default: _complex,
+    aten.diff.default: lambda local: local.out if len(local.ins) > 1 else 0.0,
+    aten.cosine_similarity.default: lambda local: (3 - local.grads) * _joined(local),
+    aten.binary_cross_entropy.default: _terms(0, 1),
+    aten.binary_cross_entropy_with_logits.default: _terms(1, 2),
+    aten.cosine_embedding_loss.default: taken("w"),
+    aten.cross_entropy_loss.default: lambda local: taken("w")(local) * local.op.call.ins[1].floating,  # of shares of classes
+    aten.hinge_embedding_loss.default: _terms(4, 5),
+    aten.huber_loss.default: _terms(0, 1),
+    aten.kl_div.default: _divergence,
+    aten.l1_loss.default: _terms(0, 1),
+    aten.margin_ranking_loss.default: _terms(1, 2),
+    aten.mse_loss.default: _terms(0, 2),
+    aten.poisson_nll_loss.default: _poisson,
+    aten.smooth_l1_loss.default: _terms(0, 2),
+    aten.soft_margin_loss.default: _terms(0, 1),
+    aten.triplet_margin_loss.default: taken("w"),
+    ops.count_each: taken("5w"),
+    ops.count_valid: taken("a"),
+    ops.experts: lambda local: 0.5 * local.extra,  # results put in order and weighted
+    ops.noised: lambda local: 0.0 if local.grad(1) else local.out,
+}
+"""Bytes beside operands, results and what is kept, while the forward runs."""
+
+BACKWARD: dict[Any, Bytes] = {
+    **rows({
+        "0.5w": "repeat", "m": "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clamp.Tensor", "2m": "fmax fmin",
+        "w": """batch_norm copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1 frobenius_norm.dim hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
+                log10 log1p log2 native_dropout norm.Scalar norm.ScalarOpt_dim pow.Scalar prelu prod sin sinh special_i0 special_log1p special_xlogy.self_scalar sqrt
+                trapezoid.dx xlogy.Scalar_Self""",
+        "w+m": "nan_to_num", "w+2m": "max.other maximum min.other minimum nansum", "w+3m": "special_xlog1py special_xlogy xlogy.Tensor",
+        "1.5b": "ldexp.Tensor", "1.5w": "float_power.Scalar", "w+2o": "var var.correction var.dim", "w+3o": "prod.dim_int std std.correction std.dim", "w+m+3o": "amax amin",
+        "2w": """atan cholesky_inverse cos cumsum logsumexp pow.Tensor_Scalar reciprocal rsqrt special_logsumexp special_xlog1py.self_scalar square std_mean.correction
+                 std_mean.dim tan var_mean.correction var_mean.dim""",
+        "2w+m": "max median min", "2w+m+3o": "aminmax", "2.5w": "float_power.Tensor_Scalar",
+        "3w": "acosh asinh atanh cholesky linalg_cholesky logaddexp logaddexp2 special_entr", "3w+m": "cumprod",
+        "4w": "asin erf erfc erfinv", "4w+m": "pow.Tensor_Tensor", "5w": "acos float_power.Tensor_Tensor", "7w": "logcumsumexp sinc",
+        "a": "fft_fft fft_fft2 fft_fftn fft_ifft2 fft_ifftn", "a+o": "fft_ifft", "3a": "fft_ihfft fft_rfft fft_rfft2 fft_rfftn", "4b": "embedding_bag.padding_idx",
+    }),
+    **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
+    **dict.fromkeys((aten.div.Tensor, aten.true_divide.Tensor), _quotient),
+    **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor, aten.masked_scatter.default), lambda local: _for(len(local.ins) - 1, "w")(local)),
+    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default), _for(1, "", "b")),
+    **dict.fromkeys((ops.bag, ops.ragged_bags), taken("4b")),
+    aten.abs.default: lambda local: _complex(local, 2.0) or taken("w")(local),
+    aten.addcdiv.default: lambda local: 4 * local.out * (local.grad(1) or local.grad(2)),
+    aten.addcmul.default: lambda local: local.out * (local.grad(1) or local.grad(2)),
+    aten.atan2.default: _for(1, "5w", "3w"),
+    aten.cdist.default: _for(1, "2w"),
+    aten.addmm.default: lambda local: local.out * (local.given("beta") != 1),
+    aten.cholesky_solve.default: _for(1, "2b", "b"),
+    aten.clamp.default: _bounded,
+    aten.diff.default: lambda local: local.ins[0] + FORWARD[aten.diff.default](local),
+    aten.group_norm.default: _of_channels,
+    **dict.fromkeys(named("fft_irfft.default fft_hfft.default"), _along("", "1.2o")),
+    aten.index.Tensor: _masked,
+    aten.index_put.default: _put_back,
+    aten.kron.default: _for(1, "2w", "w"),
+    aten.linalg_solve_triangular.default: _for(1, "a", "a+o"),
+    aten.masked_fill.Tensor: _for(2, "4w"),
+    aten.mul.Tensor: _conjugated,
+    aten.outer.default: _for(1, "2w", "w"),
+    aten.pad.default: _circular,
+    aten.roll.default: _turns("shifts"),
+    aten.scatter_reduce.two: _not_summed("5w"),
+    aten.binary_cross_entropy_with_logits.default: lambda local: taken("w")(local) * (len(local.ins) > 2 or local.grad(1)) * max(1, len(local.ins) - 1),
+    aten.cosine_embedding_loss.default: lambda local: local.grads * taken("w")(local),
+    aten.cosine_similarity.default: _similarity_back,
+    aten.cross_entropy_loss.default: taken("w"),
+    aten.hinge_embedding_loss.default: taken("w+3m"),
+    aten.kl_div.default: _divergence_back,
+    aten.l1_loss.default: _of_mean(_left(2)),
+    aten.margin_ranking_loss.default: _of_mean(nothing),
+    aten.mse_loss.default: _smaller,
+    aten.poisson_nll_loss.default: _of_mean(taken("w")),
+    aten.soft_margin_loss.default: taken("2w"),
+    aten.triplet_margin_loss.default: _left(2),
+    ops.cross_entropy_each: taken("a"),  # gradient of the log-softmax, then that of the logits
+    ops.cross_entropy_sum: taken("a"),
+    ops.experts: lambda local: 0.5 * local.extra,
+    ops.fill_rows: _for(2, "4w"),
+}
+"""Bytes beside gradients of operands and results, while the backward runs."""
+
+POINT = (1, 1)  # a kernel of one pixel is a product
+
+
+def _blocks(formula: str, local: Local) -> float:
+    """oneDNN's convolutions put images into blocks of channels, and back."""
+    return 0.0 if tuple(local.op.call.ins[1].sizes[2:]) == POINT else taken(formula)(local)
+
+
+def _scores(times: float, local: Local) -> float:
+    """Of attention that is not fused, which keeps its scores: as many again."""
+    return times * local.extra if local.op.copies else 0.0
+
+
+def _wide(local: Local) -> float:
+    """Rows in the dtype in which the plain operators of a norm compute: float32 at least."""
+    itemsize = local.op.call.outs[0].itemsize
+    return local.out * max(1.0, 4 / itemsize)
+
+
+def _norm(local: Local) -> float:
+    """What is wider than the result, before it is cast."""
+    return _wide(local) if _wide(local) > local.out else 0.0
+
+
+def _norm_forward(local: Local) -> float:
+    """What a weight without a gradient is multiplied with is not kept."""
+    return _norm(local) + _wide(local) * (len(local.ins) > 1 and not local.grad(1))
+
+
+def _norm_back(local: Local) -> float:
+    """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the power; by then what was kept for the weight's own gradient is gone, and so is
+    that of the result where it needed no cast. Of the weight alone its own at full size, and the gradient cast."""
+    graded, *weight = (each.grad for each in local.op.call.ins)
+    if not graded:
+        return _wide(local) + _norm(local)
+    return (5 - any(weight)) * _wide(local) - local.ins[0] - local.out * (_norm(local) == 0.0)
+
+
+CPU: dict[Any, tuple[Bytes, Bytes]] = {
+    **dict.fromkeys(named("conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding"), (partial(_blocks, "o"), partial(_blocks, "a+o"))),
+    **dict.fromkeys(named("conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"),
+                    (lambda local: local.out * (len(local.ins) - 1), taken("a+o"))),
+    **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec"), (taken("a+o"), nothing)),  # channels last
+    **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
+    ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),  # one product for each group
+    aten.rms_norm.default: (_norm_forward, _norm_back),
+    aten.scaled_dot_product_attention.default: (partial(_scores, 1.0), partial(_scores, 2.0)),
+}
+"""Both of operators whose kernels on a CPU are made of several, or copy what they are given."""

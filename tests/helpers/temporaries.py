@@ -1,0 +1,137 @@
+"""The most memory that one call and its backward really take, and what the tables say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar._torch import pytree
+from autopar.memory.habits import EMITTED
+from autopar.memory.operators import backward_bytes, forward_bytes, hands_on
+from autopar.memory.temporaries import Local
+from autopar.problem.graph import Op
+from autopar.problem.looking import looks
+from autopar.rules.language import Call
+from autopar.rules.language import Tensor as Shape
+from tests.helpers.peak import allocations
+from tests.unit.rules.samples import Case, fill
+
+
+@dataclass(frozen=True)
+class Both:
+    """Bytes beside operands, as they were counted and as they are predicted, and of all that is there anyway."""
+
+    counted: float
+    predicted: float
+    beside: float
+
+    @property
+    def close(self) -> bool:
+        """Whether a peak is met within a seventh, small numbers left out."""
+        return abs(self.counted - self.predicted) <= 32 + (self.beside + self.counted) / 7
+
+
+class _Given(torch.autograd.Function):
+    """A gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> Tensor:
+        ctx.like = [(result.shape, result.dtype) for result in results]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements, however many of them are in one place."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    wanted = {torch.float64: torch.float32, torch.complex128: torch.complex64}.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(wanted).requires_grad_(tensor.requires_grad or tensor.is_complex())
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    return [item for item in pytree.tree_leaves(tree) if isinstance(item, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _op(target: Any, args: Any, kwargs: Any, made: Any) -> Op:
+    """The call as the memory of a plan sees it."""
+    graph, shapes = fx.Graph(), []
+
+    def held(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(shapes)}")
+        node.meta["val"] = _alike(tensor)
+        shapes.append(_shape(tensor))
+        return node
+
+    node = graph.call_function(target, *pytree.tree_map_only(Tensor, held, (tuple(args), dict(kwargs))))
+    node.meta["val"] = pytree.tree_map_only(Tensor, _alike, made)
+    queue = iter(shapes)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(queue), (tuple(args), dict(kwargs)))
+    results = _leaves(made)
+    call = Call(target, args, kwargs, tuple(map(_shape, results)))
+    return Op("it", "", node, "op", call, tuple((f"x{i}", 0) for i in range(len(shapes))), out_dtypes=tuple(result.dtype for result in results))
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """A tensor without memory: graphs are let go when Python's collector comes by."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tensor.requires_grad, floating=tensor.is_floating_point() or tensor.is_complex(), itemsize=tensor.element_size())
+
+
+def _kept(body: Callable[[], Any], known: Sequence[Tensor]) -> float:
+    """Bytes of what autograd keeps of neither operands nor results."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = body()
+    there = {_place(tensor) for tensor in (*known, *_leaves(made))}
+    return sum(size for place, size in kept.items() if place not in there)
+
+
+def both_ways(target: Any, case: Case, graded: int) -> tuple[Both | None, Both | None]:
+    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can; None of one that gives its operand, or has no gradient."""
+    args, kwargs = pytree.tree_map_only(Tensor, _narrow, fill((list(case.args), dict(case.kwargs))))
+    wanted = {id(tensor) for tensor in [tensor for tensor in _leaves((args, kwargs)) if tensor.requires_grad][:graded]}
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in wanted else tensor.detach(), (args, kwargs))
+    operands = _leaves((args, kwargs))
+    extra = _kept(lambda: target(*args, **kwargs), operands)
+    results: list[Any] = []
+    counted = max(allocations(lambda: results.append(target(*args, **kwargs))), default=0)
+    op, made = _op(target, args, kwargs, results[0]), _leaves(results.pop())
+    if not looks(op) and any(_place(result) in map(_place, operands) for result in made):
+        return None, None
+    local = Local(op, [*map(nbytes, operands)], [*map(nbytes, made)], extra, on_cpu=True)
+    new = sum({_place(result): nbytes(result) for result in made if _place(result) not in map(_place, operands)}.values())
+    beside = sum(local.ins) + sum(local.outs) + extra
+    forward = Both(counted, new + extra + forward_bytes(local, (), EMITTED), beside)
+    ends = [result for result in made if result.requires_grad]
+    if not ends or not wanted:
+        return forward, None
+    loss, given, one = _Given.apply(*ends), sum(map(nbytes, ends)), torch.ones(())
+    del ends
+    leaves = [tensor for tensor in operands if tensor.requires_grad]
+    counted = max(allocations(lambda: results.append(torch.autograd.grad(loss, leaves, one, allow_unused=True))), default=0)
+    used = [gradient is not None for gradient in results.pop()]
+    gradients = sum(local.ins[i] for i, there in zip((i for i, tensor in enumerate(operands) if tensor.requires_grad), used, strict=True)
+                    if there and not hands_on(op, i, local))
+    return forward, Both(counted, given + gradients + backward_bytes(local, (), EMITTED), beside)

@@ -1,0 +1,62 @@
+"""What operators take for themselves: the tables against every allocation of one call, of each operator that has a rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from passes import ops
+from tests.helpers.temporaries import both_ways
+from tests.unit.rules.samples import T, case, f
+from tests.unit.rules.table import SAMPLES
+
+aten = torch.ops.aten
+
+BLOCKED = {
+    aten.conv1d.default: [case(f(64, 32, 64), f(32, 32, 3), None, [1], [1])],
+    aten.conv1d.padding: [case(f(64, 32, 64), f(32, 32, 3), None, [1], "same")],
+    aten.conv2d.default: [case(f(8, 32, 32, 32), f(32, 32, 3, 3), None, [1, 1], [1, 1]), case(f(8, 32, 32, 32), f(32, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 32),
+                          case(f(8, 64, 32, 32), f(32, 64, 1, 1))],
+    aten.conv2d.padding: [case(f(8, 32, 32, 32), f(32, 32, 3, 3), None, [1, 1], "same")],
+    aten.conv3d.default: [case(f(8, 8, 16, 16, 16), f(16, 8, 3, 3, 3))],
+    aten.conv3d.padding: [case(f(8, 8, 16, 16, 16), f(16, 8, 3, 3, 3), None, [1, 1, 1], "same")],
+    aten.conv_transpose1d.default: [case(f(64, 32, 64), f(32, 32, 4), f(32), [2], [1]), case(f(64, 64, 64), f(64, 64, 3))],
+    aten.conv_transpose2d.input: [case(f(8, 64, 16, 16), f(64, 32, 2, 2), f(32), [2, 2])],
+    aten.conv_transpose3d.input: [case(f(4, 16, 8, 8, 8), f(16, 8, 2, 2, 2), f(8), [2, 2, 2])],
+    aten.instance_norm.default: [case(f(8, 4, 64), f(4), f(4), None, None, True, 0.1, 1e-5, False)],
+    aten.cosine_embedding_loss.default: [case(f(64, 64), f(64, 64), T((64,), "t"), 0.1, reduction) for reduction in (0, 1, 2)],
+    aten._upsample_bilinear2d_aa.vec: [case(f(8, 32, 16, 16), None, False, [2.0, 2.0])],
+    aten._upsample_bicubic2d_aa.vec: [case(f(8, 32, 16, 16), None, False, [2.0, 2.0])],
+}
+"""Of sizes that blocks of channels divide, and that statistics are small beside, in the place of the samples of rules."""
+
+MORE = {
+    aten.abs.default: [case(T((5, 4), "z"))],
+    aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), f(5, 4), None, None, 2), case(f(5, 4), T((5, 4), "t"), None, T((4,), "c"), 2)],
+    aten.kl_div.default: [case(f(5, 4), f(5, 4), reduction, log_target=True) for reduction in (0, 1, 2)],
+    aten.mul.Tensor: [case(T((5, 4), "z"), T((5, 4), "z"))],
+    aten.poisson_nll_loss.default: [case(T((5, 4), "p"), T((5, 4), "p"), False, False, 1e-8, 2)],
+}
+"""Beside them."""
+
+ELSEWHERE = {
+    **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input), "they keep much more than they take; oneDNN's keep a workspace"),
+    **dict.fromkeys((aten.einsum.default, aten.matmul.default), "copies of operands in order (passes/ordered.py)"),
+    aten.scaled_dot_product_attention.default: "by the kernel; measured in whole models",
+    ops.experts: "by what an expert is; measured in whole models",
+}
+"""Not as a table of single operators."""
+
+
+@pytest.mark.parametrize("target", [target for target in SAMPLES if target not in ELSEWHERE], ids=lambda target: str(target).split(" at 0x")[0])
+def test_what_an_operator_takes_is_counted(target: Any) -> None:
+    torch.manual_seed(0)  # a mask of nothing takes less
+    wrong = []
+    for one in (*BLOCKED.get(target, SAMPLES[target]), *MORE.get(target, ())):
+        for graded in (1, 9) if target not in BLOCKED else (9,):
+            for way, both in zip(("forward", "backward"), both_ways(target, one, graded), strict=True):
+                if both is not None and not both.close:
+                    wrong.append((way, graded, both, one.args))
+    assert not wrong

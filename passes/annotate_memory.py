@@ -49,7 +49,7 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
 def _saved(node: fx.Node, grads: list[bool]) -> Saved:
     positions = saved_positions(node.target, grads)
     copies = copied(node, positions)
-    return Saved(tuple(position for position in positions if position not in copies), copies, beside(node))
+    return Saved(tuple(position for position in positions if position not in copies), copies, beside(node, grads))
 
 
 def is_view(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ An operator with a row here is not left out where a block is run again, although
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -89,11 +89,16 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.layer_norm.default: _normalized(2),
     aten.log_sigmoid.default: facts.nbytes,
     aten.lstm.input: _recurrent(6),
-    aten.margin_ranking_loss.default: _first,  # the differences, before it clamps them in place
+    aten.hinge_embedding_loss.default: lambda node: _first(node) + 2 * facts.numel(edit.tensor_operands(node)[0]),  # of what is clamped, and two masks
+    aten.l1_loss.default: _first,  # the differences
+    aten.margin_ranking_loss.default: lambda node: 2 * _first(node),  # the differences, before it clamps them in place, and the targets' signs turned
     aten.max_pool1d.default: _elements(COUNT_BYTES),
     aten.max_pool2d.default: _elements(COUNT_BYTES),
     aten.max_pool3d.default: _elements(COUNT_BYTES),
     aten.multilabel_margin_loss.default: _first,
+    aten.pairwise_distance.default: _first,
+    aten.poisson_nll_loss.default: _first,  # the exponentials, or the logarithms
+    aten.triplet_margin_loss.default: lambda node: (3 if edit.args_of(node)["swap"] else 2) * _first(node),  # the differences
     aten.native_layer_norm.default: _normalized(2),
     aten.nll_loss.default: lambda node: STATISTIC_BYTES,
     aten.nll_loss_nd.default: lambda node: STATISTIC_BYTES,
@@ -108,7 +113,24 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
 }
 
 
-def beside(node: fx.Node) -> Size:
-    """Bytes that the backward of a call keeps beside operands and results."""
+def _similar(node: fx.Node, grads: Sequence[bool]) -> Size:
+    """Of each operand that has a gradient what it is divided by its norm to, as wide as both, and two norms of each row."""
+    dim = facts.shape(edit.tensor_operands(node)[0])[edit.args_of(node)["dim"]]
+    return sum(grads) * facts.nbytes(node) * (dim + 2)
+
+
+def _divergent(node: fx.Node, grads: Sequence[bool]) -> Size:
+    """Of targets that are logarithms the exponentials, and their products."""
+    return sum(grads) * _first(node) if edit.args_of(node)["log_target"] else 0
+
+
+BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {aten.cosine_similarity.default: _similar, aten.kl_div.default: _divergent}
+"""Those of which it depends on the operands that have gradients."""
+
+
+def beside(node: fx.Node, grads: Sequence[bool]) -> Size:
+    """Bytes that the backward of a call keeps beside operands and results; `grads`: whether each operand has a gradient."""
+    if node.target in BY_GRADIENTS:
+        return BY_GRADIENTS[node.target](node, grads)
     row = BESIDE.get(node.target)
     return row(node) if row else 0

@@ -49,6 +49,21 @@ def _quotient(grads: Sequence[bool]) -> tuple[int, ...]:
     return (0, 1) if grads[1] else (1,)
 
 
+def _added(grads: Sequence[bool]) -> tuple[int, ...]:
+    """A product that is added to something: for each factor that wants a gradient, the other one."""
+    return tuple(position + 1 for position in _crosswise(grads[1:]))
+
+
+def _graded(grads: Sequence[bool]) -> tuple[int, ...]:
+    """The operands that want a gradient."""
+    return tuple(position for position, grad in enumerate(grads) if grad)
+
+
+def _last(*positions: int) -> Row:
+    """What the gradient of the last operand needs."""
+    return lambda grads: positions if grads[-1] else ()
+
+
 def _indices(grads: Sequence[bool]) -> tuple[int, ...]:
     """All operands but the first."""
     return tuple(range(1, len(grads)))
@@ -120,8 +135,20 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys(CHOOSING, _fixed(SECOND)),
     **dict.fromkeys(WITH_RESULT, _fixed(0, OUT)),
     **dict.fromkeys(POOLS, _fixed(0, SECOND)),
-    **dict.fromkeys((aten.addcdiv.default, aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), _fixed(1, 2)),
-    **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.hypot.default, aten.pow.Tensor_Tensor), _fixed(0, 1, OUT)),
+    **dict.fromkeys((aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), _added),
+    **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), _last(0, 1)),
+    **dict.fromkeys((aten.hinge_embedding_loss.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.triplet_margin_loss.default), NOTHING),
+    aten.addcdiv.default: lambda grads: (1, 2) if grads[2] else (2,),
+    aten.cosine_similarity.default: _graded,
+    aten.div.Tensor_mode: _quotient,
+    aten.kl_div.default: lambda grads: (0, 1) if grads[1] else (1,),
+    aten.kron.default: _crosswise,
+    aten.lerp.Tensor: lambda grads: (0, 1, 2) if grads[2] else (2,),
+    aten.linalg_cholesky.default: RESULT,
+    aten.pairwise_distance.default: RESULT,
+    aten.poisson_nll_loss.default: _fixed(1),
+    aten.true_divide.Tensor: _quotient,
+    **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), _fixed(0, 1, OUT)),
     **dict.fromkeys((aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
                     _fixed(0, 1)),
     **dict.fromkeys((aten._log_softmax.default, aten._softmax.default, aten.exp2.default, aten.expm1.default, aten.special_expit.default, aten.tan.default), RESULT),
@@ -156,8 +183,9 @@ SAVED: dict[Any, Row] = {
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,
     aten.index.Tensor: _indices,
-    aten.index_add.default: _fixed(1, 2),
-    aten.index_copy.default: _fixed(1, 2),
+    aten.hypot.default: lambda grads: (*_graded(grads), OUT),
+    aten.index_add.default: _last(1, 2),
+    aten.index_copy.default: lambda grads: (1, 2) if grads[2] else (1,),
     aten.index_fill.int_Scalar: _fixed(1),
     aten.index_put.default: _put,
     aten.index_select.default: _fixed(1),
@@ -193,7 +221,7 @@ SAVED: dict[Any, Row] = {
     aten.sigmoid.default: RESULT,
     aten.scatter.src: _fixed(1),
     aten.scatter.value: _fixed(1),
-    aten.scatter_add.default: _fixed(1),
+    aten.scatter_add.default: _last(1),
     aten.scatter_reduce.two: _fixed(0, 1, 2, OUT),
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,

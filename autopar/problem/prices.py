@@ -207,7 +207,7 @@ class Prices:
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes, call=op.call))
         if self.settings.training and op.graded:
             own += sum(algorithm.inside.kept_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.inside)
-        layout = tuple(option.outs[0].value for option in options)
+        layout = tuple((option.outs[0] if op.call.outs[0].shape or not op.extra_bytes else option.ins[0]).value for option in options)  # what a sum of terms keeps lies as they do
         for index in op.copies:
             own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count

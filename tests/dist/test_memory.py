@@ -8,8 +8,10 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar._torch import local_of
+from autopar.capture import capture
 from autopar.codegen.tables import Names
 from autopar.bundle import Bundle
 from autopar.cluster import Cluster
@@ -70,6 +72,38 @@ def test_frozen_weights_keep_what_the_gradients_of_others_take(first: int, recip
     held = max(on_ranks(2, kept_on_rank, bundle, dict(who.weights), data(BATCH, SEQ)))
     assert held > 2000
     assert predicted == pytest.approx(held, rel=0.02)
+
+
+FUSED = {
+    "differences": lambda p, q, x: F.l1_loss(p, q),
+    "distances": lambda p, q, x: F.pairwise_distance(p, q).square().mean(),
+    "cosines": lambda p, q, x: F.cosine_similarity(p, q, dim=-1).mean(),
+    "counts": lambda p, q, x: F.poisson_nll_loss(p, x.abs()) + q.mean(),
+    "a product with the input": lambda p, q, x: torch.addcmul(p, q, x).square().mean(),
+}
+
+
+class Fused(nn.Module):
+    """A loss by an operator that is made of several, and keeps what lies between them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.second, self.loss = nn.Linear(64, 64), nn.Linear(64, 64), FUSED[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.first(x), self.second(x), x)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_fused_operators_keep_is_what_autograd_holds(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Fused(name), torch.randn(32, 16, 64)
+    graph, request = capture(model, (x,), {}, mode="train"), Request(Cluster.parse("cpu:1x2"), Settings(), recipe="ddp", mesh=(2,), time_limit_s=10.0)
+    made = plan(graph.gm, graph.hints, request, model=name, graph_hash=graph.graph_hash)
+    found = Planner.of(graph.gm, graph.hints, request).model((2,), RECIPES["ddp"].roles, "ddp")
+    bundle = Bundle(made, emit(graph.gm, made, Names.of(graph)), graph.constants)
+    held = max(on_ranks(2, kept_on_rank, bundle, dict(model.state_dict()), {graph.input_names[0]: x}))
+    assert activations(found, choice_of(found, made)) == pytest.approx(held, rel=0.02)
 
 
 def resting(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], name: str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar._torch import pytree
 from autopar.runtime import replay
-from passes.beside import BESIDE
+from passes.beside import BESIDE, BY_GRADIENTS
 from passes.saved import saved_positions
 from tests.unit.passes.test_saved import SAMPLES
 from tests.unit.rules.samples import fill
@@ -39,7 +39,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def keeps_own(target: Any, operands: list[Tensor]) -> bool:
     """Whether an operator is run again for its backward, by the tables."""
-    return target in BESIDE or any(place >= len(operands) for place in saved_positions(target, [x.requires_grad for x in operands]))
+    return target in BESIDE or target in BY_GRADIENTS or any(place >= len(operands) for place in saved_positions(target, [x.requires_grad for x in operands]))
 
 
 def rubbish(size: Any, stride: Any, *, dtype: torch.dtype, device: torch.device, fresh: Any = torch.empty_strided) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 from torch.nn import functional as F
 
 from autopar._torch import pytree
@@ -11,9 +12,10 @@ from autopar.rules.experts import kept_bytes
 from autopar.rules.language import Call, Tensor
 from autopar.rules.site import Site
 from passes import ops
+from passes.beside import beside
 from passes.saved import MOVES, SAVED, saved_positions
 from passes.tables import VIEWS
-from tests.unit.rules.samples import fill
+from tests.unit.rules.samples import case, f, fill
 from tests.unit.rules.table import SAMPLES as PROVEN
 
 aten = torch.ops.aten
@@ -101,6 +103,7 @@ SAMPLES = {
     ops.experts: lambda: (ops.experts, (r(16, 8), IDS16, r(16, 2), r(4, 8, 12), r(4, 6, 10), BETWEEN[0])),
     ops.fill_rows: lambda: (ops.fill_rows, (r(8, 50, 4), torch.arange(50).expand(8, 50) < 3, r(8, 3, 4))),
     ops.grouped_matmul: lambda: (ops.grouped_matmul, (r(8, 16), r(2, 16, 6), torch.tensor([4, 8]))),
+    aten.pairwise_distance.default: lambda: (aten.pairwise_distance.default, (r(40, 50), r(40, 50))),
     ops.noised: lambda: (ops.noised, (r(3, 40, 50), torch.rand(3, 40, 50), 0.5)),
     ops.statistic: lambda: (ops.statistic, (r(1, 50, 1, 1), 6, torch.ones(50))),
     ops.cross_entropy_sum: lambda: (ops.cross_entropy_sum, (r(3, 2, 50), IDS, -100, 0.0)),
@@ -120,6 +123,7 @@ EXTRA = {
     aten.scaled_dot_product_attention.default: 8 * 2 * 4 * 64 + 64,
     aten.layer_norm.default: 2 * 8 * 4,
     aten.rms_norm.default: 8 * 50,
+    aten.pairwise_distance.default: 8 * 40 * 50,
     ops.cross_entropy_each: 8,
     ops.cross_entropy_sum: 8,
     ops.bag: 8 * (16 * 2 + 3 * 16),  # of each pair whose it is, and of each token where its pairs are, how many, and a maximum
@@ -139,16 +143,46 @@ def test_every_row_has_a_sample():
 def test_row_agrees_with_autograd_on_the_samples_of_rules(target):
     """Of operands and results, those of which autograd keeps the storage."""
     for one in PROVEN[target]:
+        for graded in (1, 9):
+            args, kwargs = fill((list(one.args), dict(one.kwargs)))
+            wanted = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor) and item.requires_grad]
+            for item in wanted[graded:]:
+                item.requires_grad_(False)
+            operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+            kept: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
+                made = target(*args, **kwargs)
+            tensors = [*operands, *(item for item in pytree.tree_leaves(made) if isinstance(item, torch.Tensor))]
+            if any(tensor.requires_grad for tensor in tensors[len(operands):]):
+                storages, seen = [tensor.untyped_storage().data_ptr() for tensor in tensors], {tensor.untyped_storage().data_ptr() for tensor in kept}
+                expected = saved_positions(target, [tensor.requires_grad for tensor in operands])
+                assert {storages[place] for place in expected} == seen & set(storages), (one, graded, expected)
+
+
+FUSED = (aten.cosine_similarity.default, aten.hinge_embedding_loss.default, aten.kl_div.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.poisson_nll_loss.default,
+         aten.triplet_margin_loss.default)
+"""Operators that are made of several."""
+
+
+@pytest.mark.parametrize("target", FUSED, ids=str)
+@pytest.mark.parametrize("graded", [1, 9])
+def test_what_fused_operators_keep_of_neither_operands_nor_results(target, graded):
+    """To the bytes of a few numbers for each row."""
+    for one in (*PROVEN[target], *([case(f(5, 4), f(5, 4), 2, log_target=True)] if target is aten.kl_div.default else [])):
         args, kwargs = fill((list(one.args), dict(one.kwargs)))
-        operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
+        for item in [item for item in args if isinstance(item, torch.Tensor) and item.requires_grad][graded:]:
+            item.requires_grad_(False)
+        operands, kept = [item for item in args if isinstance(item, torch.Tensor)], {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.setdefault(x.untyped_storage().data_ptr(), x) is None or x, lambda x: x):
             made = target(*args, **kwargs)
-        tensors = [*operands, *(item for item in pytree.tree_leaves(made) if isinstance(item, torch.Tensor))]
-        if any(tensor.requires_grad for tensor in tensors[len(operands):]):
-            storages, seen = [tensor.untyped_storage().data_ptr() for tensor in tensors], {tensor.untyped_storage().data_ptr() for tensor in kept}
-            expected = saved_positions(target, [tensor.requires_grad for tensor in operands])
-            assert {storages[place] for place in expected} == seen & set(storages), (one, expected)
+        graph = fx.Graph()
+        nodes = iter([graph.placeholder(f"x{i}") for i in range(len(operands))])
+        node = graph.call_function(target, tuple(next(nodes) if isinstance(item, torch.Tensor) else item for item in args), dict(kwargs))
+        for each, value in zip(graph.nodes, (*operands, made), strict=True):
+            each.meta["val"] = value.detach()
+        known = {x.untyped_storage().data_ptr() for x in (*operands, made)}
+        held = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
+        assert beside(node, [x.requires_grad for x in operands]) == pytest.approx(held, abs=200 if target is aten.triplet_margin_loss.default else 16), (one, graded)
 
 
 @pytest.mark.parametrize("target", SAMPLES, ids=lambda target: str(target).split(" at 0x")[0])

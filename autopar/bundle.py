@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import linecache
 import os
 import pickle
-import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +17,12 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
-from autopar.runtime import ShardedModule
+from autopar.runtime import ShardedModule, constants
 from autopar.text import first_line, seconds
+
+PLAN, SOURCE, README = "plan.json", "sharded.py", "README.md"
+FILES = (constants.NAME, SOURCE, README, PLAN)
+"""In the order in which they are replaced."""
 
 _README = """# {model}: a sharded module
 
@@ -60,37 +64,32 @@ class Bundle:
         return module if weights is None else module.load_full(weights, strict=False)
 
     def save(self, folder: Path) -> Path:
-        """Write the folder in one move: a reader sees all of it or nothing, and what stood there before stays until then.
+        """Write the files into `folder`. A new folder appears with all of them; in one that is there each is replaced in one move, so that a reader finds the older plan, this one,
+        or files that `load` refuses because they do not belong together; nothing else in it is touched.
 
-        Raises PlanError where something else stands there.
+        Raises PlanError where that would replace what is no saved plan, or the folder cannot be written to.
         """
-        if folder.exists() and not folder.is_dir():
-            raise PlanError(f"{folder} is a file: name another folder for the plan")
-        if folder.exists() and not (folder / "plan.json").exists() and any(folder.iterdir()):
-            raise PlanError(f"{folder} exists and is no saved plan: it would be replaced; name another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
-            made, older = Path(beside) / "new", Path(beside) / "older"
+        check_free(folder)
+        new = not folder.exists()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            beside = tempfile.TemporaryDirectory(dir=folder.parent if new else folder, prefix=f".{folder.name}.")
+        except OSError as error:
+            raise PlanError(f"{folder} cannot be written: {error.strerror}; name another folder") from error
+        with beside as name:
+            made, older = Path(name) / "new", Path(name) / "older"
             self._write(made, folder.name)
-            if folder.exists():
-                os.replace(folder, older)
-            try:
-                os.replace(made, folder)
-            except BaseException:
-                if older.exists():
-                    os.rename(older, folder)
-                raise
+            if not (new and _moved(made, folder)):
+                _replace(made, folder, older)
         return folder
 
     def _write(self, folder: Path, name: str) -> None:
         plan = self.plan
         folder.mkdir(mode=0o755)
-        (folder / "plan.json").write_text(plan.to_json())
-        (folder / "sharded.py").write_text(self.source)
-        buffer = io.BytesIO()
-        torch.save(dict(self.constants), buffer)
-        (folder / "constants.pt").write_bytes(buffer.getvalue())
-        (folder / "README.md").write_text(_README.format(
+        (folder / PLAN).write_text(plan.to_json())
+        (folder / SOURCE).write_text(self.source)
+        (folder / constants.NAME).write_bytes(constants.packed(self.constants, plan.digest))
+        (folder / README).write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
             step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name,
             again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""))
@@ -98,23 +97,71 @@ class Bundle:
     @staticmethod
     def load(folder: Path) -> Bundle:
         """Read a folder that `save` wrote. Raises PlanError when a file is missing, cannot be read, or is of another plan."""
-        missing = [name for name in ("plan.json", "sharded.py", "constants.pt") if not (folder / name).is_file()]
+        missing = [name for name in (PLAN, SOURCE, constants.NAME) if not (folder / name).is_file()]
         if missing:
             raise PlanError(f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save")
-        plan, source = Plan.load(folder / "plan.json"), (folder / "sharded.py").read_text()
-        written = re.search(r"\| plan ([0-9a-f]{12}) \|", source)
-        if written is not None and written.group(1) != plan.digest:
-            raise PlanError(f"{folder / 'sharded.py'} was emitted for plan {written.group(1)}, but plan.json beside it is plan "
-                            f"{plan.digest}: emit the plan again, or bring back the file that belongs to it")
-        return Bundle(plan, source, _constants(folder / "constants.pt"))
+        plan, source = Plan.load(folder / PLAN), (folder / SOURCE).read_text()
+        tensors, made_for = _constants(folder / constants.NAME)
+        for name, got in ((SOURCE, constants.plan_of(source)), (constants.NAME, made_for)):
+            if said := constants.disagree(folder / name, got, PLAN, plan.digest):
+                raise PlanError(said)
+        return Bundle(plan, source, tensors)
 
 
-def _constants(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name; nothing in the file is executed."""
+def check_free(folder: Path) -> None:
+    """Raise PlanError where a plan cannot be saved to `folder` without replacing what is none."""
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"{folder} is a file: name another folder for the plan")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / PLAN).exists():
+        raise PlanError(f"{folder} exists and is no saved plan: it would be replaced; name another folder")
+    source = folder / SOURCE
+    own = source.is_file() and constants.plan_of(source.read_text(errors="replace")) is not None
+    others = [name for name in FILES if name != PLAN and (folder / name).exists() and not own]
+    folders = [name for name in FILES if (folder / name).is_dir()]
+    if others or folders:
+        raise PlanError(f"{folder} has {', '.join(folders or others)} that {'is' if len(folders or others) == 1 else 'are'} of no saved plan and would be replaced; name another folder")
+
+
+def _moved(made: Path, folder: Path) -> bool:
+    """Move the folder `made` to where none was; False where another process has been faster."""
     try:
-        found = torch.load(path, weights_only=True)
+        os.replace(made, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        check_free(folder)
+        return False
+    return True
+
+
+def _replace(made: Path, folder: Path, older: Path) -> None:
+    """Move the files of `made` over those of `folder`, in the order of FILES; where one cannot be moved, those before it are brought back from their copies in `older`."""
+    older.mkdir()
+    there = [name for name in FILES if (folder / name).exists()]
+    for name in there:
+        shutil.copy2(folder / name, older / name)
+    try:
+        for name in FILES:
+            os.replace(made / name, folder / name)
+    except BaseException:
+        for name in FILES:
+            if (made / name).exists():
+                continue
+            if name in there:
+                os.replace(older / name, folder / name)
+            else:
+                (folder / name).unlink()
+        raise
+
+
+def _constants(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Tensors by name, and the plan that they are of; nothing in the file is executed."""
+    try:
+        found = constants.unpacked(torch.load(path, weights_only=True))
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise PlanError(f"constants.pt of {path.parent} cannot be read ({first_line(error)}): save it again") from error
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if found is None:
         raise PlanError(f"constants.pt of {path.parent} cannot be read (it holds no tensors by name): save it again")
     return found

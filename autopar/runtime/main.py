@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.runtime import constants
 from autopar.runtime.joining import join
 from autopar.runtime.module import ShardedModule
 from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
-
-CONSTANTS = "constants.pt"  # beside the emitted file, where it was saved: what no state dict holds
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
@@ -40,9 +39,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
             raise RunError(f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}")
         join(mesh.device_type)
     model = model_class(seed=options.seed)
-    constants = Path(inspect.getfile(model_class)).parent / CONSTANTS
-    if constants.is_file():
-        model.load_constants(torch.load(constants, map_location="cpu", weights_only=True))
+    _fill(model, Path(inspect.getfile(model_class)))
     if options.weights:
         model.load_full(torch.load(options.weights, map_location="cpu"))
     else:
@@ -59,6 +56,20 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.6f}, {time.perf_counter() - start:.3f} s", flush=True)
     return loss
+
+
+def _fill(model: ShardedModule, emitted: Path) -> None:
+    """Load the constants that were saved beside the emitted file."""
+    path = emitted.parent / constants.NAME
+    if not path.is_file():
+        return
+    found = constants.unpacked(torch.load(path, map_location="cpu", weights_only=True))
+    if found is None:
+        raise RunError(f"{path} holds no tensors by name: emit the plan again")
+    tensors, plan = found
+    if said := constants.disagree(path, plan, emitted.name, constants.plan_of(emitted.read_text())):
+        raise RunError(said)
+    model.load_constants(tensors)
 
 
 def _parser() -> argparse.ArgumentParser:

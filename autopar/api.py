@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.bundle import Bundle
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, PlanError, RunError
+from autopar.errors import PlanError, RunError
 from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
 from autopar.runtime.batch import bind
+from autopar.runtime.everyones import done_by, together
 from autopar.runtime.rng import new_seed
 from autopar.text import seconds
 
@@ -287,18 +287,9 @@ def load(folder: str | Path) -> Compiled:
 
 def _agree(make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plans; where torch.distributed runs, rank 0 makes them and all the others get their bytes, or the error that ended it."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not together():
         return make()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [[plan.to_json() for plan in make()]]
-        except AutoparError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], AutoparError):
-        raise box[0]
-    return [Plan.from_json(text) for text in box[0]]
+    return [Plan.from_json(text) for text in done_by(0, lambda: [plan.to_json() for plan in make()])]
 
 
 def _inputs(model: nn.Module, example: Any, *, batch: int, seq: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -109,6 +109,36 @@ def test_an_error_of_the_search_is_everybodys():
         on_new_ranks(2, infeasible, timeout_s=20)
 
 
+class Odd(Exception):
+    """Takes other arguments than it gives its base: pickle cannot make it again."""
+
+    def __init__(self, what, why):
+        super().__init__(f"{what}: {why}")
+
+
+def ends_in(kind):
+    """What each rank gets where the planning on rank 0 ends in `kind`, and whether ranks can talk after that."""
+    def search(problem, **options):
+        raise {"type": TypeError("wrong"), "odd": Odd("search", "odd"), "open": OSError("a file", open(os.devnull)), "stop": KeyboardInterrupt()}[kind]  # noqa: SIM115
+
+    model, batch = model_and_batch()
+    try:
+        autopar.compile(model, "cpu:1x2", batch, search=search)
+    except BaseException as error:
+        said = type(error).__name__, str(error), getattr(error, "__notes__", [])
+    torch.distributed.barrier()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "first", "second", "text"), [
+    ("type", "TypeError", "TypeError", "wrong"), ("odd", "Odd", "AutoparError", "rank 0 ended with Odd: search: odd"),
+    ("open", "OSError", "AutoparError", "rank 0 ended with OSError: "), ("stop", "KeyboardInterrupt", "KeyboardInterrupt", "")])
+def test_whatever_ends_planning_on_rank_0_ends_it_everywhere(kind, first, second, text):
+    (name, _, _), (other, said, notes) = on_new_ranks(2, ends_in, kind, timeout_s=20)
+    assert (name, other) == (first, second) and text in said
+    assert notes[0].startswith("on rank 0:\nTraceback") and "in search" in notes[0]
+
+
 def infer():
     model, (x, _) = model_and_batch()
     body = nn.Sequential(model.embed, *model.layers, model.head)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autopar.bundle import Bundle
+from autopar.bundle import Bundle, save_on_ranks
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, RunError
 from autopar.garbage import seldom
@@ -216,8 +216,11 @@ class Compiled:
         return self.captured
 
     def save(self, folder: str | Path) -> Path:
-        """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left."""
-        return self.bundle.save(Path(folder))
+        """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left, and other files in it stay.
+
+        With torch.distributed initialised it is a collective operation, to be called on all ranks: rank 0 writes, and the first rank of each node that has a folder of its own.
+        """
+        return save_on_ranks(self.bundle, Path(folder)) if together() else self.bundle.save(Path(folder))
 
     def __repr__(self) -> str:
         predicted = self.plan.predicted

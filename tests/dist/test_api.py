@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar._torch import local_of
-from autopar.errors import RunError
+from autopar.bundle import Bundle
+from autopar.errors import PlanError, RunError
 from models import mlp
 from tests.helpers.fused import Fused
 from tests.helpers.ranks import on_new_ranks, on_ranks
@@ -107,6 +109,28 @@ def infeasible():
 def test_an_error_of_the_search_is_everybodys():
     with pytest.raises(RunError, match=r"(?s)rank [01] of 2 failed.*unknown recipe 'nonsense'"):
         on_new_ranks(2, infeasible, timeout_s=20)
+
+
+def saves(shared, own, taken):
+    """What the ranks of two nodes find in a folder of both and in one of each node, which they all save to again and again, and how the last save to what is no folder ends."""
+    model, batch = model_and_batch()
+    rank = torch.distributed.get_rank()
+    compiled = autopar.compile(model, "cpu:1x4", batch, recipe="ddp")
+    compiled.bundle = replace(compiled.bundle, constants={"of": torch.tensor([rank])})
+    for _ in range(5):
+        folders = compiled.save(shared), compiled.save(f"{own}/{rank // 2}")
+    try:
+        compiled.save(taken)
+    except PlanError as error:
+        return [(sorted(p.name for p in folder.iterdir()), Bundle.load(folder).constants["of"].tolist()) for folder in folders], str(error)
+
+
+def test_all_ranks_save_and_rank_0_writes(tmp_path):
+    (tmp_path / "file").write_text("taken")
+    files = ["README.md", "constants.pt", "plan.json", "sharded.py"]
+    for found, error in on_new_ranks(4, saves, str(tmp_path / "plan"), str(tmp_path / "nodes"), str(tmp_path / "file")):
+        assert found == [(files, [0])] * 2 and "file is a file" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nodes", "plan"] and sorted(p.name for p in (tmp_path / "nodes").iterdir()) == ["0", "1"]
 
 
 class Odd(Exception):

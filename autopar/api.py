@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autopar import arguments
 from autopar.bundle import Bundle, save_on_ranks
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, RunError
@@ -203,7 +204,7 @@ class Compiled:
         captured = self._graph("verify")
         if self._weights is None:
             raise PlanError(f"{self.plan.model} was planned on the meta device, so there are no weights to compare with: verify a plan of the model with weights (a smaller one will do)")
-        if dist.is_available() and dist.is_initialized():
+        if together():
             raise RunError("verify starts ranks of its own, and a process group runs here: call it in a script of one process")
         values = bind(dict.fromkeys(captured.input_names, ""), batch, named, captured.fixed)
         return verify(case_of(captured, self.plan.on("cpu"), self._weights, dict(zip(captured.input_names, values, strict=True))))
@@ -220,7 +221,8 @@ class Compiled:
 
         With torch.distributed initialised it is a collective operation, to be called on all ranks: rank 0 writes, and the first rank of each node that has a folder of its own.
         """
-        return save_on_ranks(self.bundle, Path(folder)) if together() else self.bundle.save(Path(folder))
+        where = arguments.folder(folder)
+        return save_on_ranks(self.bundle, where) if together() else self.bundle.save(where)
 
     def __repr__(self) -> str:
         predicted = self.plan.predicted
@@ -231,7 +233,7 @@ class Compiled:
 @seldom()
 def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *,
             loss_fn: Callable[..., torch.Tensor] | None = None, search: str | Search = "ilp", recipe: str | None = None,
-            mesh: Sequence[int] | None = None, mode: str = "train", precision: str | None = None, optimizer: str = "adamw",
+            mesh: Sequence[int] | int | str | None = None, mode: str = "train", precision: str | torch.dtype | None = None, optimizer: str = "adamw",
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
             time_limit_s: float = 30.0, seed: int = 0, remat: str = "auto", progress: Callable[[str], None] | None = None,
             source: Mapping[str, Any] | None = None, pareto: bool = False, prove: bool = False) -> Compiled:
@@ -261,13 +263,13 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.request import Request
     from autopar.rules import as_rules
 
-    if mode not in ("train", "inference"):
-        raise PlanError(f"mode is {mode!r}, wanted train or inference")
-    where = Cluster.parse(cluster) if isinstance(cluster, (str, Path)) else cluster
-    args, kwargs = _inputs(model, example_inputs, batch=batch, seq=seq, labels=mode == "train")
-    captured, stated = capture_in(model, args, kwargs, precision=precision, mode=mode, loss_fn=loss_fn, dynamic_shapes=dynamic_shapes, progress=progress)
+    given = arguments.checked({"model": model, "cluster": cluster, "example_inputs": example_inputs, "loss_fn": loss_fn, "search": search, "recipe": recipe, "mesh": mesh, "mode": mode,
+                               "precision": precision, "batch": batch, "seq": seq, "rules": rules, "time_limit_s": time_limit_s, "seed": seed, "progress": progress, "source": source})
+    args, kwargs = _inputs(model, example_inputs, batch=given["batch"], seq=given["seq"], labels=mode == "train")
+    arguments.some(args, kwargs)
+    captured, stated = capture_in(model, args, kwargs, precision=given["precision"], mode=mode, loss_fn=loss_fn, dynamic_shapes=dynamic_shapes, progress=progress)
     settings = Settings(mode, optimizer, stated)
-    request = Request(where, settings, search, recipe, tuple(mesh) if mesh is not None else None, time_limit_s, seed,
+    request = Request(given["cluster"], settings, search, recipe, given["mesh"], given["time_limit_s"], given["seed"],
                       as_rules(rules), progress, remat=remat, prove=prove)
     about = {"model": captured.name, "graph_hash": captured.graph_hash, "source": dict(source or {}), "notes": tuple(captured.notes)}
     made = _agree(lambda: frontier(captured.gm, captured.hints, request, **about) if pareto else
@@ -285,7 +287,7 @@ def load(folder: str | Path) -> Compiled:
 
     Raises PlanError when the folder is not one.
     """
-    return Compiled(Bundle.load(Path(folder)))
+    return Compiled(Bundle.load(arguments.folder(folder)))
 
 
 def _agree(make: Callable[[], list[Plan]]) -> list[Plan]:

@@ -34,6 +34,7 @@ from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
+from autopar.text import near
 from passes import facts
 
 SOLVE_S = 2.0  # seconds for one strategy on one mesh
@@ -84,9 +85,10 @@ class Survey:
 
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
         """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
-        unknown = [name for name in names if name not in (*RECIPES, *PIPELINES, *OFFLOADS)]
+        known = (*RECIPES, *PIPELINES, *OFFLOADS)
+        unknown = [name for name in names if name not in known]
         if unknown:
-            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join((*RECIPES, *PIPELINES, *OFFLOADS))}")
+            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join(known)}{near(unknown[0], known)}")
         yield self._row("one device", self._one_device())
         planner = Planner.of(self.gm, self.hints, self.request)
         for name, recipe in RECIPES.items():

@@ -32,7 +32,7 @@ from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES, Search, exhaustive, ilp
-from autopar.text import seconds, times
+from autopar.text import near, seconds, times
 from autopar.timer import Timer
 
 
@@ -180,7 +180,7 @@ def _check_search(planner: Planner) -> None:
 def _search_of(request: Request) -> Search:
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
     if search is None:
-        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}")
+        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}")
     return search
 
 
@@ -238,7 +238,8 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
-        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join((*RECIPES, *PIPELINES, *OFFLOADS))}")
+        known = (*RECIPES, *PIPELINES, *OFFLOADS)
+        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join(known)}{near(str(request.recipe), known)}")
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []

@@ -12,6 +12,7 @@ from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
 from autopar.rules.rule import Rule
 from autopar.search import Search
+from autopar.text import near
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Request:
     def __post_init__(self) -> None:
         """Raises PlanError for an unknown level of remat."""
         if self.remat not in ("auto", *LEVELS):
-            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}")
+            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}{near(str(self.remat), ('auto', *LEVELS))}")
 
     @property
     def limit_bytes(self) -> float:

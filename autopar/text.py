@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def seconds(value: float | None) -> str:
@@ -59,3 +60,10 @@ def three(value: float) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says in its first line, or what it is where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The known names that look like a wrong one, in capitals or not, as the end of a message; empty if there are none."""
+    names = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), list(names), n=3)
+    return f" (near: {', '.join(names[one] for one in found)})" if found else ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.optimizers import OPTIMIZERS
+from autopar.text import near
 
 POLICIES = {"bf16": ("bfloat16", "float32"), "fp16": ("float16", "float32")}
 """Mixed precision: name -> dtype of the computation, dtype in which parameters rest, are updated and have their gradients."""
@@ -80,7 +81,7 @@ def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, tr
     weights only. `offload` (problem.settings.OFFLOADED): the optimizer's state is on the host, or what rests too. Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
     """
     if optimizer not in OPTIMIZERS:
-        raise PlanError(f"optimizer {optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+        raise PlanError(f"optimizer {optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}{near(str(optimizer), OPTIMIZERS)}")
     weights = itemsize(dtype) * (numel if leaf is None else leaf)
     if not training or "float" not in dtype:
         return ParameterBytes(weights=weights)

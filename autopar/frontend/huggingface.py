@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autopar.errors import CaptureError
+from autopar.text import near
 
 
 def build_model(where: str) -> nn.Module:
@@ -98,12 +98,6 @@ def make_config(transformers: Any, values: dict[str, Any], path: Path) -> Any:
         return transformers.CONFIG_MAPPING[kind].from_dict(values)
     except (TypeError, ValueError, KeyError, strict) as error:
         raise CaptureError(f"{path}: {kind} refuses these values: {error}") from error
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """The known names that look like a wrong one, as the end of a message; empty if there are none."""
-    found = difflib.get_close_matches(name, list(known), n=3)
-    return f" (near: {', '.join(found)})" if found else ""
 
 
 def import_transformers(what: str) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import autopar
 from autopar.bundle import Bundle
-from autopar.errors import AutoparError, ClusterError, InfeasibleError, PlanError
+from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, PlanError, RuleError
 from autopar.plan import Plan
 from models import mlp
 
@@ -27,6 +30,32 @@ WRONG = {
     "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
     "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),
+    "near recipe": ({"recipe": "DPP"}, PlanError, r"unknown recipe 'DPP'; known are .* \(near: .*ddp"),
+    "recipe as a list": ({"recipe": ["tp"]}, PlanError, r"recipe is \['tp'\] \(list\); wanted the name of one strategy"),
+    "search as an object": ({"search": object()}, PlanError, r"search is <object .*; wanted one of exhaustive, .* or a function"),
+    "search that gives nothing": ({"search": lambda problem, **options: None}, PlanError, r"the search gave None for .*; wanted a Solution"),
+    "mesh of floats": ({"mesh": (2.0,)}, PlanError, r"mesh is \(2.0,\) \(tuple\); wanted the sizes of the mesh axes, whole numbers of at least 1"),
+    "mesh as text": ({"mesh": "two"}, PlanError, r"mesh is 'two'; wanted the sizes"),
+    "mesh below 1": ({"mesh": (-1, -2)}, PlanError, r"mesh is \(-1, -2\) \(tuple\); wanted the sizes"),
+    "precision": ({"precision": 16}, PlanError, r"precision is 16 \(int\); wanted 'bf16', 'fp16', or a floating dtype of torch"),
+    "dtype": ({"precision": torch.int64}, PlanError, r"precision 'int64' is neither mixed precision"),
+    "cluster of devices": ({"cluster": ["cuda:0", "cuda:1"]}, ClusterError, r"cluster is \['cuda:0', 'cuda:1'\] \(list\); wanted a Cluster, or the name of one: .*'h100:1x2'"),
+    "a device": ({"cluster": torch.device("cpu")}, ClusterError, r"cluster is device\(type='cpu'\) \(device\); wanted a Cluster"),
+    "loss by name": ({"loss_fn": "mse"}, PlanError, r"loss_fn is 'mse'; wanted a function of outputs and targets, .*near: mse_loss"),
+    "class of a loss": ({"loss_fn": nn.MSELoss}, PlanError, r"loss_fn is the class MSELoss; wanted .*make one of it, MSELoss\(\)"),
+    "no time": ({"time_limit_s": 0}, PlanError, r"time_limit_s is 0 \(int\); wanted seconds, a number above 0"),
+    "time that is no number": ({"time_limit_s": math.nan}, PlanError, r"time_limit_s is nan \(float\); wanted seconds"),
+    "time as text": ({"time_limit_s": "5"}, PlanError, r"time_limit_s is '5'; wanted seconds"),
+    "no time at all": ({"time_limit_s": None}, PlanError, r"time_limit_s is None; wanted seconds"),
+    "batch": ({"batch": 0}, PlanError, r"batch is 0 \(int\); wanted a whole number of at least 1"),
+    "batch as text": ({"batch": "4"}, PlanError, r"batch is '4'; wanted a whole number"),
+    "seq": ({"seq": math.nan}, PlanError, r"seq is nan \(float\); wanted a whole number"),
+    "seed": ({"seed": 1.5}, PlanError, r"seed is 1.5 \(float\); wanted a whole number of at least 0"),
+    "progress": ({"progress": 3}, PlanError, r"progress is 3 \(int\); wanted a function of one text"),
+    "source": ({"source": 3}, PlanError, r"source is 3 \(int\); wanted a dict"),
+    "rules as a list": ({"rules": ["b d -> b d"]}, RuleError, r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings"),
+    "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"for 'aten::gelu' \(str\); wanted the overload of an operator, as torch.ops.aten.gelu.default"),
+    "rule of all overloads": ({"rules": {torch.ops.aten.gelu: "b d -> b d"}}, RuleError, r"\(OpOverloadPacket\); wanted the overload of an operator, as torch.ops.aten.gelu.default"),
     "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),
 }
 
@@ -36,6 +65,37 @@ def test_options_that_do_not_exist(name):
     options, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         compile(**options)
+
+
+MODELS = {
+    "class": (nn.Linear, r"model is the class Linear; wanted an nn.Module: make one of it, Linear\(...\)"),
+    "function": (F.relu, r"model is <function relu .*; wanted an nn.Module: call it"),
+    "text": ("hf:x", r"model is 'hf:x'; wanted an nn.Module: make the model first"),
+    "nothing": (None, r"model is None; wanted an nn.Module"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_are_none(name):
+    model, text = MODELS[name]
+    with pytest.raises(CaptureError, match=text):
+        autopar.compile(model, "cpu:1x2", mlp.tiny()[1])
+
+
+def test_inputs_that_are_none():
+    model, batch = mlp.tiny()
+    for wrong in (5, "abc"):
+        with pytest.raises(CaptureError, match=rf"example_inputs is {wrong!r}.*; wanted a tuple of positional inputs"):
+            autopar.compile(model, "cpu:1x2", wrong)
+    with pytest.raises(CaptureError, match=r"example_inputs have no elements \(shapes \(0, .*give a batch of the size that a step has"):
+        autopar.compile(model, "cpu:1x2", tuple(value[:0] for value in batch))
+    with pytest.raises(PlanError, match=r"folder is 3 \(int\); wanted the path of a folder"):
+        autopar.load(3)
+
+
+def test_a_size_and_a_dtype_are_what_their_names_are():
+    wanted = compile(mesh=(2,), recipe="ddp", precision="bfloat16").plan
+    assert all(compile(mesh=mesh, recipe="ddp", precision=torch.bfloat16).plan == wanted for mesh in (2, "2", [2]))
 
 
 def test_a_model_that_fits_nowhere_names_the_shortfall_and_the_largest_tensors():

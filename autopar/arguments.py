@@ -1,0 +1,170 @@
+"""What `compile` is given, checked before anything is done with it: each argument as what follows works with it, or an error that names got and wanted.
+
+`CHECKS` has a line for each argument; what takes the model, the cluster or the graph to say is said where that is known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
+from autopar.text import near, sizes
+
+SHOWN = 60  # characters of a value that an error shows
+
+Check = Callable[[str, Any], Any]  # of the argument's name and its value; the value to work with, or an error
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, each as its line of CHECKS gives it. Raises CaptureError, ClusterError, RuleError and PlanError."""
+    return {name: CHECKS[name](name, value) for name, value in given.items()}
+
+
+def folder(value: Any) -> Path:
+    """Where a plan is saved. Raises PlanError for what is no path."""
+    if not isinstance(value, (str, os.PathLike)):
+        fail("folder", value, "the path of a folder")
+    return Path(value)
+
+
+def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError where no input has an element: nothing could be planned for such sizes."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
+    if tensors and not any(value.numel() for value in tensors):
+        raise CaptureError(f"example_inputs have no elements (shapes {', '.join(str(tuple(value.shape)) for value in tensors)}): their sizes are what is planned for; "
+                           "give a batch of the size that a step has")
+
+
+def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
+    """Raise the error: which argument, got and wanted."""
+    text = f"the class {got.__name__}" if isinstance(got, type) else repr(got)
+    raise kind(f"{name} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}{'' if isinstance(got, (str, type)) or got is None else f' ({type(got).__name__})'}; wanted {wanted}")
+
+
+def _model(name: str, value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    what = "an nn.Module"
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        what = f"an nn.Module: make one of it, {value.__name__}(...)"
+    elif callable(value):
+        what = "an nn.Module: call it where it makes one, or put the function into the forward of a Module"
+    elif isinstance(value, str):
+        what = "an nn.Module: make the model first (the command line, `autopar plan`, takes names of models)"
+    return fail(name, value, what, CaptureError)
+
+
+def _cluster(name: str, value: Any) -> Any:
+    if isinstance(value, (str, Path)):
+        return Cluster.parse(value)
+    if isinstance(value, Cluster):
+        return value
+    count = len(value) if isinstance(value, (list, tuple)) else 4
+    return fail(name, value, f"a Cluster, or the name of one: PRESET:NODESxDEVICES as 'h100:1x{count}' or 'cpu:1x{count}', a .toml file, or 'here'", ClusterError)
+
+
+def _example(name: str, value: Any) -> Any:
+    if isinstance(value, (str, bytes)) or not (value is None or isinstance(value, Iterable)):
+        fail(name, value, "a tuple of positional inputs, a dict of named ones, or (tuple, dict)", CaptureError)
+    return value
+
+
+def _loss(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        known = [known for known in dir(F) if known.endswith("_loss")]
+        like = f"{value.removesuffix('_loss')}_loss"
+        fail(name, value, f"a function of outputs and targets, as torch.nn.functional.mse_loss{near(like, known)}")
+    if isinstance(value, type):
+        fail(name, value, f"a function of outputs and targets: make one of it, {value.__name__}()")
+    if value is not None and not callable(value):
+        fail(name, value, "a function of outputs and targets, as torch.nn.functional.mse_loss")
+    return value
+
+
+def _search(name: str, value: Any) -> Any:
+    if isinstance(value, type) or not (isinstance(value, str) or callable(value)):
+        from autopar.search import SEARCHES  # solvers: not there where plans are only loaded
+
+        fail(name, value, f"one of {', '.join(SEARCHES)}, or a function as autopar.search.Search has it")
+    return value
+
+
+def _mesh(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = sizes(value) if isinstance(value, str) else (value,) if _is_whole(value) else tuple(value) if isinstance(value, Iterable) else None
+    if not found or not all(_is_whole(size) and size > 0 for size in found):
+        fail(name, value, "the sizes of the mesh axes, whole numbers of at least 1, as (2, 2)")
+    return tuple(int(size) for size in found)
+
+
+def _precision(name: str, value: Any) -> str | None:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return _optional_text("'bf16', 'fp16', or a floating dtype of torch")(name, value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        fail(name, value, "seconds, a number above 0, as 30.0")
+    return float(value)
+
+
+def _rules(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, Mapping):
+        fail(name, value, "a dict of operators and rule strings, as {torch.ops.mine.scale.default: 'b d -> b d'}", RuleError)
+    return value
+
+
+def _whole(least: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if not _is_whole(value) or value < least:
+            fail(name, value, f"a whole number of at least {least}")
+        return int(value)
+    return check
+
+
+def _optional_text(wanted: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not isinstance(value, str):
+            fail(name, value, wanted)
+        return value
+    return check
+
+
+def _mode(name: str, value: Any) -> Any:
+    if value not in ("train", "inference"):
+        raise PlanError(f"{name} is {value!r}, wanted train or inference{near(str(value), ('train', 'inference'))}")
+    return value
+
+
+def _progress(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        fail(name, value, "a function of one text, as print")
+    return value
+
+
+def _mapping(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, Mapping):
+        fail(name, value, "a dict")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+CHECKS: dict[str, Check] = {
+    "model": _model, "cluster": _cluster, "example_inputs": _example, "loss_fn": _loss, "search": _search, "mesh": _mesh, "mode": _mode, "precision": _precision,
+    "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"), "batch": _whole(1), "seq": _whole(1), "rules": _rules,
+    "time_limit_s": _seconds, "seed": _whole(0), "progress": _progress, "source": _mapping,
+}

@@ -31,7 +31,7 @@ _README = """# {model}: a sharded module
 
 Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step} per step.{again}
 
-    torchrun --nproc-per-node={ranks} sharded.py      # one training step on random data
+    torchrun --nproc-per-node={ranks} sharded.py      # {runs} on random data
 
     import autopar
     model = autopar.load("{folder}")                  # on {ranks} ranks
@@ -94,7 +94,7 @@ class Bundle:
         (folder / constants.NAME).write_bytes(constants.packed(self.constants, plan.digest))
         (folder / README).write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
-            step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name,
+            step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name, runs="one training step" if plan.mode == "train" else "one forward",
             again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""))
 
     @staticmethod

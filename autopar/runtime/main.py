@@ -1,4 +1,4 @@
-"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss.
+"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss; run its forward where it was planned for inference.
 
     torchrun --nproc-per-node=4 sharded.py --weights full_state.pt --batch batch.pt --steps 10
 
@@ -11,7 +11,7 @@ import argparse
 import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from autopar.runtime.scaling import scaler_for
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
-    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss.
+    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss. Of a plan for inference: run forwards, which have none (nan).
 
     Raises RunError where the number of ranks, the weights or the batch do not fit the plan.
     """
@@ -45,17 +45,34 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     else:
         initialise(model, options.seed)
     batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
-    optimizer = optimizer_of("adamw", model.parameters(), options.lr)
-    scaler, loss = scaler_for(model), float("nan")
-    for step in range(options.steps):
+    step = _training(model, batch, options.lr) if model_class.TRAINS else _forward(model, batch)
+    loss = float("nan")
+    for number in range(options.steps):
         start = time.perf_counter()
+        loss = step()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"step {number}: {f'loss {loss:.6f}, ' if model_class.TRAINS else 'forward, '}{time.perf_counter() - start:.3f} s", flush=True)
+    return loss
+
+
+def _training(model: ShardedModule, batch: Sequence[Any], lr: float) -> Callable[[], float]:
+    optimizer, scaler = optimizer_of("adamw", model.parameters(), lr), scaler_for(model)
+
+    def step() -> float:
         optimizer.zero_grad()
         loss = float(model.train_step(*batch, scaler=scaler))
         scaler.step(optimizer)
         scaler.update()
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.6f}, {time.perf_counter() - start:.3f} s", flush=True)
-    return loss
+        return loss
+    return step
+
+
+def _forward(model: ShardedModule, batch: Sequence[Any]) -> Callable[[], float]:
+    def step() -> float:
+        with torch.no_grad():
+            model(*batch)
+        return float("nan")
+    return step
 
 
 def _fill(model: ShardedModule, emitted: Path) -> None:
@@ -73,11 +90,11 @@ def _fill(model: ShardedModule, emitted: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train the sharded model for some steps on one batch.")
+    parser = argparse.ArgumentParser(description="Train the sharded model for some steps on one batch; run its forward where it was planned for inference.")
     parser.add_argument("--weights", help="file with the whole state dict (torch.save); without it: small random weights")
     parser.add_argument("--batch", help="file with the global batch: a dict of tensors by input name (torch.save); without it: random")
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate, of training")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import autopar
 from autopar import bundle
@@ -198,3 +200,13 @@ def test_the_emitted_program_refuses_constants_of_another_plan(tmp_path: Path, m
     os.replace(other.save(tmp_path / "other") / "constants.pt", folder / "constants.pt")
     with pytest.raises(RunError, match=rf"constants.pt was emitted for plan {other.plan.digest}, but sharded.py beside it is plan {one.plan.digest}"):
         main(emitted(folder, monkeypatch).Model, [])
+
+
+def test_a_plan_for_inference_says_and_runs_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    body, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.zeros(4, 8)
+    for mode, said in (("inference", "one forward on random data"), ("train", "one training step on random data")):
+        made = autopar.compile(body, "cpu:1x1", (x,) if mode == "inference" else (x, torch.zeros(4, 16)), mode=mode, loss_fn=None if mode == "inference" else F.mse_loss)
+        folder = made.save(tmp_path / mode)
+        assert said in (folder / "README.md").read_text()
+        main(emitted(folder, monkeypatch).Model, ["--steps", "2"])
+        assert [line.split(",")[0].rstrip("0123456789.") for line in capsys.readouterr().out.splitlines()] == [f"step {n}: {'forward' if mode == 'inference' else 'loss '}" for n in range(2)]

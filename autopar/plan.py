@@ -233,11 +233,17 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan file. Raises PlanError when it is missing or not a plan."""
+        """Read a plan file. Raises PlanError, with its name, when it is missing or not a plan."""
         try:
-            return Plan.from_json(Path(path).read_text())
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"cannot read plan {path}: byte {error.start} is no UTF-8 text ({error.reason}), and a plan is one; plan the model again") from error
+        try:
+            return Plan.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -254,11 +260,14 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can be none."""
     try:
-        with os.fdopen(handle, "w") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}; name another file") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)

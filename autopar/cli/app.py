@@ -58,7 +58,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
     batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
     seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")] = None,
     recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
     search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.bundle import Bundle
+from autopar.bundle import Bundle, check_free
 from autopar.cli.console import progress, show
 from autopar.cli.rebuild import Rebuilt, rebuild
 from autopar.codegen.module import emit
@@ -13,6 +13,7 @@ from autopar.codegen.tables import Names
 
 def emit_command(where: Path, folder: Path) -> None:
     """Capture the plan's model again and write the folder; refuses another graph."""
+    check_free(folder)
     with progress(f"emitting {where}") as tell:
         made = bundle(rebuild(where, tell)).save(folder)
     show(f"written to {made}: plan.json, sharded.py, constants.pt, README.md")

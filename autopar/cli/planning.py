@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class Asked:
 def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     """Plan, print, and write what was asked for."""
     writable("--output", output, "the plan")
+    if str(output) == json == "-":
+        raise PlanError("--output and --json are both -, stdout; wanted the name of a file for one of them")
     sizes, began = asked.sizes, time.perf_counter()
     source = Source(asked.model, asked.batch, asked.seq, asked.seed)
     training = asked.mode == "train"
@@ -82,10 +85,12 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began
-    if output is not None:
+    if str(output) == "-":
+        sys.stdout.write(compiled.plan.to_json())
+    elif output is not None:
         compiled.plan.save(output)
     points = [point(plan) for plan in compiled.frontier] if asked.pareto else []
-    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s, **({"frontier": points} if points else {})}):
+    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s, **({"frontier": points} if points else {})}) and str(output) != "-":
         show(report(compiled.plan, program), *(("", frontier(compiled.frontier)) if points else ()), "", f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""))
 
 

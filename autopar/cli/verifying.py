@@ -26,6 +26,8 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
     """Verify on ranks of `device`, print, and give the exit code: 0 when every value is within the tolerance, 1 otherwise."""
     if device not in DEVICES:
         raise PlanError(f"device {device!r}: wanted one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("device 'cuda': torch finds no CUDA device on this machine; use --device cpu, which verifies the same plan on CPU ranks")
     if dtype not in TOLERANCES:
         raise PlanError(f"dtype {dtype!r}: wanted one of {', '.join(TOLERANCES)}")
     with progress(f"verifying {where}") as tell:

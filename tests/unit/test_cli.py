@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.cli.app import main
 from autopar.cli.console import write_json
@@ -60,6 +61,10 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     (("memory", "nowhere.json"), "cannot read plan nowhere.json"),
     (("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"), "unknown recipe 'fast'; known are single, ddp"),
     (("simulate", "README.md"), "not a plan: the text is no JSON"),
+    (("simulate", "README.md"), "error: README.md: not a plan"),
+    (("recipes", "--json", "/proc/out.json"), "cannot write /proc/out.json: No such file or directory; name another file"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "-o", "-", "--json", "-"), "--output and --json are both -, stdout"),
+    (("emit", "nowhere.json", "-o", "README.md"), "README.md is a file: name another folder"),
     (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
 ])
 def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
@@ -124,3 +129,22 @@ def test_json_is_whole_and_has_no_infinities(tmp_path: Path) -> None:
 def test_json_to_stdout_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert write_json("-", [1])
     assert json.loads(capsys.readouterr().out) == [1]
+
+
+def test_a_plan_goes_to_stdout(tmp_path: Path) -> None:
+    asked = ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o")
+    done = autopar(*asked, "-")
+    assert autopar(*asked, str(tmp_path / "plan.json")).returncode == done.returncode == 0
+    assert done.stdout == (tmp_path / "plan.json").read_text() and not Path("-").exists()
+
+
+def test_bytes_that_are_no_text_are_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b'{"model": "\xe9"}')
+    done = autopar("simulate", str(tmp_path / "plan.json"))
+    assert done.returncode == 1 and "plan.json: byte 11 is no UTF-8 text" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without CUDA")
+def test_devices_that_are_not_there_are_said_before_anything_is_made() -> None:
+    done = autopar("verify", "nowhere.json", "--device", "cuda")
+    assert done.returncode == 1 and "torch finds no CUDA device on this machine; use --device cpu" in done.stderr

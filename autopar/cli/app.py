@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli.console import fail, say, writable
+from autopar.cli.signals import exits
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 
@@ -202,7 +203,8 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
-        app(args=arguments, prog_name="autopar")
+        with exits():
+            app(args=arguments, prog_name="autopar")
     except BrokenPipeError:  # the reader of our output has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

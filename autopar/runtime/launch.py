@@ -228,6 +228,9 @@ def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: 
           timeout_s: float) -> None:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that waits for this hears it, and ends this
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(ending)):  # of the parent, in a fork; what is ignored stays so
+            signal.signal(ending, signal.SIG_DFL)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w"))
     gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages

@@ -148,3 +148,16 @@ def test_bytes_that_are_no_text_are_no_plan(tmp_path: Path) -> None:
 def test_devices_that_are_not_there_are_said_before_anything_is_made() -> None:
     done = autopar("verify", "nowhere.json", "--device", "cuda")
     assert done.returncode == 1 and "torch finds no CUDA device on this machine; use --device cpu" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_leaves_no_temporary_folder(tmp_path: Path, number: signal.Signals) -> None:
+    assert autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(tmp_path / "plan.json")).returncode == 0
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "autopar", "run", str(tmp_path / "plan.json"), "--steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}) as running:
+        assert running.stdout is not None
+        assert "step 0" in running.stdout.readline() and list((tmp_path / "tmp").glob("autopar-*"))
+        running.send_signal(number)
+        assert running.wait(20) == 128 + number
+    assert not list((tmp_path / "tmp").glob("autopar-*"))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar import arguments
-from autopar.bundle import Bundle, save_on_ranks
+from autopar.bundle import Bundle
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, RunError
 from autopar.garbage import seldom
@@ -219,10 +219,9 @@ class Compiled:
     def save(self, folder: str | Path) -> Path:
         """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left, and other files in it stay.
 
-        With torch.distributed initialised it is a collective operation, to be called on all ranks: rank 0 writes, and the first rank of each node that has a folder of its own.
+        Ranks may all call it, with one folder or with one of each node, or only one of them: the files are the same, and each is replaced in one move.
         """
-        where = arguments.folder(folder)
-        return save_on_ranks(self.bundle, where) if together() else self.bundle.save(where)
+        return self.bundle.save(arguments.folder(folder))
 
     def __repr__(self) -> str:
         predicted = self.plan.predicted

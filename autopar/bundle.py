@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import linecache
 import os
 import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule, constants
-from autopar.runtime.everyones import done_by
 from autopar.text import first_line, seconds
 
 PLAN, SOURCE, README = "plan.json", "sharded.py", "README.md"
@@ -68,7 +65,7 @@ class Bundle:
 
     def save(self, folder: Path) -> Path:
         """Write the files into `folder`. A new folder appears with all of them; in one that is there each is replaced in one move, so that a reader finds the older plan, this one,
-        or files that `load` refuses because they do not belong together; nothing else in it is touched.
+        or files that `load` refuses because they do not belong together; nothing else in it is touched. Ranks may all save to one folder at once, or only one of them.
 
         Raises PlanError where that would replace what is no saved plan, or the folder cannot be written to.
         """
@@ -109,27 +106,6 @@ class Bundle:
             if said := constants.disagree(folder / name, got, PLAN, plan.digest):
                 raise PlanError(said)
         return Bundle(plan, source, tensors)
-
-
-def save_on_ranks(bundle: Bundle, folder: Path) -> Path:
-    """`Bundle.save` where all ranks call it, a collective operation: rank 0 writes. Ranks that do not find there what it wrote, because the folder is one of their node, write it
-    as well, one after another. An error of one is raised on all."""
-    wanted = done_by(0, lambda: _hashes(bundle.save(folder)))
-    lacking: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(lacking, _hashes(folder) != wanted)
-    if any(lacking):
-        first = replace(bundle, constants=done_by(0, lambda: dict(bundle.constants)))
-        for rank in (rank for rank, lacks in enumerate(lacking) if lacks):
-            done_by(rank, lambda: None if _hashes(folder) == wanted else first.save(folder))
-    return folder
-
-
-def _hashes(folder: Path) -> list[str] | None:
-    """What is in the files of a plan but for its README, which names the folder; None where one cannot be read."""
-    try:
-        return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if name != README]
-    except OSError:
-        return None
 
 
 def check_free(folder: Path) -> None:

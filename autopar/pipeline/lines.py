@@ -8,7 +8,7 @@ the background apart from those that compute waits for (runtime.mesh). In a back
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.layout import BUCKET_BYTES
@@ -32,13 +32,19 @@ class Sent:
 @dataclass(eq=False, slots=True)
 class Stop:
     """What one operator of a block does: before it `takes` gathered weights and waits for collectives, each with the number of the operand for which,
-    then computes, waits for those `behind`, and `sends` gradients away. Seconds of one block."""
+    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to, each with what goes together. Seconds of one block."""
 
     compute_s: float = 0.0
     takes: list[tuple[int, Sent]] = field(default_factory=list)
     waits: list[tuple[int, Load]] = field(default_factory=list)
     behind: list[Load] = field(default_factory=list)
     sends: list[Sent] = field(default_factory=list)
+    sums: list[tuple[object, Sent]] = field(default_factory=list)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all that is not in the background."""
+        return self.compute_s + sum(load.seconds for load in (*(load for _, load in self.waits), *self.behind))
 
     @property
     def events(self) -> list[Load | None]:
@@ -48,7 +54,7 @@ class Stop:
 
 
 class Stops:
-    """Those of all blocks of `program`, forward and `back`."""
+    """Those of all blocks of `program`, or of the operators of the model itself (scope ""), forward and `back`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -57,6 +63,10 @@ class Stops:
     def at(self, op: Op, *, back: bool) -> Stop:
         """That of one operator, or of what is fed to a block."""
         return self._found.setdefault((op.scope, back), {}).setdefault(op.name, Stop())
+
+    def named(self, scope: str, *, back: bool) -> Mapping[str, Stop]:
+        """By the names of operators."""
+        return self._found.get((scope, back), {})
 
     def of(self, scope: str, *, back: bool) -> list[Stop]:
         """Those of the blocks of `scope`, in the order of a forward or of a backward."""
@@ -70,7 +80,7 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
     and at its end, for what it has sent. Each collective that runs then takes its share of the compute units, its `contention`, from nothing that computes."""
     now_s, busy, taken = 0.0, _Axes(), 0
     coming: list[float] = []
-    work_s = sum(stop.compute_s + sum(load.seconds for load in (*(load for _, load in stop.waits), *stop.behind)) for stop in stops)
+    work_s = sum(stop.work_s for stop in stops)
     late: list[Sequence[Load]] = []
     for stop in stops:
         for load in stop.events:

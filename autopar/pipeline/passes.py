@@ -18,7 +18,8 @@ from functools import cached_property
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
-from autopar.pipeline.lines import LAST, Sent, Stops, ends_s
+from autopar.pipeline.line import Line
+from autopar.pipeline.lines import LAST, Sent, Stop, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
 from autopar.problem.build import Model
@@ -45,7 +46,8 @@ class Passes:
         self._held: dict[tuple[str, int], None] = {}
         self._flushed: dict[str, list[tuple[float, float, float]]] = {}  # by scope, of gradients that are summed after every microbatch: see _flush_s
         self.prices: Prices = model.prices
-        self.stops = Stops(program)
+        self.line = Line(program)
+        self.stops = self.line.stops
         self.pieces = units(program)
         self.home = homes(program, self.pieces)
         self.did: dict[str, Did] = {name: Did() for name in dict.fromkeys(u.name for u in self.pieces)}
@@ -76,8 +78,18 @@ class Passes:
             self._begins(scopes, shares, contention)
         if self.apart and not shared and "" in scopes:
             shares[""][FORWARD] = self._fetched(scopes, shares[""][FORWARD], contention)
-        return {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shares[name if name in self.program.runs else ""], strict=True)]
-                for name, did in self.did.items()}
+        found = {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shares[name if name in self.program.runs else ""], strict=True)]
+                 for name, did in self.did.items()}
+        for way in (FORWARD, BACKWARD) if not self.apart and not shared else ():
+            more_s = self.line.more_s(scopes, {scope: each[way] for scope, each in shares.items()}, way, contention, at_once=way == BACKWARD and not self.late)
+            for name, own_s in found.items():
+                own_s[way] += more_s * self._moved_s(name, way) / (sum(self._moved_s(other, way) for other in found) or 1.0)
+        return found
+
+    def _moved_s(self, name: str, way: int) -> float:
+        """Seconds of what a piece of the model itself moves behind its work."""
+        part = self.did[name].passes[way]
+        return 0.0 if name in self.program.runs else part.background_s + part.after.all_s
 
     def _begins(self, scopes: Mapping[str, Sequence[Pass]], shares: Mapping[str, list[float]], contention: float) -> None:
         """A backward that follows its forward begins with the gathers of the block whose backward is the first one (runtime.regather): they hide under
@@ -148,23 +160,26 @@ class Passes:
         self._again(self.home[cluster.root.name], max(0.0, left_s), ahead_s, inside)
 
     def _stops(self, op: Op, forward_s: float, back_s: float) -> None:
-        """Compute of an operator where it stands in its block; only stages ask what is where in a block (`ends_s`, `_fetched`)."""
-        if self.apart and op.scope in self.program.runs:
+        """Compute of an operator where it stands."""
+        if self._asks(op):
             for seconds, back in ((forward_s, False), (back_s, True)):
-                self.stops.at(op, back=back).compute_s = seconds / self.program.runs[op.scope].count
+                self.stops.at(op, back=back).compute_s = seconds / (self.program.runs[op.scope].count if op.scope else 1)
+
+    def _asks(self, op: Op) -> bool:
+        """Whether it is asked where an operator stands: stages ask what is where in a block (`ends_s`, `_fetched`), a model in one piece where its own operators are (`_in_order`)."""
+        return op.scope in self.program.runs if self.apart else not op.scope
 
     def _inside(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
         """Collectives inside an operator, where it stands in its block."""
-        for way, back in zip(waits, (False, True), strict=True) if self.apart else ():
+        for way, back in zip(waits, (False, True), strict=True) if self._asks(op) else ():
             stop = self.stops.at(op, back=back)
             stop.waits += [(LAST, self._load(wait)) for wait in way if not wait.last]
             stop.behind += [self._load(wait) for wait in way if wait.last]
 
     def _reads(self, link: Link, net: Net, column: int) -> list[tuple[Op, int]]:
-        """Who in a block reads a value as `column` has it, in order, each with the number of the operand; what is fed to a block is its first one. Only of
-        pieces that are `apart` it is asked what is where in a block."""
-        return [] if not self.apart else [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)
-                if op.scope in self.program.runs and int(use.column[self.choice[use.node]]) == column]
+        """Who reads a value as `column` has it where that is asked (`_asks`), in order, each with the number of the operand; what is fed to a block is its first one."""
+        return [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)
+                if self._asks(op) and int(use.column[self.choice[use.node]]) == column]
 
     def _load(self, wait: Wait) -> Load:
         """A collective inside an operator."""
@@ -206,6 +221,17 @@ class Passes:
             for way in (BACKWARD, INPUTS, BOTH):
                 did.passes[way].wait(loads, left_s / whole_s)
 
+    def _takes(self, read: tuple[Op, int], gathered: Sent, way: Sequence[Load], *, back: bool) -> None:
+        """A weight that an operator takes where that is asked."""
+        op, operand = read
+        self._copies(op, way, back=back).takes.append((operand, gathered))
+
+    def _copies(self, op: Op, way: Sequence[Load], *, back: bool) -> Stop:
+        """What is known of an operator, with the copies of a way of the model itself."""
+        stop = self.stops.at(op, back=back)
+        stop.compute_s += 0.0 if self.apart else _sum_s(split(way)[0])
+        return stop
+
     def _opening(self, link: Link, name: str) -> bool:
         """Whether the piece `name` reads a weight in front of all blocks (Link.opening); pieces that are `apart` each by themselves."""
         return link.opening and (not self.apart or any(opens and self.home[op.name] == name for (op, _), opens in zip(link.readers, link.opens, strict=True)))
@@ -223,18 +249,20 @@ class Passes:
         for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
             first = self.apart and way != FORWARD and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
             (did.passes[way].hide if gathers and not (opening or first) else did.passes[way].wait)(ahead, times)
-        if gathers and reads:
+            if gathers and times:
+                self.line.gathers_bytes[self._place(link)[0], way] += link.size_bytes * fraction(asked.value, self.prices.sizes)
+        if gathers and reads and not opening:
             gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
-            self.stops.at(reads[0][0], back=False).takes.append((reads[0][1], gathered))
-            for op, operand in [read for read in reads if read[0].needs_again(read[1])][-1:] if again else ():
-                self.stops.at(op, back=True).takes.append((operand, gathered))
+            self._takes(reads[0], gathered, ahead, back=False)
+            for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if again else ():
+                self._takes(read, gathered, ahead, back=True)
         if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
         last = link.last if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
-        if gathers and reads:
-            self.stops.at(reads[0][0], back=True).sends.append(Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes)))
+        if gathers and reads and not opening:
+            self._copies(reads[0][0], back, back=True).sends.append(Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes)))
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, count, last)
         else:
@@ -255,16 +283,17 @@ class Passes:
         if made.each or not self.late:
             local, moving = split(sums)
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
+            # the last bucket is half full on average; another collective begins one bucket later
+            hidden = [max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
+            self.line.sums(self._place(link), (made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made)), count, hidden)
             if self.apart and link.cluster.scope in self.program.runs:
                 self._flushed.setdefault(link.cluster.scope, []).append((sum(load.seconds for load in moving), self._leaf_bytes(link, made), bucket))
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
-                for number, load in enumerate(moving):
-                    # the last bucket is half full on average; another collective begins one bucket later
-                    hidden = max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0
-                    did.passes[way].after.add([load], count * (1.0 - hidden))
-                    did.passes[way].behind.add([load], count * hidden)
-                    did.passes[way].lag_s += count * hidden * load.seconds * bucket
+                for load, share in zip(moving, hidden, strict=True):
+                    did.passes[way].after.add([load], count * (1.0 - share))
+                    did.passes[way].behind.add([load], count * share)
+                    did.passes[way].lag_s += count * share * load.seconds * bucket
         else:
             did.once.add(sums, count)
         if made.value != made.back:
@@ -277,6 +306,12 @@ class Passes:
                 did.passes[FORWARD].after.add(local, count)
                 did.passes[FORWARD].after.add(moving, count * (1 - ahead))
                 did.passes[FORWARD].ahead.add(moving, count * ahead)
+
+    def _place(self, link: Link) -> tuple[str, str]:
+        """Where a weight is read first: in the blocks of which scope, or in none, and by whom."""
+        first = min((op.name for op, _ in link.readers), key=lambda name: self.program.order[name])
+        piece = self.home[first]
+        return piece if piece in self.program.runs else "", first
 
     def _leaf(self, link: Link, made: Pair, asked: Pair) -> Layout:
         """How the gradient of the leaf lies before it is summed: partial where all that read the weight, on any place, leave it so."""

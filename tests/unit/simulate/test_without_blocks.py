@@ -1,0 +1,59 @@
+"""Models of which much or all is outside of repeated blocks: what hides under all their operators taken together need not hide where it stands, and is priced as it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import joint
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.problem.settings import Settings
+from autopar.request import Request
+from autopar.simulate import simulate
+
+CLOSE = 0.03
+
+
+def _layers(*widths: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(layer for one, other in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(one, other), nn.GELU())))
+
+
+@pytest.mark.parametrize(("widths", "batch", "cluster"), [((512, 512), 768, "h100:3x2"), ((1024, 4096, 1024), 768, "h100:3x2"), ((256, 32000), 3072, "a100-40:2x4")],
+                         ids=["one", "two", "wide"])
+@pytest.mark.parametrize("recipe", [None, "ddp", "zero1", "zero3", "hsdp", "tp_zero3"])
+def test_layers(recipe: str | None, widths: tuple[int, ...], batch: int, cluster: str) -> None:
+    inputs = torch.zeros(batch, widths[0]), torch.zeros(batch, dtype=torch.long)
+    compiled = autopar.compile(_layers(*widths), cluster, inputs, loss_fn=nn.functional.cross_entropy, precision="bf16", recipe=recipe, time_limit_s=10.0)
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
+
+
+@cache
+def _gpt2(tied: bool) -> Captured:
+    """Four blocks 512 wide: their 50,257 words take more than they do."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4, n_embd=512, n_head=8, use_cache=False, tie_word_embeddings=tied)).to(torch.bfloat16)
+        ids = torch.zeros(24, 512, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}, mode="train")
+
+
+@pytest.mark.parametrize(("tied", "recipe"), [(True, "ddp"), (True, "zero1"), (False, "ddp"), (False, "zero1"), (False, "zero3")])
+def test_few_blocks_and_many_words(tied: bool, recipe: str) -> None:
+    captured = _gpt2(tied)
+    request = Request(Cluster.parse("h100:3x2"), Settings(precision="bf16"), recipe=recipe, time_limit_s=10.0)
+    made = joint.plan(captured.gm, captured.hints, request, model="gpt2", graph_hash=captured.graph_hash)
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
+
+
+def test_the_search_chooses_by_what_runs() -> None:
+    """A head of which the gradient takes longer than all else: what it is chosen by is what it takes."""
+    inputs = torch.zeros(3072, 96), torch.zeros(3072, dtype=torch.long)
+    compiled = autopar.compile(_layers(96, 96, 6144), "a10g:3x2", inputs, loss_fn=nn.functional.cross_entropy, time_limit_s=10.0)
+    forced = autopar.compile(_layers(96, 96, 6144), "a10g:3x2", inputs, loss_fn=nn.functional.cross_entropy, time_limit_s=10.0, recipe="one_weird_trick")
+    assert compiled.simulate().step_s <= forced.simulate().step_s * (1 + CLOSE)

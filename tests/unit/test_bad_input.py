@@ -54,8 +54,7 @@ WRONG = {
     "progress": ({"progress": 3}, PlanError, r"progress is 3 \(int\); wanted a function of one text"),
     "source": ({"source": 3}, PlanError, r"source is 3 \(int\); wanted a dict"),
     "rules as a list": ({"rules": ["b d -> b d"]}, RuleError, r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings"),
-    "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"for 'aten::gelu' \(str\); wanted the overload of an operator, as torch.ops.aten.gelu.default"),
-    "rule of all overloads": ({"rules": {torch.ops.aten.gelu: "b d -> b d"}}, RuleError, r"\(OpOverloadPacket\); wanted the overload of an operator, as torch.ops.aten.gelu.default"),
+    "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"rules= has the key 'aten::gelu', a str, wanted an operator: torch.ops.mylib.scale.default, "),
     "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),
 }
 

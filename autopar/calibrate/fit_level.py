@@ -19,7 +19,10 @@ from autopar.cluster.types import ALGORITHMS, COLLECTIVES
 
 LEAST_SAMPLES = 3
 SPILL_GAIN = 0.7
-"""A knee is taken where the error with it is at most this share of the error without."""
+"""A knee is taken where the error with it is at most this share of the error without, the worst sample of each left out."""
+
+ABOVE = 2
+"""Sizes that a knee has above it at least: the slope behind one with a single size is whatever that one sample says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +42,12 @@ class Curve:
     def rate(self) -> float:
         """Bytes per second over each rank's link."""
         return share(self.kind, self.members) / self.slope_s
+
+    def usual_error(self, samples: Sequence[Sample]) -> float:
+        """The mean relative error over all `samples` but the worst: one that was disturbed says nothing for a curve, or against it."""
+        errors = [abs((self.start_s + nbytes * self.slope_s + max(0.0, nbytes - self.spill_bytes) * self.more_s) / s.seconds - 1)
+                  for s in samples for nbytes in s.size]
+        return (sum(errors) - max(errors)) / max(1, len(errors) - 1)
 
 
 def share(kind: str, members: int) -> float:
@@ -74,10 +83,10 @@ def level(base: Level, samples: Sequence[Sample], limit_bytes_s: float, source: 
 
 def _curve(kind: str, members: int, samples: Sequence[Sample], least_s: float) -> Curve | None:
     """The curve through `samples`, of at least `least_s` per byte."""
-    seconds, sizes = [s.seconds for s in samples], sorted(s.size[0] for s in samples)
+    seconds, sizes = [s.seconds for s in samples], sorted({s.size[0] for s in samples})
     plain: Curve | None = None
     bent: list[Curve] = []
-    for knee in (0, *sizes[1:-1]):
+    for knee in (0, *sizes[1:-ABOVE]):
         rows = [(1.0, s.size[0], *((max(0, s.size[0] - knee),) if knee else ())) for s in samples]
         (start, slope, *more), error = fit(rows, seconds)
         if slope + sum(more) > 0:
@@ -85,7 +94,7 @@ def _curve(kind: str, members: int, samples: Sequence[Sample], least_s: float) -
             found = Curve(kind, members, start, max(slope, least_s), float(knee), more_s, len(samples), error)
             plain, bent = (found, bent) if not knee else (plain, [*bent, found])
     best = min(bent, key=lambda curve: curve.error, default=None)
-    if best is not None and best.more_s > 0 and (plain is None or best.error < SPILL_GAIN * plain.error):
+    if best is not None and best.more_s > 0 and (plain is None or best.usual_error(samples) < SPILL_GAIN * plain.usual_error(samples)):
         return best
     return plain
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from autopar.calibrate.fits import Fit, Fits
 from autopar.calibrate.least import fit
 from autopar.calibrate.samples import Sample
-from autopar.cluster import Level, Protocol
+from autopar.cluster import Device, Level, Protocol
 from autopar.cluster.types import ALGORITHMS, COLLECTIVES
 
 LEAST_SAMPLES = 3
@@ -50,34 +50,41 @@ class Curve:
         return (sum(errors) - max(errors)) / max(1, len(errors) - 1)
 
 
+def limit_bytes_s(device: Device, level: Level) -> float:
+    """The most bytes per second that a link of `level` can carry: on GPUs what the level says; between ranks of CPUs what one reads and writes at best."""
+    if device.kind != "cpu":
+        return level.bandwidth_bytes_s
+    return max(device.memory_bandwidth_bytes_s * device.achievable_bandwidth, device.cache_bandwidth_bytes_s)
+
+
 def share(kind: str, members: int) -> float:
     """The part of a collective's bytes that goes over each rank's link (`cost.comm`)."""
     ring = (members - 1) / members
     return {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": ring / members}.get(kind, 1.0)
 
 
-def level(base: Level, samples: Sequence[Sample], limit_bytes_s: float, source: str) -> tuple[Level, Fits]:
+def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: str) -> tuple[Level, Fits]:
     """`base` with protocols of its own for each collective and number of members in `samples`.
 
-    `limit_bytes_s` is the most that a link can carry; `source` is the begin of each protocol's source. What cannot be fitted keeps the
+    `most_bytes_s` is the most that a link can carry; `source` is the begin of each protocol's source. What cannot be fitted keeps the
     protocols of `base`.
     """
     fits, curves = Fits(), list[Curve]()
     for kind, members in dict.fromkeys((s.what, s.members) for s in samples):
         mine = [s for s in samples if (s.what, s.members) == (kind, members)]
-        kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, limit_bytes_s, "bytes/s")
-        curve = _curve(kind, members, kept, share(kind, members) / limit_bytes_s) if len(kept) >= LEAST_SAMPLES else None
+        kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, most_bytes_s, "bytes/s")
+        curve = _curve(kind, members, kept, share(kind, members) / most_bytes_s) if len(kept) >= LEAST_SAMPLES else None
         if curve is not None:
             curves.append(curve)
             fits.add(Fit(f"{base.name}.{kind} on {members}", curve.start_s, curve.samples, curve.error, "start in seconds"))
     if not curves:
         return base, fits
-    bandwidth = max(curve.rate for curve in curves)
+    fitted = {(c.kind, c.members) for c in curves}
     groups = tuple(n for n in range(2, base.size + 1) if base.size % n == 0)
-    made = {(c.kind, c.members): _protocol(c, bandwidth, source) for c in curves}
-    rest = [_kept(p, kind, n, base.bandwidth_bytes_s / bandwidth) for kind in COLLECTIVES for n in groups if (kind, n) not in made
+    rest = [(p, kind, n, base.pair_bandwidth_bytes_s(n) * p.efficiency) for kind in COLLECTIVES for n in groups if (kind, n) not in fitted
             for p in base.serving(kind, n)]
-    protocols = (*made.values(), *rest)
+    bandwidth = max([curve.rate for curve in curves] + [rate for *_, rate in rest])
+    protocols = (*(_protocol(c, bandwidth, source) for c in curves), *(_kept(p, kind, n, rate / bandwidth) for p, kind, n, rate in rest))
     return dataclasses.replace(base, bandwidth_bytes_s=bandwidth, topology="switch", protocols=protocols, source=f"{source}; the best of all collectives"), fits
 
 
@@ -107,7 +114,6 @@ def _protocol(curve: Curve, bandwidth: float, source: str) -> Protocol:
                     (curve.kind,), curve.members, **spills)
 
 
-def _kept(protocol: Protocol, kind: str, members: int, ratio: float) -> Protocol:
-    """What `protocol` says of one collective, on a level whose bandwidth has changed by 1 / `ratio`."""
-    return dataclasses.replace(protocol, name=f"{protocol.name}_{kind}_{members}", kinds=(kind,), members=members,
-                               efficiency=min(1.0, max(1e-3, protocol.efficiency * ratio)))
+def _kept(protocol: Protocol, kind: str, members: int, efficiency: float) -> Protocol:
+    """What `protocol` says of one collective, on a level where its rate is `efficiency` of the bandwidth."""
+    return dataclasses.replace(protocol, name=f"{protocol.name}_{kind}_{members}", kinds=(kind,), members=members, efficiency=max(1e-3, efficiency))

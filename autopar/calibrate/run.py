@@ -119,8 +119,7 @@ def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, S
     levels = []
     for index, (level, size) in enumerate(zip(base.levels, sizes, strict=True)):
         mine = [sample for at, sample in samples if at == index]
-        limit = _copying(device) if kind == "cpu" else level.bandwidth_bytes_s
-        made, more = fit_level.level(dataclasses.replace(level, size=size), mine, limit, source)
+        made, more = fit_level.level(dataclasses.replace(level, size=size), mine, fit_level.limit_bytes_s(device, level), source)
         levels.append(made)
         fits = Fits(fits.found + more.found, fits.rejected + more.rejected)
     return Calibration(Cluster(f"{base.name}-measured", tuple(levels), device), fits, tuple(sample for _, sample in samples))
@@ -141,11 +140,6 @@ def _sources(source: str, fits: Fits, before: Device, after: Device) -> dict[str
 ALIAS = {"cache_bytes": "memory_bandwidth_bytes_s", "cache_bandwidth_bytes_s": "memory_bandwidth_bytes_s", "achievable_bandwidth": "memory_bandwidth_bytes_s",
          "tile": "peak_flops", "achievable": "achievable_of"}
 """Constants that are fitted together with another one."""
-
-
-def _copying(device: Device) -> float:
-    """Bytes per second that a rank of a CPU reads and writes at best: no message to a neighbour is faster."""
-    return max(device.memory_bandwidth_bytes_s * device.achievable_bandwidth, device.cache_bandwidth_bytes_s)
 
 
 def _memory(device: Device, sizes: tuple[int, int]) -> dict[str, Any]:

@@ -5,14 +5,17 @@
     the optimizer          its seconds for each parameter and its share of the bandwidth
     each collective        start and efficiency of the protocols that run it, on all levels
 
-Groups that took no time, or that nothing was predicted for, stay as they are; and no group changes by more than MOST.
+Groups that took no time, or that nothing was predicted for, stay as they are; no group changes by more than MOST, and no collective is faster
+than its links can be: those of a GPU carry what their level says, ranks of CPUs what one reads and writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
+from autopar.calibrate.fit_level import limit_bytes_s
 from autopar.cluster import Cluster, Device, Level, Protocol
 from autopar.cluster.types import ALGORITHMS
 from autopar.cost.memory import computes_in
@@ -36,7 +39,8 @@ def refit(cluster: Cluster, plan: Plan, program: Program, found: Profile, date: 
     ratios = _ratios(found.rows, program)
     source = f"refitted {date} from a profile of {plan.model} ({plan.strategy}, {plan.ranks} ranks)"
     device = _device(cluster.device, ratios, computes_in(plan.precision), source)
-    return dataclasses.replace(cluster, device=device, levels=tuple(_level(level, ratios, source) for level in cluster.levels)), ratios
+    levels = tuple(_level(level, ratios, source, limit_bytes_s(device, level)) for level in cluster.levels)
+    return dataclasses.replace(cluster, device=device, levels=levels), ratios
 
 
 def _ratios(rows: tuple[Row, ...], program: Program) -> dict[str, float]:
@@ -72,10 +76,14 @@ def _device(device: Device, ratios: Mapping[str, float], dtype: str, source: str
     return dataclasses.replace(device, **changed, sources={**device.sources, **dict.fromkeys(changed, source)})  # type: ignore[arg-type]
 
 
-def _level(level: Level, ratios: Mapping[str, float], source: str) -> Level:
-    """Protocols that serve several collectives are split, so that each has a ratio of its own."""
-    protocols = tuple(_scaled(p, kind, ratios.get(kind), source) for p in level.protocols for kind in _kinds(p, ratios))
-    return dataclasses.replace(level, protocols=protocols)
+def _level(level: Level, ratios: Mapping[str, float], source: str, most_bytes_s: float = math.inf) -> Level:
+    """Protocols that serve several collectives are split, so that each has a ratio of its own. Where one is faster than the level's bandwidth,
+    that is raised, to `most_bytes_s` at most, and all efficiencies are shares of the new one."""
+    most = max(1.0, most_bytes_s / level.bandwidth_bytes_s)
+    scaled = [(p, kind, min(most, p.efficiency / ratios.get(kind, 1.0))) for p in level.protocols for kind in _kinds(p, ratios)]
+    raised = max(1.0, *(efficiency for *_, efficiency in scaled))
+    protocols = tuple(_scaled(p, kind, ratios.get(kind), efficiency / raised, source) for p, kind, efficiency in scaled)
+    return dataclasses.replace(level, bandwidth_bytes_s=level.bandwidth_bytes_s * raised, protocols=protocols, source=source if raised > 1 else level.source)
 
 
 def _kinds(protocol: Protocol, ratios: Mapping[str, float]) -> tuple[str, ...]:
@@ -83,10 +91,11 @@ def _kinds(protocol: Protocol, ratios: Mapping[str, float]) -> tuple[str, ...]:
     return served if any(kind in ratios for kind in served) else ("",)
 
 
-def _scaled(protocol: Protocol, kind: str, ratio: float | None, source: str) -> Protocol:
+def _scaled(protocol: Protocol, kind: str, ratio: float | None, efficiency: float, source: str) -> Protocol:
+    efficiency = min(1.0, max(1e-3, efficiency))
     if not kind:
-        return protocol
+        return dataclasses.replace(protocol, efficiency=efficiency)
     if ratio is None:
-        return dataclasses.replace(protocol, kinds=(kind,))
+        return dataclasses.replace(protocol, kinds=(kind,), efficiency=efficiency)
     return dataclasses.replace(protocol, kinds=(kind,), start_s=min(1.0, protocol.start_s * ratio), hop_s=min(1.0, protocol.hop_s * ratio),
-                               efficiency=min(1.0, max(1e-3, protocol.efficiency / ratio)), source=source)
+                               efficiency=efficiency, source=source)

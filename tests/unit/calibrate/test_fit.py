@@ -61,6 +61,14 @@ def test_what_was_not_measured_stays_as_the_preset_has_it() -> None:
     assert collective_s("all_gather", 1e6, axes[1]) == pytest.approx(collective_s("all_gather", 1e6, axes[0]), rel=0.01)
 
 
+def test_what_was_not_measured_stays_where_the_rest_is_slower() -> None:
+    base = Cluster.parse("cpu:1x4")
+    slow = [(level, dataclasses.replace(s, seconds=10 * s.seconds)) for level, s in samples(machine(), 0.0, 0) if s.what == "all_to_all"]
+    axes = [MeshAxis("x", 4, (Span(cluster.levels[1], 4),), cluster.device) for cluster in (base, fit(slow).cluster)]
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        assert collective_s(kind, 1e8, axes[1]) == pytest.approx(collective_s(kind, 1e8, axes[0]), rel=0.01), kind
+
+
 def test_of_a_gpu_it_is_the_host_that_starts_operators() -> None:
     base = Cluster.parse("h100")
     share, tokens = 0.5, 8192

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from autopar import joint
+from autopar.calibrate.fit_level import limit_bytes_s
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.planner import Request
@@ -14,6 +15,7 @@ from autopar.problem.reading import read
 from autopar.profile import Profile, Row, refit
 from autopar.profile.predicted import predicted
 from autopar.profile.profile import _rows
+from autopar.profile.refit import _level
 from tests.helpers.planned import BATCH, graph
 
 
@@ -42,6 +44,23 @@ def test_slow_collectives_and_a_slow_optimizer() -> None:
         assert slow == pytest.approx(2 * before)
         assert collective_s("broadcast", nbytes, made.mesh((1, 4)).axes[1]) == collective_s("broadcast", nbytes, cluster.mesh((1, 4)).axes[1])
     assert made.device.update == pytest.approx(1 / 3) and made.device.sources["update"].startswith("refitted 2026-11-21")
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
+def test_fast_collectives(ratio: float) -> None:
+    made, ratios, cluster = profile({"collective": ratio, "gradients": ratio})
+    assert ratios["all_reduce"] == pytest.approx(ratio)
+    for kind, share in (("all_reduce", ratio), ("broadcast", 1.0), ("all_to_all", 1.0)):
+        for nbytes in (1e3, 1e7):
+            after, before = (collective_s(kind, nbytes, c.mesh((1, 4)).axes[1]) for c in (made, cluster))
+            assert after == pytest.approx(share * before), (kind, nbytes)
+
+
+def test_collectives_are_no_faster_than_the_links_of_a_gpu() -> None:
+    cluster = Cluster.parse("h100:1x8")
+    made = _level(cluster.levels[1], {"all_gather": 0.1}, "refitted", limit_bytes_s(cluster.device, cluster.levels[1]))
+    assert made.bandwidth_bytes_s == cluster.levels[1].bandwidth_bytes_s
+    assert max(p.efficiency for p in made.protocols if p.serves("all_gather")) == 1.0
 
 
 def test_nothing_is_scaled_beyond_reason() -> None:

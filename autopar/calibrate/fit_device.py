@@ -23,7 +23,10 @@ from passes.annotate_flops import ATTENTION_BACKWARD
 
 TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CORE_FLOPS = {"float64": 200e9, "float32": 400e9}
-"""The most FLOP/s that one thread can do: two 512-bit multiply-adds per cycle at 6 GHz. Other dtypes: matrix instructions, 2048 per cycle."""
+"""The most FLOP/s that one thread can do: two 512-bit multiply-adds per cycle at 6 GHz. Others: MATRIX_FLOPS."""
+
+MATRIX_FLOPS = 12e12
+"""The same of matrix instructions: 2048 per cycle."""
 
 CORE_BYTES_S = 1e12
 """The most bytes per second that one thread can read and write: three 512-bit moves per cycle at 5 GHz, from its first cache."""
@@ -54,6 +57,8 @@ def _launch(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     if not found:
         return {}
     value, name = statistics.median(s.seconds for s in found), "launch_s" if base.kind == "cpu" else "dispatch_s"  # a GPU waits for its host there
+    if not fits.possible(name, value):
+        return {}
     fits.add(Fit(name, value, len(found), 0.0, "operators with next to nothing to do, forward and backward by autograd"))
     return {name: value}
 
@@ -73,9 +78,12 @@ def _memory(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     if not tries:
         return {}
     error, cache, rates = min(tries)
+    names = ("cache_bandwidth_bytes_s", "memory_bandwidth_bytes_s")[-len(rates):]
+    if not all(fits.possible(name, rate, limit) for name, rate in zip(names, rates, strict=True)):
+        return {}
     fits.add(Fit("memory_bandwidth_bytes_s", rates[-1], len(found), error, "copies and sums of float32 tensors"))
     if base.kind == "cuda":
-        return {"achievable_bandwidth": min(1.0, rates[-1] / base.memory_bandwidth_bytes_s)}
+        return {"achievable_bandwidth": max(1e-3, min(1.0, rates[-1] / base.memory_bandwidth_bytes_s))}
     cached = {"cache_bytes": int(cache), "cache_bandwidth_bytes_s": rates[0] if cache else 0.0}
     return {"memory_bandwidth_bytes_s": rates[-1], "achievable_bandwidth": 1.0, **cached}
 
@@ -83,11 +91,15 @@ def _memory(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
 def _matmuls(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
     measured = {}
     for dtype in dict.fromkeys(s.what.split()[1] for s in samples if s.what.startswith("matmul ") and "beside" not in s.what and "alone" not in s.what):
-        limit = base.flops(dtype) if base.kind == "cuda" else CORE_FLOPS.get(dtype, 12e12)
+        limit = base.flops(dtype) if base.kind == "cuda" else _most_flops(dtype)
         found = fits.sensible(_of(samples, f"matmul {dtype}"), lambda s: _flops(s) / s.seconds, limit, "FLOP/s")
         if len(found) >= 3:
             measured[dtype] = found
     return _shares(base, measured, fits) if base.kind == "cuda" else _peaks(base, measured, fits)
+
+
+def _most_flops(dtype: str) -> float:
+    return CORE_FLOPS.get(dtype, MATRIX_FLOPS)
 
 
 def _peaks(base: Device, measured: dict[str, list[Sample]], fits: Fits) -> dict[str, Any]:
@@ -99,9 +111,12 @@ def _peaks(base: Device, measured: dict[str, list[Sample]], fits: Fits) -> dict[
     peaks = {}
     for dtype, found in measured.items():
         rate, error = _rate(found, made)
-        if rate:
+        if rate and fits.possible(f"peak_flops.{dtype}", rate, _most_flops(dtype)):
             peaks[dtype] = rate
             fits.add(Fit(f"peak_flops.{dtype}", rate, len(found), error, "linear layers without bias"))
+    if "float32" not in peaks:  # the shapes of matmuls say nothing of others, either
+        fits.found = [each for each in fits.found if each.name.partition(".")[0] != "peak_flops"]
+        return {}
     return {"tile": tile, "peak_flops": {**peaks}, "achievable": 1.0, "achievable_of": {}, "best_shape": None}
 
 
@@ -118,7 +133,7 @@ def _shares(base: Device, measured: dict[str, list[Sample]], fits: Fits) -> dict
     for dtype, found in measured.items():
         rows = [(1.0, _flops(s) * best_factor(base) / (_factor(s, base) * base.flops(dtype))) for s in found]
         (_, slower), error = fit(rows, [s.seconds for s in found])
-        if slower:
+        if slower and fits.possible(f"achievable_of.{dtype}", min(1.0, 1 / slower)):
             shares[dtype] = min(1.0, 1 / slower)
             fits.add(Fit(f"achievable_of.{dtype}", shares[dtype], len(found), error, "linear layers without bias"))
     usual = shares.get("bfloat16", shares.get("float16", base.achievable))
@@ -142,7 +157,7 @@ def _arithmetic(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str
     if len(found) < 3:
         return {}
     (_, per_flop), error = fit([(1.0, s.size[0]) for s in found], [s.seconds for s in found])
-    if not per_flop:
+    if not per_flop or not fits.possible("vector_flops", 1 / per_flop, CORE_FLOPS["float32"]):
         return {}
     fits.add(Fit("vector_flops", 1 / per_flop, len(found), error, "GELU, softmax, tanh and norms"))
     return {"vector_flops": 1 / per_flop}
@@ -173,6 +188,8 @@ def _update(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     if len(found) < 3:
         return {}
     (each_s, per_byte), error = fit([(1.0, s.size[0] * ONE_PASS) for s in found], [s.seconds for s in found])
+    if not fits.possible("update_s", each_s):
+        return {}
     bandwidth = base.memory_bandwidth_bytes_s * base.achievable_bandwidth
     share = min(1.0, max(1e-3, 1 / (per_byte * bandwidth))) if per_byte else 1.0
     fits.add(Fit("update_s", each_s, len(found), error, "torch.optim.AdamW on DTensors"), Fit("update", share, len(found), error, "the same"))
@@ -185,8 +202,10 @@ def _actions(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, A
     if len(found) < 2:
         return {}
     (_, each_s), error = fit([(1.0, s.size[0]) for s in found], [s.seconds for s in found])
+    if not fits.possible("action_s", each_s / 2):
+        return {}
     fits.add(Fit("action_s", each_s / 2, len(found), error, "torch's GPipe with next to nothing in each stage"))
-    return {"action_s": min(1.0, each_s / 2)}
+    return {"action_s": each_s / 2}
 
 
 def _contention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:

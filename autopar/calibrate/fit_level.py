@@ -74,9 +74,10 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
         mine = [s for s in samples if (s.what, s.members) == (kind, members)]
         kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, most_bytes_s, "bytes/s")
         curve = _curve(kind, members, kept, share(kind, members) / most_bytes_s) if len(kept) >= LEAST_SAMPLES else None
-        if curve is not None:
+        name = f"{base.name}.{kind} on {members}"
+        if curve is not None and fits.possible(name, curve.start_s, key="start_s") and fits.possible(f"{name}, rate", curve.rate, key="bandwidth_bytes_s"):
             curves.append(curve)
-            fits.add(Fit(f"{base.name}.{kind} on {members}", curve.start_s, curve.samples, curve.error, "start in seconds"))
+            fits.add(Fit(name, curve.start_s, curve.samples, curve.error, "start in seconds"))
     if not curves:
         return base, fits
     fitted = {(c.kind, c.members) for c in curves}
@@ -110,7 +111,7 @@ def _protocol(curve: Curve, bandwidth: float, source: str) -> Protocol:
     algorithm = "direct" if curve.kind in ALGORITHMS["direct"] else "ring"
     quality = f"{source}; {curve.samples} sizes, mean error {100 * curve.error:.1f} %"
     spills = {"spill_bytes": curve.spill_bytes, "spill": min(1000.0, 1 + curve.more_s / curve.slope_s)} if curve.more_s else {}
-    return Protocol(f"{curve.kind}_{curve.members}", algorithm, min(1.0, curve.start_s), 0.0, max(1e-3, curve.rate / bandwidth), quality,
+    return Protocol(f"{curve.kind}_{curve.members}", algorithm, curve.start_s, 0.0, max(1e-3, curve.rate / bandwidth), quality,
                     (curve.kind,), curve.members, **spills)
 
 

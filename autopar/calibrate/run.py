@@ -121,7 +121,7 @@ def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, S
         mine = [sample for at, sample in samples if at == index]
         made, more = fit_level.level(dataclasses.replace(level, size=size), mine, fit_level.limit_bytes_s(device, level), source)
         levels.append(made)
-        fits = Fits(fits.found + more.found, fits.rejected + more.rejected)
+        fits = Fits(fits.found + more.found, fits.rejected + more.rejected, fits.impossible + more.impossible)
     return Calibration(Cluster(f"{base.name}-measured", tuple(levels), device), fits, tuple(sample for _, sample in samples))
 
 

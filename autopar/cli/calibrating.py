@@ -62,6 +62,7 @@ def as_json(found: Calibration) -> dict[str, Any]:
     """The cluster, the fits and all samples as JSON types."""
     return {"cluster": found.cluster.to_dict(), "fits": [asdict(fit) for fit in found.fits.found],
             "left_out": [{**asdict(each.sample), "why": each.why} for each in found.fits.rejected],
+            "impossible": [asdict(each) for each in found.fits.impossible],
             "samples": [asdict(sample) for sample in found.samples]}
 
 

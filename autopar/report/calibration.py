@@ -18,6 +18,9 @@ def calibration(found: Calibration) -> Group:
     if found.fits.rejected:
         parts += ["", f"{len(found.fits.rejected)} of {len(found.samples)} measurements make no sense and were left out:"]
         parts += [f"  {each}" for each in found.fits.rejected]
+    if found.fits.impossible:
+        parts += ["", f"{len(found.fits.impossible)} constants come out as no machine has them and stay as they were:"]
+        parts += [f"  {each}" for each in found.fits.impossible]
     return Group(*parts)
 
 

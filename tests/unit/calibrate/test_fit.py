@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -131,6 +132,20 @@ def test_one_rank_alone_is_no_faster_than_all_together(beside_s: float, kept: fl
     found = fit(known)
     assert found.cluster.device.alone == pytest.approx(kept)
     assert [str(r.sample) for r in found.fits.rejected] == (["matmul beside others of 256x256x256"] if beside_s > 4e-3 else [])
+
+
+@pytest.mark.parametrize("change, stays", [
+    (lambda seconds: 1e-3, {"peak_flops.float32"}),
+    (lambda seconds: 1e4 * seconds, {"memory_bandwidth_bytes_s", "update_s"}),
+    (lambda seconds: 1e7 * seconds, {"launch_s", "memory_bandwidth_bytes_s", "peak_flops.float32", "rank.all_reduce on 4"})], ids=["alike", "1e4", "1e7"])
+def test_constants_that_no_machine_has_are_left_out_and_reported(change: Callable[[float], float], stays: set[str]) -> None:
+    base = Cluster.parse("cpu:1x4")
+    found = fit([(level, dataclasses.replace(s, seconds=change(s.seconds))) for level, s in samples(machine(), 0.02, 0)])
+    left = {each.name for each in found.fits.impossible}
+    assert stays <= left, left
+    for name in (name.partition(".")[0] for name in stays if "rank" not in name):
+        assert getattr(found.cluster.device, name) == getattr(base.device, name) and not any(f.name.startswith(name) for f in found.fits.found), name
+    assert all("wanted" in str(each) for each in found.fits.impossible)
 
 
 def test_several_passes_count_by_their_median() -> None:

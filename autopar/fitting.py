@@ -2,7 +2,8 @@
 room for.
 
 A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are figures to show. The
-layouts of that plan are then looked at with other sizes.
+layouts of that plan are then looked at with other sizes; those of a pipeline also with as many microbatches as the batch has, and with all
+blocks run again, because recipes leave both open.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import fx
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.joint.shapes import MOST_MICROBATCHES
 from autopar.layout import parse, ways_of
 from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
 from autopar.onestage import meshes_for, undivided
+from autopar.pipeline.orders import PLAIN, orders
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
+from autopar.problem.remat import levels
 from autopar.problem.types import Problem
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes import offload as offloads
@@ -40,6 +44,7 @@ from passes import facts
 SOLVE_S = 2.0  # seconds for one strategy on one mesh
 PIPELINE_S = 4.0  # seconds for one pipeline recipe
 LARGEST = 1 << 22  # sizes beyond this are not looked at
+ROUNDS = 64  # of microbatches for each place are looked at one by one, more of them in steps
 
 
 @dataclass(frozen=True)
@@ -177,9 +182,53 @@ class Survey:
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
         return Row(name, mesh, limits[place.number], plan, prediction, place, largest={
-            symbol: largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), self.most.get(symbol) or LARGEST)
-            for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
+            symbol: self._largest(plan, symbol, limits) for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
             host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
+
+    def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        again = {}
+        if plan.places > 1 and plan.mode == "train" and self.request.remat == "auto":
+            again = levels(self._program(self.hints), "full")
+        plans = [plan, *([replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))] if again else [])]
+        return max(self._largest_of(each, symbol, limits) for each in plans)
+
+    def _largest_of(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        most = self.most.get(symbol) or LARGEST
+        found = largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), most)
+        if plan.microbatches == 1:
+            return found
+        if symbol == "b":
+            return max(found, self._largest_batch(plan, limits, most))
+        if (finest := self._finest(plan, self.hints["b"])) is None:
+            return found
+        return max(found, largest(self._peak(finest, symbol, limits), max(limits), self._step(plan, symbol), most))
+
+    def _largest_batch(self, plan: Plan, limits: Sequence[float], most: int) -> int:
+        """With one sample of each rank in a microbatch, up to ROUNDS for each place; from there on with more of them, and more samples in each."""
+        ways, step = self._ways(plan), self._microbatch_step(plan)
+        top = ROUNDS * plan.places
+        least = next((n for n in range(step, top + 1, step) if _runs(plan, n)), None)
+        if least is None or least * ways > most:
+            return 0
+        finer = largest(lambda size: self._finest_peak(plan, max(size, least * ways), limits), max(limits), ways * step, min(most, ways * top))
+        if finer < ways * top:
+            return finer
+        counts = (rounds * plan.places for rounds in (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4, ROUNDS))
+        coarser = (largest(self._peak(replace(plan, microbatches=n), "b", limits), max(limits), ways * n, most) for n in counts)
+        return max(finer, next((found for found in coarser if found), 0))
+
+    def _finest_peak(self, plan: Plan, batch: int, limits: Sequence[float]) -> float:
+        return self._peak(replace(plan, microbatches=batch // self._ways(plan)), "b", limits)(batch)
+
+    def _finest(self, plan: Plan, batch: int) -> Plan | None:
+        """The plan with the most microbatches into which its `batch` goes; None where its schedule runs none."""
+        each = batch // self._ways(plan)
+        counts = (n for n in range(min(each, ROUNDS * plan.places), 1, -1) if each % n == 0 and n % self._microbatch_step(plan) == 0)
+        return next((replace(plan, microbatches=n) for n in counts if _runs(plan, n)), None)
+
+    def _microbatch_step(self, plan: Plan) -> int:
+        """Schedules of several stages per place run microbatches in rounds of the places."""
+        return 1 if plan.schedule in PLAIN else plan.places
 
     def _limits(self, plan: Plan) -> list[float]:
         """Bytes that a plan may fill of the devices of each of its places."""
@@ -196,10 +245,22 @@ class Survey:
         if symbol != "b":
             fine = math.lcm(*plan.mesh, self._spans[symbol][2] if symbol in self._spans else 1)
             return max(fine, self.hints[symbol] // 64 // fine * fine)
+        return self._ways(plan) * plan.microbatches
+
+    def _ways(self, plan: Plan) -> int:
+        """The ranks of a place that the batch is cut over."""
         program = self._program(self.hints)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
-        ways = [ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs]
-        return max(itertools.chain((1,), ways)) * plan.microbatches
+        return max(itertools.chain((1,), (ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs)))
+
+
+def _runs(plan: Plan, microbatches: int) -> bool:
+    """Whether the schedule of a pipeline runs so many microbatches."""
+    try:
+        orders(plan.schedule, plan.places, len(plan.stages), microbatches)
+    except PlanError:
+        return False
+    return True
 
 
 def _choice(problem: Problem) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.fitting import Row, Survey
+from autopar.fitting import ROUNDS, Row, Survey, _runs
+from autopar.problem.remat import levels
 from autopar.request import Request
 from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
@@ -38,7 +39,7 @@ def test_there_is_a_row_for_each() -> None:
     assert ddp.fullest.activations_bytes == pytest.approx(one.fullest.activations_bytes / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["one device", "ddp", "zero3", "megatron", "1f1b"])
+@pytest.mark.parametrize("name", ["one device", "ddp", "zero3", "megatron"])
 def test_the_largest_sizes_fit_and_the_next_ones_do_not(name: str) -> None:
     row, here = rows()[name], survey()
     assert row.plan is not None and row.fits == (row.largest["b"] >= 8)
@@ -46,6 +47,39 @@ def test_the_largest_sizes_fit_and_the_next_ones_do_not(name: str) -> None:
         size = row.largest[symbol]
         assert size == 0 or here.predicted(row.plan, **{symbol: size}).peak_bytes <= row.limit_bytes
         assert size + step > most or here.predicted(row.plan, **{symbol: size + step}).peak_bytes > row.limit_bytes
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_the_largest_sizes_of_a_pipeline_have_as_many_microbatches_as_they_want(name: str) -> None:
+    here = survey()
+    row = next(row for row in here.rows([name]) if row.name == name)
+    plan, level = row.plan, levels(here._program(here.hints), "full")
+    assert plan is not None and plan.remat == {}
+
+    def peak(**sizes: int) -> float:
+        """The least that any number of microbatches takes, with blocks run again."""
+        batch, again = {**here.hints, **sizes}["b"], replace(plan, remat=level)
+        plans = [replace(again, microbatches=n) for n in range(2, batch + 1) if batch % n == 0 and _runs(again, n)]
+        return min(here.predicted(each, **sizes).peak_bytes for each in plans)
+
+    step, size = here._step(plan, "s"), row.largest["s"]
+    assert peak(s=size) <= row.limit_bytes < here.predicted(plan, s=size).peak_bytes
+    assert peak(s=size + step) > row.limit_bytes
+    step, size = here._microbatch_step(plan), row.largest["b"]
+    if name == "gpipe":  # keeps all microbatches; the others have room for any number, until the inputs of the batch fill the memory
+        assert peak(b=size) <= row.limit_bytes < here.predicted(plan, b=size).peak_bytes and peak(b=size + step) > row.limit_bytes
+    else:
+        assert size >= 2 * ROUNDS
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_what_fits_when_it_is_planned_is_no_larger_than_the_largest(name: str) -> None:
+    largest = next(row for row in survey().rows([name]) if row.name == name).largest
+    for symbol, sizes in {"b": (16, 24, 40), "s": (32, 48, 64)}.items():
+        for size in sizes:
+            here = survey()
+            here.hints = {**here.hints, symbol: size}
+            assert size <= largest[symbol] or not any(row.fits for row in here.rows([name]) if row.name == name), (symbol, size)
 
 
 def test_what_does_not_fit_is_shown_as_its_plan_of_least_memory() -> None:

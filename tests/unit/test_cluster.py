@@ -280,6 +280,15 @@ def _spans_by_level(spans: tuple[Any, ...], levels: list[int]) -> list[int]:
     return [sizes.get(f"l{i}", 1) for i in range(len(levels))]
 
 
+def test_rates_of_devices_that_differ_from_what_they_are_based_on() -> None:
+    mi355x, b200 = (Cluster.parse(name).device for name in ("mi355x", "b200"))
+    assert mi355x.flops("float8") == 2 * mi355x.flops("bfloat16") == pytest.approx(256 * 8192 * 2.4e9, rel=0.01)
+    assert mi355x.flops("bfloat16") * mi355x.best_share("bfloat16") == pytest.approx(1565e12, rel=1e-3)
+    for name in ("b300", "gb300"):
+        device = Cluster.parse(name).device
+        assert device.flops("float64") == 10e12 / 8 < b200.flops("float64") / 20 and device.flops("float32") == b200.flops("float32")
+
+
 def test_a_mesh_topology_gives_a_part_of_the_links() -> None:
     rows = (Protocol("r", "ring", 0.0, 0.0, 1.0), Protocol("d", "direct", 0.0, 0.0, 1.0))
     level = Level("gpu", 8, 448e9, rows, topology="mesh")

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# How torch writes operators with others where tensors are fake; the table is public in torch, its place is not.
+from torch._decomp import decomposition_table
+
 # Operators that torch writes with others see symbolic sizes only under Python's dispatcher.
 from torch._dispatch.python import enable_python_dispatcher
 
@@ -34,6 +37,11 @@ assert_async: Callable[..., Any] = torch._assert_async
 # decomposition runs. There is no public way to take a kernel back.
 torch.ops.aten.nll_loss.default.py_kernels.pop(torch._C.DispatchKey.Meta, None)
 torch.ops.aten.nll_loss.default._dispatch_cache.clear()
+
+# Of these torch has a decomposition for fake tensors that takes the reduction as a word, where ATen has a number (torch 2.13), so that it refuses all of them. Without it the
+# operators that they are made of run.
+for _loss in (torch.ops.aten.hinge_embedding_loss.default, torch.ops.aten.margin_ranking_loss.default):
+    decomposition_table.pop(_loss, None)
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
            "shape_check", "size_functions"]

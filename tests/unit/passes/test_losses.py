@@ -93,3 +93,11 @@ def test_losses_of_each_row_have_a_row_each(loss):
     assert list(gm.meta["symbols"]) == ["b"]
     each = next(node for node in gm.graph.nodes if "cross_entropy" in node.name or "nll_loss" in node.name)
     assert str(facts.shape(each)) == "(b,)"
+
+
+@pytest.mark.parametrize("loss", [lambda x, y, way: F.hinge_embedding_loss(x, y.sign(), reduction=way), lambda x, y, way: F.margin_ranking_loss(x, y, y.sign(), 0.1, reduction=way)])
+@pytest.mark.parametrize("way", ["mean", "sum"])
+def test_losses_that_torch_takes_by_words_are_captured(loss, way):
+    gm = capture(nn.Linear(D, D), (torch.zeros(4, D), torch.zeros(4, D)), loss_fn=lambda x, y: loss(x, y, way)).gm
+    assert list(gm.meta["symbols"]) == ["b"] and sum(node.target in MEANS for node in gm.graph.nodes) == 1
+    assert ("aten.div.Tensor" in targets(gm)) is (way == "mean")

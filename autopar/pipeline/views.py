@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.layout import is_placed, parse, steps
+from autopar.pipeline.microbatches import ancestors
 from autopar.plan import Plan, Stage
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.saved import HOLDERS
@@ -57,6 +58,8 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
     changed = {program.buffers[op.fqn] for op in program.results if op.role == "mutation"}
     idle = [(op.name, 0) for op in program.ops.values() if op.role in ("param", "buffer") and not op.scope and op.name not in {*read, *changed}]
     reads[0].update(dict.fromkeys(idle))  # what nobody reads is in the state dict nevertheless
+    for index in _firsts(plan) if totals else ():  # every place takes the totals itself
+        reads[index].update({(name, 0): None for name in ancestors(program, totals) if program.ops[name].role in ("buffer", "constant")})
     arriving: list[dict[Ref, None]] = [{} for _ in range(count + 1)]
     for index in reversed(range(count)):
         wanted = {**reads[index], **arriving[index + 1]}
@@ -91,6 +94,14 @@ def total_ref(text: str) -> Ref:
     """The value that an entry of `Plan.totals` names."""
     name, _, index = text.partition(":")
     return name, int(index or 0)
+
+
+def _firsts(plan: Plan) -> list[int]:
+    """The first stage of each place."""
+    found: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        found.setdefault(stage.place, index)
+    return [*found.values()]
 
 
 def _results(program: Program) -> list[tuple[int, Op]]:

@@ -106,6 +106,8 @@ class PipelinedModule(ShardedModule):
 
     def _scopes(self) -> Sequence[Stage]:
         self.stages = [kind(i, self._spread_of) for i, kind in enumerate(self.STAGES) if self.PIPELINE.places[i] == self.MESH.place]
+        for stage in self.stages[:1]:
+            self.b = stage.b  # what totals are made of
         return self.stages
 
     def _blocks(self) -> list[Block]:

@@ -175,5 +175,6 @@ PER_ELEMENT: dict[Any, int] = {
     ops.count_valid: 1,
     ops.cross_entropy_each: 6,
     ops.cross_entropy_sum: 6,
+    ops.weigh_valid: 2,
 }
 """Per element of the first operand, counting each exp, tanh, division and root as one of the few steps that it takes."""

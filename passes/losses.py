@@ -22,8 +22,9 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 def losses(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`; other mean losses sum over number.
-    gives: losses without a mean, on unflattened logits and labels; those with class weights stay as they are.
+    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes have weights; those against
+    probabilities become plain operators; other mean losses sum over number.
+    gives: losses without a mean, on unflattened logits and labels.
     """
     for node in edit.calls(gm):
         if node.target in LOSSES:
@@ -36,48 +37,78 @@ def losses(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _cross_entropy(node: fx.Node) -> fx.Node | None:
     given = edit.args_of(node)
-    logits, labels = given["self"], given["target"]
-    if given["weight"] is not None or facts.is_float(labels):
-        return None
-    return _split_cross_entropy(node, logits, labels, given, given["label_smoothing"])
+    if facts.is_float(given["target"]):
+        return _of_probabilities(node, given)
+    return _split_cross_entropy(node, given["self"], given, given["label_smoothing"])
 
 
 def _nll(node: fx.Node) -> fx.Node | None:
     """nll_loss of a log_softmax over the classes is a cross-entropy."""
     given = edit.args_of(node)
-    log_probabilities, labels = given["self"], given["target"]
-    if given["weight"] is not None or log_probabilities.target is not aten.log_softmax.int:
-        return None
-    logits, dim = log_probabilities.args[0], log_probabilities.args[1]
-    rank = len(facts.shape(logits))
-    if dim % rank != min(1, rank - 1):
-        return None
-    return _split_cross_entropy(node, logits, labels, given, 0.0)
+    log_probabilities = given["self"]
+    rank = len(facts.shape(log_probabilities))
+    if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
+        return _split_cross_entropy(node, log_probabilities.args[0], given, 0.0)
+    return _over_valid(node, _reduced(node, given, _SUM), given["target"], given) if given["reduction"] == _MEAN else None
 
 
-def _split_cross_entropy(
-    node: fx.Node, logits: fx.Node, labels: fx.Node, given: dict[str, Any], smoothing: float
-) -> fx.Node:
-    ignored, reduction = given["ignore_index"], given["reduction"]
+def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], smoothing: float) -> fx.Node:
+    labels, reduction = given["target"], given["reduction"]
+    options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
     graph = node.graph
     if len(facts.shape(logits)) > 2:  # [n, v, ...]: classes last
         logits = edit.call(graph, aten.movedim.int, (logits, 1, -1), like=node)
     if reduction == _NONE:
-        return edit.call(graph, ops.cross_entropy_each, (logits, labels, ignored, smoothing), like=node)
+        return edit.call(graph, ops.cross_entropy_each, (logits, labels, *options), like=node)
     logits, labels = _unflattened(logits, labels)
-    total = edit.call(graph, ops.cross_entropy_sum, (logits, labels, ignored, smoothing), like=node)
-    if reduction == _SUM:
-        return total
-    dtype = {"dtype": facts.dtype(total)}
-    count = edit.call(graph, ops.count_valid, (labels, ignored), dtype, like=node)
+    total = edit.call(graph, ops.cross_entropy_sum, (logits, labels, *options), like=node)
+    return total if reduction == _SUM else _over_valid(node, total, labels, given)
+
+
+def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str, Any]) -> fx.Node:
+    """A sum over the number of labels that count, or of their weights."""
+    graph, ignored, weight = node.graph, given["ignore_index"], given["weight"]
+    if weight is None:
+        count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
+    else:
+        count = edit.call(graph, ops.weigh_valid, (labels, weight, ignored), like=node)
     return edit.call(graph, aten.div.Tensor, (total, count), like=node)
 
 
-def _unflattened(logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Both without the reshapes that merge batch and sequence, when their sizes then still agree."""
+def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
+    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions, with weights of classes or without."""
+    logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
+    dim = min(1, len(facts.shape(logits)) - 1)
+    classes = facts.shape(logits)[dim]
+    if not isinstance(classes, int):
+        return None
+    if dim == len(facts.shape(logits)) - 1 and given["reduction"] != _NONE:
+        logits, wanted = _unflattened(logits, wanted, 0)
+        dim = len(facts.shape(logits)) - 1
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return edit.call(graph, target, args, like=node)
+
+    if given["label_smoothing"] > 0:
+        wanted = call(aten.add.Scalar, call(aten.mul.Scalar, wanted, 1 - given["label_smoothing"]), given["label_smoothing"] / classes)
+    terms = call(aten.mul.Tensor, call(aten.log_softmax.int, logits, dim), wanted)
+    if weight is not None:
+        rank = len(facts.shape(logits))
+        terms = call(aten.mul.Tensor, terms, weight if dim == rank - 1 else call(aten.reshape.default, weight, [classes if d == dim else 1 for d in range(dim, rank)]))
+    if given["reduction"] == _NONE:
+        return call(aten.neg.default, call(aten.sum.dim_IntList, terms, [dim]))
+    total = call(aten.neg.default, call(aten.sum.default, terms))
+    if given["reduction"] == _SUM:
+        return total
+    sizes = [edit.size(logits, d) for d in range(len(facts.shape(logits))) if d != dim]
+    return call(aten.div.Tensor, total, edit.product(graph, sizes, like=node))
+
+
+def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
+    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many dims as `beside` says."""
     wide = flattened(logits)
     source = labels.args[0] if labels.target is aten.reshape.default else None
-    if wide is not None and isinstance(source, fx.Node) and facts.shape(wide)[:-1] == facts.shape(source):
+    if wide is not None and isinstance(source, fx.Node) and facts.shape(wide)[:len(facts.shape(wide)) - beside] == facts.shape(source):
         return wide, source
     return logits, labels
 

@@ -16,31 +16,30 @@ from torch.nn import functional as F
 from passes._torch import FakeTensor, assert_async
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None) -> Tensor:
     """Sum over all positions of the cross-entropy of `logits [..., v]` against class numbers `labels [...]`.
 
     Positions whose label is `ignore_index` count nothing. With smoothing e a position gives
-    (1 - e) * -logp[label] + e / v * sum over classes of -logp, as torch.nn.functional.cross_entropy. Result: [], dtype of logits.
+    (1 - e) * -logp[label] + e / v * sum over classes of -logp, as torch.nn.functional.cross_entropy; each -logp times that of its class
+    where there are weights, `weight [v]`. Result: [], dtype of logits.
     """
+    return _cross_entropy(logits, labels, ignore_index, label_smoothing, weight, "sum")
+
+
+def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None) -> Tensor:
+    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`, as in `cross_entropy_sum`: [...], 0 where the label is ignored."""
+    return _cross_entropy(logits, labels, ignore_index, label_smoothing, weight, "none").reshape(labels.shape)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None, reduction: str) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 2 else logits,
         labels.flatten() if logits.dim() > 1 else labels,
+        weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        reduction="sum",
+        reduction=reduction,
     )
-
-
-def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`: [...], 0 where the label is ignored."""
-    flat = F.cross_entropy(
-        logits.flatten(0, -2) if logits.dim() > 2 else logits,
-        labels.flatten() if logits.dim() > 1 else labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    )
-    return flat.reshape(labels.shape)
 
 
 def noised(x: Tensor, noise: Tensor, keep: float) -> Tensor:
@@ -66,6 +65,12 @@ def as_complex(parts: Tensor) -> Tensor:
 def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """How many `labels [...]` are not `ignore_index`: [], as a float of `dtype` (that of the loss it divides)."""
     return (labels != ignore_index).sum(dtype=dtype)
+
+
+def weigh_valid(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the weights, `weight [v]`, of the classes `labels [...]` that are not `ignore_index`: [], dtype of the weights."""
+    ignored = labels == ignore_index
+    return weight[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
 
 
 def count_each(numbers: Tensor, classes: int) -> Tensor:

@@ -22,31 +22,42 @@ OF_ROWS = "cosine_embedding_loss multi_margin_loss multilabel_margin_loss triple
 
 
 def elementwise(call: Call) -> str:
-    """One term per element, then no reduction, a sum, or a mean."""
+    """One term per element of operands that broadcast against each other, then no reduction, a sum, or a mean."""
     reduction = given(call)["reduction"]
-    if reduction == NONE:
-        return rule(["..." for _ in call.ins], ["..."])
-    ranks = [len(t.shape) for t in call.ins]
-    if reduction == MEAN or any(t.shape != call.ins[0].shape for t in call.ins):
+    if reduction == MEAN:
         return replicated(call)
-    return rule([line(r) for r in ranks], [""])
+    return rule(["..." for _ in call.ins], ["..." if reduction == NONE else ""])
 
 
 def classes(call: Call) -> str:
-    """`logits [n, v, ...]` against labels `[n, ...]`: classes are whole; samples split except under a mean."""
+    """`logits [n, v, ...]` against labels `[n, ...]`: classes are whole, and so are their weights; samples split except under a mean."""
     reduction, rank = given(call)["reduction"], rank_of(call)
-    if reduction == MEAN or len(call.ins) > 2 or len(call.ins[1].shape) != rank - 1 or rank < 2:
+    if reduction == MEAN or len(call.ins[1].shape) != rank - 1 or rank < 2:
         return replicated(call)
     labels = " ".join(f"d{d}" for d in range(rank) if d != 1)
-    return rule([line(rank, {1: "v!"}), labels], [labels if reduction == NONE else ""])
+    return rule([line(rank, {1: "v!"}), labels, *("v!" for _ in call.ins[2:])], [labels if reduction == NONE else ""])
 
 
 def of_rows(call: Call) -> str:
-    """One term per row of matrices, and of what has one number for each row; rows are whole."""
-    reduction = given(call)["reduction"]
-    if reduction == MEAN or given(call).get("weight") is not None or any(len(t.shape) > 2 or t.shape[:1] != call.ins[0].shape[:1] for t in call.ins) or rank_of(call) != 2:
+    """One term per row of what has rows, and of what has one number for each; rows are whole, and weights of their elements."""
+    reduction, weight, rank = given(call)["reduction"], given(call).get("weight"), rank_of(call)
+    wide = [t for t in call.ins if len(t.shape) == rank]
+    numbers = [t for t in call.ins if len(t.shape) != rank and t is not weight]
+    if reduction == MEAN or rank < 2 or any(t.shape[-1:] != call.ins[0].shape[-1:] for t in wide) or any(t.shape != call.ins[0].shape[:-1] for t in numbers):
         return replicated(call)
-    return rule(["n d!" if len(t.shape) == 2 else "n" for t in call.ins], ["n" if reduction == NONE else ""])
+    ins = ["d!" if t is weight else "... d!" if len(t.shape) == rank else "..." for t in call.ins]
+    return rule(ins, ["..." if reduction == NONE else ""])
+
+
+def entropies(call: Call) -> str:
+    """`logits [..., v]` against labels `[...]`, with weights of the classes or without: a term per position."""
+    return rule(["... v!", "...", *("v!" for _ in call.ins[2:])], ["..."])
+
+
+def entropy(call: Call) -> str:
+    """Their sum; classes that have no weights split, by a runtime algorithm."""
+    weights = call.ins[2:]
+    return rule(["... v!" if weights else "... v@cross_entropy", "...", *("v!" for _ in weights)], [""])
 
 
 RULES: dict[Any, Rule] = {
@@ -56,6 +67,7 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss.default: Rule(classes),
     aten.nll_loss_nd.default: Rule(classes),
     ops.count_valid: Rule("... -> "),
-    ops.cross_entropy_each: Rule("... v!, ... -> ..."),
-    ops.cross_entropy_sum: Rule("... v@cross_entropy, ... -> "),
+    ops.cross_entropy_each: Rule(entropies),
+    ops.cross_entropy_sum: Rule(entropy),
+    ops.weigh_valid: Rule("..., v! -> "),
 }

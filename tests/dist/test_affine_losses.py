@@ -31,6 +31,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4))
         self.head, self.doubt, self.other = nn.Linear(D, D), nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.2))
+        self.register_buffer("shares", torch.linspace(0.1, 2, D))
         self._of = of
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -60,6 +61,9 @@ AFFINE: dict[str, Loss] = {
                                                                   + (-model.other).exp() * F.mse_loss(z, x) / 2 + model.other,
     "1 - mean": lambda model, z, labels, x, penalty: 1 - _similarity(z, x).mean(),
     "dice": lambda model, z, labels, x, penalty: 1 - ((2 * (z.sigmoid() * x).sum((1, 2)) + 1) / (z.sigmoid().sum((1, 2)) + x.square().sum((1, 2)) + 1)).mean(),
+    "weights of classes": lambda model, z, labels, x, penalty: penalty / 3 + F.cross_entropy(z.flatten(0, 1), labels.flatten(), model.shares, ignore_index=IGNORED, label_smoothing=0.1),
+    "probabilities": lambda model, z, labels, x, penalty: penalty / 3 + F.cross_entropy(z.flatten(0, 1), x.flatten(0, 1).softmax(-1), model.shares, label_smoothing=0.1),
+    "weights of positives": lambda model, z, labels, x, penalty: penalty / 3 + F.binary_cross_entropy_with_logits(z, x.sigmoid(), pos_weight=model.shares),
     "number": lambda model, z, labels, x, penalty: 2 * (_entropy(z, labels) - 1.5) + 1,
     "totals": lambda model, z, labels, x, penalty: _sum(z, labels) / (count := (labels != IGNORED).to(z.dtype).sum()) + model.doubt * count / 100,
 }

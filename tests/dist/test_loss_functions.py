@@ -76,6 +76,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "module with weights": Flat(nn.CrossEntropyLoss(weight=WEIGHTS)),
     "binary with weights": Flat(nn.BCEWithLogitsLoss(weight=WEIGHTS), one_hot=True),
     "binary with weights of positives": Flat(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), one_hot=True),
+    "probabilities": lambda rows, labels: F.cross_entropy(rows, (rows.detach() + labels.flatten()[:, None]).softmax(-1), WEIGHTS, label_smoothing=0.1),
+    "weights and smoothed": lambda rows, labels: F.cross_entropy(rows, labels.flatten(), WEIGHTS, label_smoothing=0.1),
+    "nll with weights": lambda rows, labels: F.nll_loss(rows - rows.logsumexp(-1, keepdim=True), labels.flatten(), WEIGHTS),
     "scaled": lambda rows, labels: (rows * WEIGHTS).square().mean() + 0 * labels.sum(),
 }
 

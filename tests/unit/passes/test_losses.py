@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from passes import NORMALIZE, facts, run
-from passes.losses import MEANS
+from passes import NORMALIZE, edit, facts, run
+from passes.losses import LOSSES, MEANS
 from tests.helpers.export import B, assert_same, check_values, export_graph, targets
 
 D = 3
@@ -101,3 +101,31 @@ def test_losses_that_torch_takes_by_words_are_captured(loss, way):
     gm = capture(nn.Linear(D, D), (torch.zeros(4, D), torch.zeros(4, D)), loss_fn=lambda x, y: loss(x, y, way)).gm
     assert list(gm.meta["symbols"]) == ["b"] and sum(node.target in MEANS for node in gm.graph.nodes) == 1
     assert ("aten.div.Tensor" in targets(gm)) is (way == "mean")
+
+
+SHARES = torch.linspace(0.2, 2, D, dtype=torch.float64)
+ENTROPIES = {
+    "weights": lambda x, y, c, way: F.cross_entropy(x, c, SHARES, ignore_index=2, reduction=way),
+    "weights and smoothing": lambda x, y, c, way: F.cross_entropy(x, c, SHARES, ignore_index=2, label_smoothing=0.2, reduction=way),
+    "of images": lambda x, y, c, way: F.cross_entropy(x[:, :, None] * y[:, None], c[:, None].expand(-1, D), SHARES, ignore_index=2, reduction=way),
+    "nll": lambda x, y, c, way: F.nll_loss(x - 1, c, ignore_index=2, reduction=way),
+    "nll with weights": lambda x, y, c, way: F.nll_loss(x - 1, c, SHARES, ignore_index=2, reduction=way),
+    "nll of a log-softmax": lambda x, y, c, way: F.nll_loss(x.log_softmax(1), c, SHARES, reduction=way),
+    "probabilities": lambda x, y, c, way: F.cross_entropy(x, y.softmax(-1), reduction=way),
+    "probabilities with weights": lambda x, y, c, way: F.cross_entropy(x, y.softmax(-1), SHARES, label_smoothing=0.2, reduction=way),
+    "probabilities of images": lambda x, y, c, way: F.cross_entropy(x[:, :, None] * y[:, None], y[:, :, None].expand(-1, -1, D), SHARES, reduction=way),
+}
+
+
+@pytest.mark.parametrize("way", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ENTROPIES)
+def test_no_entropy_is_a_mean_of_its_own(name, way):
+    gm = normalized(lambda x, y, c: ENTROPIES[name](x, y, c, way))
+    kept = [edit.args_of(node)["reduction"] for node in gm.graph.nodes if node.target in LOSSES]
+    assert all(reduction != 1 for reduction in kept) and not any(node.target is torch.ops.aten.cross_entropy_loss.default for node in gm.graph.nodes)
+
+
+def test_all_labels_ignored():
+    """torch divides nothing by nothing."""
+    gm = normalized(lambda x, y, c: F.cross_entropy(x, c * 0, SHARES, ignore_index=0, reduction="sum") + F.cross_entropy(x, c * 0, SHARES, ignore_index=0).nan_to_num(7.0))
+    assert "weigh_valid" in str(gm.graph)

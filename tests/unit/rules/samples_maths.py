@@ -80,27 +80,30 @@ CONTRACTIONS: Samples = {
 
 LOSSES: Samples = {
     aten.binary_cross_entropy.default: [case(T((5, 4), "sig"), U, None, r) for r in (0, 1, 2)],
-    aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), U, None, None, r) for r in (0, 1, 2)],
+    aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), U, None, None, r) for r in (0, 1, 2)]
+    + [case(f(5, 4), U, T((5, 1), "c"), T((4,), "c"), r) for r in (0, 2)],
     aten.cross_entropy_loss.default: [case(f(5, 7), i(7, 5), None, 2), case(f(5, 7, 4), i(7, 5, 4), None, 1), case(f(5, 7, 4), i(7, 5, 4), None, 0),
                                       case(f(5, 7), T((5, 7), "t"), None, 2)],
     aten.cosine_embedding_loss.default: [case(f(5, 4), f(5, 4), T((5,), "t"), 0.1, r) for r in (0, 1, 2)],
     aten.hinge_embedding_loss.default: [case(f(5, 4), U, 1.0, r) for r in (0, 1, 2)],
     aten.margin_ranking_loss.default: [case(f(5, 4), f(5, 4), U, 0.1, r) for r in (0, 1, 2)],
-    aten.multi_margin_loss.default: [case(f(5, 5), i(5, 5), 1, 1.0, w, r) for r in (0, 1, 2) for w in (None, T((5,), "c"))],
+    aten.multi_margin_loss.default: [case(f(5, 4), i(4, 5), 1, 1.0, T((4,), "c"), 2), *(case(f(5, 5), i(5, 5), 1, 1.0, w, r) for r in (0, 1, 2) for w in (None, T((5,), "c")))],
     aten.multilabel_margin_loss.default: [case(f(5, 4), i(4, 5, 4), r) for r in (0, 1, 2)],
     aten.poisson_nll_loss.default: [case(f(5, 4), T((5, 4), "t"), True, False, 1e-8, r) for r in (0, 1, 2)],
-    aten.triplet_margin_loss.default: [case(f(5, 4), f(5, 4), f(5, 4), 1.0, 2.0, 1e-6, swap, r) for r in (0, 1, 2) for swap in (False, True)],
+    aten.triplet_margin_loss.default: [case(f(5, 4), f(5, 4), f(5, 4), 1.0, 2.0, 1e-6, swap, r) for r in (0, 1, 2) for swap in (False, True)]
+    + [case(f(3, 5, 4), f(3, 5, 4), f(3, 5, 4), 1.0, 2.0, 1e-6, False, r) for r in (0, 2)],
     aten.huber_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
     aten.kl_div.default: [case(f(5, 4), P, r) for r in (0, 1, 2)],
     aten.l1_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
-    aten.mse_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)] + [case(f(5, 4), f(4), 2)],
+    aten.mse_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)] + [case(f(5, 4), f(4), r) for r in (0, 2)],
     aten.nll_loss.default: [case(f(5, 7), i(7, 5), None, 2), case(f(5, 7), i(7, 5))],
-    aten.nll_loss_nd.default: [case(f(5, 7, 4), i(7, 5, 4), None, 2), case(f(5, 7), i(7, 5), T((7,), "c"))],
+    aten.nll_loss_nd.default: [case(f(5, 7, 4), i(7, 5, 4), None, 2), case(f(5, 7), i(7, 5), T((7,), "c")), case(f(5, 7, 4), i(7, 5, 4), T((7,), "c"), 2)],
     aten.smooth_l1_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
     aten.soft_margin_loss.default: [case(f(5, 4), U, r) for r in (0, 1, 2)],
     ops.count_valid: [case(i(5, 5, 4), 3, torch.float64)],
-    ops.cross_entropy_each: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0)],
-    ops.cross_entropy_sum: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 257), i(257, 5), -100, 0.1)],
+    ops.cross_entropy_each: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 4, 7), i(7, 5, 4), 2, 0.1, T((7,), "c"))],
+    ops.cross_entropy_sum: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 257), i(257, 5), -100, 0.1), case(f(5, 4, 7), i(7, 5, 4), 2, 0.1, T((7,), "c"))],
+    ops.weigh_valid: [case(i(5, 5, 4), T((5,), "c"), 3)],
 }
 
 AXIS = [case(f(5, 4, 6), -1), case(f(5, 4), 0)]

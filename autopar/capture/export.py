@@ -27,6 +27,7 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.emptied import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
+from autopar.capture.guards import passing_guards
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.leaves import by_field
@@ -74,7 +75,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
         _one_size(model, tried)
         _plain_outputs(model, left_out)
         try:
-            with (quietly(), on_meta(), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
+            with (quietly(), on_meta(), passing_guards(kept), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
                   traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, nullcontext() if least is None else Picking(check=shape_check, least=least)):
                 program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
                 if drawn:

@@ -40,7 +40,7 @@ PICKS = ("argwhere", "nonzero", "where")
 SPLITS = ("split", "split_with_sizes")
 WRITES = {"setitem": 1, "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2}
 """What writes into rows, and which argument says into which."""
-ASKED = (Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.item)
+ASKED = ("bool", "index", "int", "item")
 TAKEN = ("eq", "getitem", "ne")
 """What may be given a known number as a tensor."""
 
@@ -89,8 +89,8 @@ class Picking(TorchFunctionMode):
     def _instead(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function where it is another one here; None where it is not."""
         own = args[0]
-        if func in ASKED:
-            return self._answer(func, own, self.marks.of(own))
+        if name in ASKED:
+            return self._answer(name, own, self.marks.of(own))
         if name in WRITES:
             return own if self._is_dropped((*args, *kwargs.values())[WRITES[name]]) else None
         if name in SPLITS:
@@ -112,11 +112,11 @@ class Picking(TorchFunctionMode):
             return (numbers,) if flat else numbers
         return self._picked(self.marks.mask(mask), func(*args, **kwargs))
 
-    def _answer(self, func: Any, own: Tensor, known: Mark | None) -> Any:
+    def _answer(self, name: str, own: Tensor, known: Mark | None) -> Any:
         """What is asked of a tensor; None where nothing is known."""
         if isinstance(known, Numbers) and len(known.values) == 1:
             return known.values[0]
-        whether = func is Tensor.__bool__ or own.dtype is torch.bool
+        whether = name == "bool" or own.dtype is torch.bool
         if isinstance(known, Size) and not whether:
             return self._size(own, known)
         if self._least == 0:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopar._torch import Watch, fake_mode, quietly
+from autopar.capture.guards import passing_guards
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 """What a model raises that cannot run without values, not in the other mode, or not with fewer blocks."""
@@ -22,7 +23,7 @@ PICKED = 5
 @contextmanager
 def valueless() -> Iterator[None]:
     """Tensors made inside have no values; masks pick `PICKED` rows."""
-    with quietly(), fake_mode(), Watch(instead=_made_up):
+    with quietly(), fake_mode(), passing_guards(), Watch(instead=_made_up):
         yield
 
 

@@ -124,6 +124,8 @@ class Survey:
 
     def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
         """The recipe on the mesh where it is fastest among those where it fits, or else takes least."""
+        if lacking := recipe.lacking(planner.program):
+            return lacking
         found: list[tuple[bool, float, Plan]] = []
         why = "the cluster has no such mesh"
         for sizes in meshes_for(recipe, self.request.cluster, self.request.mesh):

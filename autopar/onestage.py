@@ -244,6 +244,8 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
     best: Candidate | None = None
     tried: list[Alternative] = []
     for recipe in asked:
+        if lacking := recipe.lacking(planner.program):
+            raise PlanError(lacking)
         meshes = meshes_for(recipe, request.cluster, request.mesh)
         if request.recipe and not meshes:
             fewer = " or fewer" if recipe.fewer else ""

@@ -15,7 +15,7 @@ class Recipe:
     """`roles` has one entry per mesh axis, outermost (slowest links) first; `about` is one line for users.
 
     `fewer`: on meshes of fewer axes the recipe is its inner roles alone. `fits` says for which programs it differs from all other
-    recipes: for others it is not priced unless asked for.
+    recipes: for others it is not priced unless asked for, and refused then where it `needs` what they lack, in the words of users.
     """
 
     name: str
@@ -23,6 +23,13 @@ class Recipe:
     about: str
     fewer: bool = False
     fits: Callable[[Program], bool] = lambda program: True
+    needs: str = ""
+
+    def lacking(self, program: Program) -> str:
+        """Why the recipe cannot be for a program that has nothing for it; empty where it can."""
+        if not self.needs or self.fits(program):
+            return ""
+        return f"recipe {self.name} needs {self.needs}, and the model has none: use another recipe (ddp, zero3 and tp are for any model), or none for what the search finds"
 
     def roles_on(self, axes: int) -> tuple[Role, ...]:
         """The roles on a mesh of `axes` axes, () where the recipe cannot be on one."""
@@ -41,7 +48,7 @@ _TABLE = (
     Recipe("tp_zero3", (roles.zero3, roles.tensor_sequence), "2-D: ZeRO-3 across, tensor parallel inside"),
     Recipe("megatron", (roles.megatron,), "column/row pairs with vocabulary-parallel embedding and loss"),
     Recipe("ep", (roles.data, roles.experts), "expert parallel inside, tokens go to their experts; data parallel else and outside",
-           fewer=True, fits=roles.has_experts),
+           fewer=True, fits=roles.has_experts, needs="experts (weights that are a stack of matrices, one of each expert)"),
     Recipe("cp", (sequence.context,), "context parallel: the sequence cut everywhere, keys and values round a ring in attention",
            fits=sequence.attends),
     Recipe("ulysses", (sequence.ulysses,), "the sequence cut everywhere, heads in attention: an all-to-all before and after it",

@@ -131,3 +131,8 @@ def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown recipe 'fast'"):
         list(survey().rows(["fast"]))
+
+
+def test_a_strategy_that_the_model_has_nothing_for_says_so() -> None:
+    (row,) = [row for row in survey().rows(("ep",)) if row.name == "ep"]
+    assert row.plan is None and "needs experts" in row.why

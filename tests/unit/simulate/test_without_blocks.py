@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -21,7 +22,7 @@ CLOSE = 0.03
 
 def _layers(*widths: int) -> nn.Module:
     with torch.device("meta"):
-        return nn.Sequential(*(layer for one, other in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(one, other), nn.GELU())))
+        return nn.Sequential(*(layer for one, other in itertools.pairwise(widths) for layer in (nn.Linear(one, other), nn.GELU())))
 
 
 @pytest.mark.parametrize(("widths", "batch", "cluster"), [((512, 512), 768, "h100:3x2"), ((1024, 4096, 1024), 768, "h100:3x2"), ((256, 32000), 3072, "a100-40:2x4")],

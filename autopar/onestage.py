@@ -152,12 +152,13 @@ def _at_one_level(planner: Planner, timer: Timer, known_s: float, elsewhere: Els
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem."""
-    if not planner.missing_bytes and best.cost.memory_bytes < FULL * planner.request.limit_bytes:
-        return False
     problem = best.model.problem
+    room_bytes = FULL * problem.memory_limit_bytes  # what lives for a moment may have left it less than the device has
+    if not planner.missing_bytes and best.cost.memory_bytes < room_bytes:
+        return False
     roomy = replace(problem, memory_limit_bytes=math.inf)
     there = roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice)
-    if there.memory_bytes < FULL * planner.request.limit_bytes:
+    if there.memory_bytes < room_bytes:
         return False  # `best` may be slower by its Problem, but not for want of memory
     return there.time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
 

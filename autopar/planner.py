@@ -225,11 +225,19 @@ class Planner:
             found = Candidate(name, mesh, here, proven, cost, remat=self.remat, timed=timed, short=len(bounds) > 1)
             return found if bounds[0] >= cutoff_s else self.counted(found)
 
+        peaks: list[float] = []
+
+        def peak_bytes(found: Candidate) -> float:
+            peaks.append(found.peak_bytes or 0.0)
+            return peaks[-1]
+
         try:
-            return within(self.request.limit_bytes, solved, lambda found: found.peak_bytes or 0.0, 2 * TRIES if self.tiling(sizes, used) else TRIES)
+            found = within(self.request.limit_bytes, solved, peak_bytes, 2 * TRIES if self.tiling(sizes, used) else TRIES)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             raise
+        self.missing_bytes += [peaks[0] - self.request.limit_bytes] if found.short else []
+        return found
 
     def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
         """Whether some weight may be gathered in tiles, of which a Problem counts less than is there for a moment."""

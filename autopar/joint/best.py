@@ -83,7 +83,8 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
         made = _among_all(flat, tried, bound_s)
         return replace(made, notes=inner.timer.noted(made.notes))
     if best is None:
-        raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}: "
+        faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
+        raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}{faster}: "
                               + ("; ".join(why[-3:]) or walks[0].reason if walks[0].floors else f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
                                  f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
     made = _finished(inner, best, flat, tried, bound_s, about)

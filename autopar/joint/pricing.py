@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, PlanError
@@ -100,7 +100,7 @@ class Pricing:
             if best is not None and best.step_s <= other.step_s * (1 + CLOSE):
                 break
             with suppress(InfeasibleError):
-                as_it_is = lay(self.inner, self.space.name, found.shape, other.table, other.ground, other.chosen, whole=True)
+                as_it_is = self._whole(found.shape, other.table, other.ground, other.chosen)
                 best = as_it_is if best is None or as_it_is.step_s < best.step_s else best
         if best is not None:
             return best
@@ -135,12 +135,22 @@ class Pricing:
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.inner.grounds(shape))
 
         def laid(way: tuple[Timetable, Ground]) -> Found:
-            made = lay(self.inner, self.space.name, shape, *way, chosen, whole=exact)
-            if not exact:
-                self.laid.setdefault(shape, []).append(Way(made.step_s, *way, chosen))
+            if exact:
+                return self._whole(shape, *way, chosen)
+            made = lay(self.inner, self.space.name, shape, *way, chosen)
+            self.laid.setdefault(shape, []).append(Way(made.step_s, *way, chosen))
             return made
 
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
+
+    def _whole(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
+        """`chosen` laid out as it runs, with as many blocks run again as memory wants, or with all of them where nothing less is found to fit. Raises InfeasibleError where that does not."""
+        try:
+            return lay(self.inner, self.space.name, shape, table, ground, chosen, whole=True)
+        except InfeasibleError:
+            if chosen.all_again or chosen.level == self.levels[0]:
+                raise
+            return lay(self.inner, self.space.name, shape, table, ground, replace(chosen, all_again=True), whole=True)
 
     def _may_hold(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""

@@ -15,6 +15,7 @@ from autopar.joint.frontier import frontier
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.memory import hosts, predict
+from autopar.onestage import CLOSE
 from autopar.plan import Plan
 from autopar.problem.reading import read
 from autopar.problem.settings import Settings
@@ -102,6 +103,8 @@ def test_a_fast_host_wins_where_blocks_would_run_again() -> None:
     fast = replace(GPUS, device=replace(GPUS.device, host_link_bytes_s=450e9, host_bandwidth_bytes_s=3e12))
     made = _searched(60e6, fast, BATCH)
     assert made.offload and "with all of it on devices" in made.notes[-1]
+    roomier = _searched(64e6, fast, BATCH)  # here something fits that runs nothing again: with less room than the device has, and no faster
+    assert roomier.predicted.step_s <= made.predicted.step_s * (1 + CLOSE)
     assert made.predicted.step_s < _searched(60e6, batch=BATCH).predicted.step_s
 
 
@@ -200,3 +203,13 @@ def test_where_nothing_fits_devices_the_host_has_as_much_time_again() -> None:
     request = Request(GPUS, Settings(), mesh=(4,), memory_bytes=28e6, time_limit_s=1e-3)
     made = joint.plan(graph(), {"b": 256}, request, model="stack", graph_hash="0" * 64)
     assert made.offload and made.predicted.memory_bytes <= 28e6
+
+
+def test_no_level_that_is_asked_for_is_faster_than_what_is_found() -> None:
+    """In 64 MB the fastest plan has its state on the host and most blocks run again. The glance there is above the limit when its memory is walked, and the next try has less room than
+    anything takes."""
+    def step_s(remat: str) -> float:
+        request = Request(Cluster.parse("h100:1x2"), Settings(), memory_bytes=64e6, time_limit_s=60.0, remat=remat)
+        return joint.plan(graph(), {"b": BATCH}, request, model="stack", graph_hash="0" * 64).predicted.step_s
+
+    assert step_s("auto") <= min(step_s("none"), step_s("selective"), step_s("full")) * (1 + CLOSE)

@@ -67,3 +67,32 @@ def test_an_answer_that_comes_in_wholes_is_left() -> None:
         return max(n for n in (40.0, 80.0, 120.0) if n <= room)
 
     assert within(92.0, solve, lambda answer: 1.2 * answer) == 40.0
+
+
+def test_between_too_much_room_and_too_little() -> None:
+    """Of 120, whose peak is half as much again, and 70 and 68, which fit; what is above the limit of 120 leaves 59 for the next try, and nothing is that small."""
+    asked: list[float] = []
+
+    def solve(room: float) -> float:
+        asked.append(room)
+        if room < 68:
+            raise InfeasibleError("nothing is that small", missing_bytes=70 - room)
+        return max(n for n in (68.0, 70.0, 120.0) if n <= room)
+
+    assert within(120.0, solve, lambda answer: 181.0 if answer == 120 else 115.0) == 70.0
+    assert min(asked) < 68
+
+
+def test_what_is_missing_may_be_said_too_large() -> None:
+    """Nothing is below 50, which is told as 300 too few."""
+    def solve(room: float) -> float:
+        if room < 50:
+            raise InfeasibleError("nothing is that small", missing_bytes=300.0)
+        return room
+
+    assert within(100.0, solve, lambda answer: 2 * answer - 20) <= 60
+
+
+def test_where_a_step_would_leave_nothing_less_is_tried() -> None:
+    """A peak of more than twice the limit, which falls faster than the room does."""
+    assert within(100.0, lambda room: room, lambda answer: 100 + 5 * (answer - 60) if answer > 60 else 90.0) <= 60

@@ -15,7 +15,7 @@ from autopar.joint.apart import each_apart
 from autopar.joint.explore import CLOSE, NEAR, NEARER, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
-from autopar.joint.spaces import SEARCH, Space, of_recipe
+from autopar.joint.spaces import SEARCH, Space, asked, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
 from autopar.text import seconds
@@ -25,7 +25,7 @@ def best(inner: Inner, **about: Any) -> Plan:
     """The fastest plan for the memory of `inner`. Raises InfeasibleError when nothing fits at all."""
     request, timer = inner.request, inner.timer
     if request.recipe in PIPELINES:
-        return staged(inner, [of_recipe(PIPELINES[request.recipe])], None, about)
+        return staged(inner, [asked(PIPELINES[request.recipe], inner)], None, about)
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(inner, SEARCH, float("inf"), timer.ends_at)

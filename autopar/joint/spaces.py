@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.errors import PlanError
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape, counts, layouts
 from autopar.joint.timetables import SEARCHED, Kind
@@ -14,24 +15,27 @@ from autopar.recipes import roles
 from autopar.recipes.free import space, spaces
 from autopar.recipes.pipelines import PipelineRecipe
 from autopar.recipes.roles import Role
+from autopar.text import times
 
 Used = tuple[Role, ...]
+MOST_NAMED = 12  # meshes in a message
 
 
 @dataclass(frozen=True)
 class Space:
     """`roles_on(mesh)` gives what the axes of a place's mesh may do, None for meshes that are not in the space; `alone`: whether
-    one place with several microbatches is in it."""
+    one place with several microbatches is in it; `mesh`: the only one there is in it, None where that is the one that was asked for, if any."""
 
     name: str
     roles_on: Callable[[tuple[int, ...]], Used | None]
     kinds: tuple[Kind, ...]
     axes: int
     alone: bool = False
+    mesh: tuple[int, ...] | None = None
 
     def shapes(self, inner: Inner) -> list[Shape]:
         """All shapes of the space on the cluster that `inner` is for, in order."""
-        cluster, fixed = inner.request.cluster, inner.request.mesh
+        cluster, fixed = inner.request.cluster, self.mesh or inner.request.mesh
         found = [(1, mesh) for mesh in spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
         found += layouts(cluster, self.axes, inner.pieces)
         return sorted(Shape(places, mesh, m) for places, mesh in dict.fromkeys(found) if fixed in (None, mesh)
@@ -63,3 +67,38 @@ def of_recipe(recipe: PipelineRecipe) -> Space:
     """What a named pipeline leaves open: the shape."""
     virtual = SCHEDULES[recipe.schedule].virtual or recipe.virtual
     return Space(recipe.name, recipe.roles_on, (Kind(recipe.schedule, virtual),), len(recipe.roles))
+
+
+def asked(recipe: PipelineRecipe, inner: Inner) -> Space:
+    """What a named pipeline leaves open with the mesh of a place that was asked for, if one was. An axis of size 1 has nothing to do: it is left out, with its role.
+
+    Raises PlanError, with the meshes that are possible, where there are no stages on places of that mesh.
+    """
+    mesh, found = inner.request.mesh, of_recipe(recipe)
+    if mesh is None:
+        return found
+    small, used = tuple(size for size in mesh if size != 1) or (1,), recipe.roles_on(mesh)
+    if used is None and (small == (1,) or len(small) == len(recipe.roles)):
+        used = recipe.roles_on(small)
+    elif used is not None and small != (1,):
+        used = tuple(role for role, size in zip(used, mesh, strict=True) if size != 1)
+    possible = list(dict.fromkeys(sizes for _, sizes in layouts(inner.request.cluster, found.axes, inner.pieces)))
+    if used is None or small not in possible:
+        raise PlanError(_impossible(recipe, inner, mesh, possible))
+    return replace(found, roles_on=lambda sizes: used if sizes == small else None, mesh=small)
+
+
+def _impossible(recipe: PipelineRecipe, inner: Inner, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
+    """Why no place of a pipeline has a mesh, and which it may have."""
+    devices, size, axes = inner.request.cluster.devices, math.prod(mesh), len(recipe.roles)
+    if len(mesh) > axes:
+        why = f"its places have {axes} ax{'i' if axes == 1 else 'e'}s at most"
+    elif size < 1 or devices % size:
+        why = f"places of {size} do not fill {devices} devices"
+    elif devices == size:
+        why = f"that leaves one place of {devices} devices, and stages take two or more"
+    else:
+        why = f"its {devices // size} places do not lie so on the devices, or are more than the {inner.pieces} pieces that the model can be cut into"
+    wanted = ", ".join(map(times, possible[:MOST_NAMED])) + ", or others" * (len(possible) > MOST_NAMED)
+    return (f"recipe {recipe.name} cannot have mesh {times(mesh)} in each place on {inner.request.cluster.label}: {why}; "
+            + (f"wanted {wanted}" if possible else "use another recipe"))

@@ -1,0 +1,58 @@
+"""Named pipelines with the mesh of a place that was asked for: axes of size 1 have nothing to do, and what cannot be says what can."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.joint import plan
+from autopar.joint.inner import Inner
+from autopar.joint.spaces import asked
+from autopar.recipes import roles
+from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
+from tests.helpers.planned import graph
+
+CASES = {
+    "3d, an outer axis of 1": ("3d", (1, 2), (2,), (roles.tensor_sequence,)),
+    "3d, an inner axis of 1": ("3d", (2, 1), (2,), (roles.zero1,)),
+    "pp_zero3, an outer axis of 1": ("pp_zero3", (1, 2), (2,), (roles.tensor_sequence,)),
+    "pp_zero3, an inner axis of 1": ("pp_zero3", (2, 1), (2,), (roles.zero3,)),
+    "one role": ("1f1b", (1, 2, 1), (2,), (roles.data,)),
+    "no axis left": ("3d", (1, 1, 1), (1,), (roles.nothing,)),
+    "none of size 1": ("3d", (2, 2), (2, 2), (roles.zero1, roles.tensor_sequence)),
+}
+
+
+def _inner(name: str, mesh: tuple[int, ...], cluster: str) -> Inner:
+    return Inner(graph(), {"b": 2048}, Request(Cluster.parse(cluster), recipe=name, mesh=mesh))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_axes_of_size_one_are_left_out_with_their_roles(case: str) -> None:
+    name, mesh, small, used = CASES[case]
+    inner = _inner(name, mesh, "cpu:1x8")
+    found = asked(PIPELINES[name], inner)
+    assert found.roles_on(small) == used and {shape.mesh for shape in found.shapes(inner)} == {small}
+
+
+REFUSED = {
+    "one place": ("1f1b", (4,), "recipe 1f1b cannot have mesh 4 in each place on cpu:1x4: that leaves one place of 4 devices, and stages take two or more; wanted 1, 2$"),
+    "a size that does not divide": ("1f1b", (3,), "places of 3 do not fill 4 devices; wanted 1, 2$"),
+    "too many axes": ("1f1b", (2, 2), "its places have 1 axis at most; wanted 1, 2$"),
+    "a role that cannot be told": ("3d", (2, 1, 1), "its places have 2 axes at most; wanted "),
+    "no size": ("3d", (0,), "places of 0 do not fill 4 devices"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_says_which_meshes_can(case: str) -> None:
+    name, mesh, message = REFUSED[case]
+    with pytest.raises(PlanError, match=message):
+        plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe=name, mesh=mesh), model="stack", graph_hash="0" * 64)
+
+
+def test_an_axis_of_size_one_changes_nothing() -> None:
+    made, plain = (plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe="3d", mesh=mesh), model="stack", graph_hash="0" * 64) for mesh in ((1, 2), (2,)))
+    assert made.predicted == plain.predicted and made.mesh == plain.mesh == (2,) and made.places == 2

@@ -235,6 +235,20 @@ def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
             f"use a batch of {divisible(size, ways)}, another mesh or another recipe")
 
 
+def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], str]:
+    """The meshes on which a recipe that was asked for is tried, each with why it cannot split the batch there, empty where it can.
+
+    Raises PlanError where there are none, or where it can on none.
+    """
+    request = planner.request
+    refused = {sizes: undivided(planner.program, recipe, sizes) for sizes in meshes_for(recipe, request.cluster, request.mesh)}
+    if not refused:
+        raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} {'axis' if len(recipe.roles) == 1 else 'axes'}{' or fewer' * recipe.fewer}, got {request.mesh}")
+    if all(refused.values()):
+        raise PlanError(next(iter(refused.values())))
+    return refused
+
+
 def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
     request = planner.request
@@ -248,12 +262,7 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
         if lacking := recipe.lacking(planner.program):
             raise PlanError(lacking)
         meshes = meshes_for(recipe, request.cluster, request.mesh)
-        if request.recipe and not meshes:
-            fewer = " or fewer" if recipe.fewer else ""
-            raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} axes{fewer}, got {request.mesh}")
-        refused = {sizes: undivided(planner.program, recipe, sizes) for sizes in meshes} if request.recipe else {}
-        if refused and all(refused.values()):
-            raise PlanError(next(iter(refused.values())))
+        refused = refused_meshes(planner, recipe) if request.recipe else {}
         for sizes in meshes:
             if refused.get(sizes):
                 tried.append(Alternative(recipe.name, sizes, None, None, refused[sizes]))

@@ -21,6 +21,7 @@ from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
 from autopar.problem.settings import OFFLOADED
+from autopar.recipes import RECIPES
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
@@ -35,6 +36,7 @@ def by_recipe(inner: Inner, about: Mapping[str, Any]) -> Plan:
     offloads.checked(offload.name, inner.request.cluster, inner.request.settings)
     there = inner.hosted(offload.held)
     planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=inner.limit_bytes))
+    onestage.refused_meshes(planner, replace(RECIPES[offload.base], name=offload.name))
     return _settled(there.whole.program, onestage.plan_with(planner, timer=there.timer, **about), "")
 
 

@@ -19,6 +19,7 @@ from autopar.onestage import CLOSE
 from autopar.plan import Plan
 from autopar.problem.reading import read
 from autopar.problem.settings import Settings
+from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
 from autopar.simulate import simulate
 from tests.helpers.planned import BATCH, graph
@@ -64,6 +65,17 @@ def test_what_is_not_known_or_too_small_is_refused() -> None:
         _planned("zero_offload", _with(host_memory_bytes=10_000_000))
     with pytest.raises(PlanError, match="mode inference has none"):
         _planned("zero_offload", mode="inference")
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_what_cannot_be_is_said_of_the_recipe_that_was_asked_for(name: str) -> None:
+    def planned(mesh: tuple[int, ...] | None, batch: int) -> None:
+        joint.plan(graph(), {"b": batch}, Request(CLUSTER, Settings(), recipe=name, mesh=mesh), model="stack", graph_hash="0" * 64)
+
+    with pytest.raises(PlanError, match=rf"recipe {name} needs a mesh of 1 axis, got \(2, 2\)"):
+        planned((2, 2), BATCH)
+    with pytest.raises(PlanError, match=rf"recipe {name} splits the samples over 4 ranks .* use a batch of 4 or 8"):
+        planned(None, 6)
 
 
 GPUS = Cluster.parse("h100:1x4")

@@ -17,7 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from autopar.joint.beside import Beside
 from autopar.joint.best import best
 from autopar.joint.inner import Inner
 from autopar.joint.prove import proven_s
+from autopar.layout import divisible
 from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
@@ -50,7 +52,9 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     with Beside(inner) as proof:
         inner.answered = proof.know
         made = compared(inner, anywhere(inner, **about), best)
-        return made if request.recipe is not None else _proven(inner, made, proof)
+        if request.recipe is not None:
+            return made
+        return _proven(inner, replace(made, notes=(*made.notes, *_unsplit(inner))), proof)
 
 
 def anywhere(inner: Inner, **about: Any) -> Plan:
@@ -65,6 +69,14 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
             raise
         return offloading.instead(inner, error, about)
     return offloading.or_faster(inner, made, about) if free else made
+
+
+def _unsplit(inner: Inner) -> Iterator[str]:
+    """What is to be said of a batch of which no number of ranks that the devices come in can have equal parts."""
+    batch, devices = inner.batch, inner.request.cluster.devices
+    if batch > 1 and devices > 1 and math.gcd(batch, devices) == 1:
+        yield (f"a batch of {batch} has no divisor in common with {devices} devices, so that no axis of a mesh splits its samples: "
+               f"use a batch of {divisible(batch, devices)}")
 
 
 def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:

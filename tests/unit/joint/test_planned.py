@@ -23,6 +23,7 @@ from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
+from tests.helpers.planned import graph
 from tests.helpers.verify import Subject, subject
 
 
@@ -105,3 +106,12 @@ def test_places_without_parameters_are_no_cuts() -> None:
 def test_too_few_pieces_with_parameters_say_so() -> None:
     with pytest.raises(InfeasibleError, match=r"would hold no parameter: 1 of the \d+ pieces that stages are made of .* have any; use fewer places, or a recipe without a pipeline"):
         autopar.compile(_Sampled(bare=True), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,))
+
+
+@pytest.mark.parametrize(("batch", "near"), [(7, "4 or 8"), (3, "4"), (6, ""), (8, "")])
+def test_a_batch_that_no_axis_divides_is_noted(batch: int, near: str) -> None:
+    request = Request(Cluster.parse("cpu:1x4"), Settings(), time_limit_s=20.0)
+    made = joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
+    notes = [note for note in made.notes if note.startswith(f"a batch of {batch} has no divisor in common with 4 devices")]
+    assert [note.endswith(f"use a batch of {near}") for note in notes] == [True] * bool(near)
+    assert any(Inner(graph(), {"b": batch}, request).whole.cuts_samples(ways) for ways in (2, 4)) == (not near)

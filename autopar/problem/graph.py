@@ -90,6 +90,13 @@ class Op:
         return self.role == "op" and bool(self.weight) and all(self.weight)
 
     @property
+    def first_share(self) -> float:
+        """The share of its backward that it does in the first block of a run: of operands that get gradients, those that get one there."""
+        bias = bias_of(self.call)
+        graded = [first for tensor, first in zip(self.call.ins, self.first_grads, strict=True) if tensor.grad and tensor is not bias]
+        return 0.0 if self.late else sum(graded) / len(graded) if graded else 1.0
+
+    @property
     def weights_share(self) -> float:
         """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone; the bias of a product takes next to nothing."""
         bias = bias_of(self.call)

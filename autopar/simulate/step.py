@@ -13,6 +13,7 @@ from autopar.memory.place import Holding
 from autopar.memory.predict import fullest
 from autopar.pipeline.orders import Action, lines_of
 from autopar.plan import Plan
+from autopar.problem.graph import Op
 from autopar.problem.reading import read
 from autopar.simulate import schedule
 from autopar.simulate.engine import Task, Timeline, run
@@ -172,12 +173,19 @@ class _Pipeline:
         return made + [span(index, "sends", "send") for index, task in enumerate(self.tasks) if task.stream == schedule.link(place)]
 
 
+def _flops(op: Op, stages: Stages) -> float:
+    """What all runs of an operator in one microbatch compute."""
+    if not (stages.training and op.graded):
+        return op.count * op.flops
+    spared = stages.program.first_runs((op.name, 0)) * (1.0 - op.first_share)
+    return op.count * op.flops + (op.count - spared) * op.backward_flops
+
+
 def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
     plan, at = stages.plan, stages.places
     peak = stages.cluster.flops(computes_in(plan.precision)) * plan.ranks / stages.cluster.devices
     step_s = max(p.compute_s + p.exposed_s + p.idle_s + p.optimizer_s for p in places)
-    flops = plan.microbatches * sum(op.count * (op.flops + op.backward_flops * (stages.training and op.graded))
-                                    for op in stages.program.ops.values() if op.role == "op")
+    flops = plan.microbatches * sum(_flops(op, stages) for op in stages.program.ops.values() if op.role == "op")
     tokens = plan.hints.get("b", 1) * plan.hints.get("s", 1)
     busiest = max(places, key=lambda p: p.compute_s)
     return Simulation(

@@ -67,8 +67,9 @@ class Walk:
     edges: Edges
     pieces: Pieces
     splits: bool = False
-    _bodies: dict[tuple[str, bool, bool], list[Item]] = field(default_factory=dict)
+    _bodies: dict[tuple[str, bool, bool, bool], list[Item]] = field(default_factory=dict)
     _again: bool = False  # whether the blocks that are walked now are run again
+    _first: bool = False  # whether the block that is walked now is the first of its run
     _apart: bool = False  # whether the backward of the stage that is walked now is taken apart
 
     def stage(self, view: View) -> list[Turn]:
@@ -112,19 +113,25 @@ class Walk:
         for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
             if first == 0 or index >= len(run.carried):
                 yield from (Turn(item, unit, first) for item in self._asked(ref, in_pair(self.plan, port, 0), "feed", None, resharded))
-        carried = [item for port, ref in zip(run.ports, run.carried, strict=False)
-                   for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
         for instance in range(first, stop):
             if instance > 0:
-                yield from (Turn(item, unit, instance) for item in carried)
-            yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again))
+                yield from (Turn(item, unit, instance) for item in self._carried(scope, of_first=instance == 1))
+            yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again, first=instance == 0))
 
-    def _body(self, scope: str, *, again: bool) -> list[Item]:
-        key = scope, again, self._apart
+    def _carried(self, scope: str, *, of_first: bool) -> list[Item]:
+        """What lies between two blocks of a run, behind the first one or another."""
+        run, (before, self._first) = self.program.runs[scope], (self._first, of_first)
+        found = [item for port, ref in zip(run.ports, run.carried, strict=False)
+                 for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
+        self._first = before
+        return found
+
+    def _body(self, scope: str, *, again: bool, first: bool) -> list[Item]:
+        key = scope, again, first, self._apart
         if key not in self._bodies:
-            before, self._again = self._again, again
+            before, (self._again, self._first) = (self._again, self._first), (again, first)
             self._bodies[key] = list(self._inside(scope))
-            self._again = before
+            self._again, self._first = before
         return self._bodies[key]
 
     def _inside(self, scope: str) -> Iterator[Item]:
@@ -163,7 +170,10 @@ class Walk:
 
     def _between(self, ref: Ref, dst: Pair, role: str, scope: str | None) -> Reshard | None:
         found = next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
-        return found if found is None or self._again or not found.replay else replace(found, replay="")
+        if found is None:
+            return None
+        found = found.in_first if self._first else found
+        return found if self._again or not found.replay else replace(found, replay="")
 
     @cached_property
     def _of_ref(self) -> Mapping[Ref, list[Reshard]]:

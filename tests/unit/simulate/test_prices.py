@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
+import autopar
+from autopar.api import Compiled
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
 from autopar.pipeline.alone import step_cost
@@ -22,6 +30,7 @@ from autopar.simulate.pieces import Piece
 from autopar.simulate.stages import Stages
 from autopar.simulate.sync import Sync
 from autopar.simulate.work import Item, Turn
+from autopar.verify.collectives import PIPELINE_AXIS, Key, priced
 from tests.helpers.fed import fed
 from tests.helpers.verify import Sizes, assemble, at_random, by_recipe, by_stages, subject
 
@@ -60,8 +69,68 @@ def _reshards_s(stages: Stages) -> float:
     """What tests/unit/verify/test_prices.py finds equal to the charges of the nets."""
     prices, total = prices_of(stages.plan), 0.0
     for reshard in stages.edges.reshards:
-        total += seconds(reshard, stages.program.bytes_of(reshard.ref), prices, stages.plan.mesh) * reshard.count
+        first = stages.program.first_runs(reshard.ref)
+        for each, times in ((reshard, reshard.count - first), (reshard.in_first, first)):
+            total += seconds(each, stages.program.bytes_of(reshard.ref), prices, stages.plan.mesh) * times
     return total
+
+
+class _Block(nn.Module):
+    """A gated layer, behind a norm or none, beside what it is given."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.RMSNorm(64) if norm else nn.Identity()
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((64, 128), (64, 128), (128, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        return x + self.down(functional.silu(self.gate(inner)) * self.up(inner))
+
+
+class _Chain(nn.Module):
+    """Blocks, the first of which is fed an input."""
+
+    def __init__(self, *, norm: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block(norm=norm) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+@cache
+def _chain(recipe: str, *, norm: bool = True) -> Compiled:
+    return autopar.compile(_Chain(norm=norm), "cpu:1x4", (torch.randn(64, 32, 64),), recipe=recipe, time_limit_s=4.0)
+
+
+@pytest.mark.parametrize("recipe", ["tp", "tp_sp", "megatron", "tp_zero3", "1f1b"])
+def test_an_input_that_blocks_begin_with_has_no_gradient(recipe: str) -> None:
+    """No collective moves one in the first block, as none runs."""
+    made = _chain(recipe)
+    assert made.captured is not None
+    stages = Stages.of(made.captured.gm, made.plan)
+    simulated = Counter((piece.kind, piece.axis) for turns in stages.turns for turn in turns for piece in _pieces(turn.item) if piece.axis >= 0 and not piece.within)
+    edges = replace(stages.edges, reshards=tuple(r for r in stages.edges.reshards if r.role != "sync"))
+    wanted = Counter[Key]()
+    for place in range(made.plan.places):
+        wanted += priced(stages.program, made.plan, edges, place)
+    counted = {key: count // made.plan.microbatches for key, count in wanted.items() if key[1] != PIPELINE_AXIS and count}
+    assert simulated == counted
+    if not made.plan.pipelined:
+        assert any(reshard.late for reshard in edges.reshards)
+        assert stages.whole().length_s == pytest.approx(made.plan.predicted.step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["single", "1f1b"])
+def test_the_share_of_the_peak_counts_what_is_computed(recipe: str) -> None:
+    """Products of the first block have no gradient of their input."""
+    made, model, x = _chain(recipe, norm=False), _Chain(norm=False), torch.randn(64, 32, 64)
+    found, device = made.simulate(), Cluster.from_dict(dict(made.plan.cluster)).device
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    counted = found.mfu * found.step_s * device.flops("float32") * made.plan.ranks
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)  # which counts products alone
 
 
 @pytest.mark.parametrize("recipe", ["single", "ddp", "zero1", "zero3", "tp", "megatron"])

@@ -21,7 +21,7 @@ from autopar.capture import alike
 from autopar.capture.alike import AlikeRun
 from autopar.capture.outer import Call, Tape, play, results
 from autopar.capture.valueless import UNTOLD
-from autopar.capture.watched import Watched
+from autopar.capture.watched import ReadError, Watched
 from autopar.text import first_line
 
 
@@ -40,8 +40,10 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
         brief = play(model, keep, short.training, inputs, gave.__getitem__)
         whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
                      lambda block: gave[block[0], _shown(runs, *block)])
-    except UNTOLD as error:
+    except ReadError as error:
         return first_line(error)
+    except UNTOLD as error:
+        return f"the model does not run with fewer of them, as where it counts them or takes them by number ({first_line(error)})"
     broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)
 

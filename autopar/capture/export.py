@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections import deque
@@ -244,7 +245,19 @@ def _spell(model: nn.Module, shapes: Any) -> Any:
     if shapes is None:
         return None
     positional, named = shapes
-    return dict(inspect.signature(model.forward).bind(*positional, **named).arguments)
+    arguments: dict[str, Any] = _listed(dict(inspect.signature(model.forward).bind(*positional, **named).arguments))
+    return arguments
+
+
+def _listed(shapes: Any) -> Any:
+    """The same with a list for each structure that is a class of the user's own (a registered dataclass), as torch.export wants it."""
+    if isinstance(shapes, dict):
+        return {key: _listed(item) for key, item in shapes.items()}
+    if type(shapes) in (list, tuple):
+        return type(shapes)(_listed(item) for item in shapes)
+    parts = pytree.tree_leaves(shapes, is_leaf=lambda item: item is not shapes)
+    own = dataclasses.is_dataclass(shapes) and not isinstance(shapes, type) and any(part is not shapes for part in parts)
+    return [_listed(part) for part in parts] if own else shapes
 
 
 def _weaker(dims: Dims) -> list[Dims]:

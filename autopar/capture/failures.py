@@ -21,6 +21,7 @@ _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant")
+_NO_SPAN = "Cannot create Dim with inconsistent"
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
 _AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")  # all that torch says of an operator whose result has sizes that depend on values
@@ -38,6 +39,8 @@ def says(error: BaseException | None, dims: Dims) -> str:
         return f"the model works only where {guards[0].strip()}"
     lines = [line.strip() for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines()) if line.strip()]
     line = lines[0][:300] if lines else type(error).__name__
+    if _NO_SPAN in line:
+        line = "the model works only for some sizes (it divides them into equal parts, or compares them with others)"
     if number := _NUMBER.search(line):
         line = f"the model makes a number of {number.group(1)} (int(), a key of a cache, a library that wants plain sizes)"
     if _FROM_VALUES in line:

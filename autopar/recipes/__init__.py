@@ -29,7 +29,7 @@ class Recipe:
         """Why the recipe cannot be for a program that has nothing for it; empty where it can."""
         if not self.needs or self.fits(program):
             return ""
-        return f"recipe {self.name} needs {self.needs}, and the model has none: use another recipe (ddp, zero3 and tp are for any model), or none for what the search finds"
+        return f"recipe {self.name} needs {self.needs}, and the graph of the model has none: use another recipe (ddp, zero3 and tp are for any model), or none for what the search finds"
 
     def roles_on(self, axes: int) -> tuple[Role, ...]:
         """The roles on a mesh of `axes` axes, () where the recipe cannot be on one."""
@@ -48,7 +48,7 @@ _TABLE = (
     Recipe("tp_zero3", (roles.zero3, roles.tensor_sequence), "2-D: ZeRO-3 across, tensor parallel inside"),
     Recipe("megatron", (roles.megatron,), "column/row pairs with vocabulary-parallel embedding and loss"),
     Recipe("ep", (roles.data, roles.experts), "expert parallel inside, tokens go to their experts; data parallel else and outside",
-           fewer=True, fits=roles.has_experts, needs="experts (weights that are a stack of matrices, one of each expert)"),
+           fewer=True, fits=roles.has_experts, needs="experts (weights that are a stack of matrices, one of each expert, or loops over experts that are found to be that)"),
     Recipe("cp", (sequence.context,), "context parallel: the sequence cut everywhere, keys and values round a ring in attention",
            fits=sequence.attends),
     Recipe("ulysses", (sequence.ulysses,), "the sequence cut everywhere, heads in attention: an all-to-all before and after it",

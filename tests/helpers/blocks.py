@@ -124,6 +124,13 @@ class Twice(Stack):
         return super().walk(super().walk(h))
 
 
+class Counted(Stack):
+    """Weighs what its six blocks give of one input."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        return torch.einsum("e,ebd->bd", h.new_ones(6), torch.stack([layer(h) for layer in self.layers]))
+
+
 def blocks(kinds: str, of: type[Block] = Block) -> list[nn.Module]:
     """One block per letter: r computes relu, t tanh."""
     return [of(i, {"r": "relu", "t": "tanh"}[letter]) for i, letter in enumerate(kinds)]

@@ -27,7 +27,7 @@ WRONG = {
     "search": ({"search": "ilpp"}, PlanError, r"unknown search 'ilpp'; known are .*ilp"),
     "exhaustive": ({"search": "exhaustive", "mesh": (2, 2), "cluster": "cpu:1x4"}, PlanError, r"search on 2x2: exhaustive search over .* combinations of .*, at most 2,000,000 .* search='ilp'"),
     "mesh": ({"mesh": (3,)}, PlanError, r"mesh 3 has 3 ranks, cpu:1x2 has 2 devices; wanted axes that multiply to 2"),
-    "recipe of experts": ({"recipe": "ep"}, PlanError, r"recipe ep needs experts .*the model has none: use another recipe"),
+    "recipe of experts": ({"recipe": "ep"}, PlanError, r"recipe ep needs experts .*the graph of the model has none: use another recipe"),
     "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
     "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture import capture
+from autopar._torch import pytree
+from autopar.capture import capture, dims
+from autopar.capture.failures import says
 from autopar.errors import CaptureError, InfeasibleError
 from passes import facts
 
@@ -338,3 +341,27 @@ def test_inputs_without_a_common_batch_say_so() -> None:
     assert not capture(Pooled(), inputs, dynamic_shapes=((None, {0: "b"}, {0: "b"}), {})).notes
     with pytest.raises(InfeasibleError, match=r"no size of the inputs is the batch: .* name it in dynamic_shapes"):
         autopar.compile(Pooled(), "cpu:1x2", inputs, recipe="1f1b")
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+torch.export.register_dataclass(Pair, serialized_type_name="Pair")
+
+
+class OfPair(Net):
+    def forward(self, pair):
+        return ((self.linear(pair.x) - pair.y) ** 2).mean()
+
+
+def test_dims_of_a_registered_dataclass_stay_symbolic():
+    captured = capture(OfPair(), (Pair(torch.randn(8, 4), torch.randn(8, 4)),))
+    assert list(captured.gm.meta["symbols"]) == ["b"] and not captured.notes
+
+
+def test_what_torch_says_of_no_sizes_is_said_in_words():
+    said = says(RuntimeError("Cannot create Dim with inconsistent min=0, max=-oo"), dims.explicit([], ((), {}), pytree.tree_structure(((), {}))))
+    assert said.startswith("the model works only for some sizes") and "oo" not in said

@@ -16,6 +16,7 @@ from tests.helpers.blocks import (
     Block,
     ByNumber,
     Collects,
+    Counted,
     MaskOfOne,
     MasksByPlace,
     Mean,
@@ -48,6 +49,7 @@ NO_CHAINS = {
     "middle": (lambda: Middle(blocks("r" * 6)), "outer code depends on the number of blocks"),
     "scales": (lambda: Scales(blocks("r" * 6)), "outer code depends on the number of blocks"),
     "reads its index": (lambda: Stack(blocks("r" * 6, ReadsIndex)), "blocks read their own number (ReadsIndex.index)"),
+    "as many as there are": (lambda: Counted(blocks("r" * 6)), "the model does not run with fewer of them"),
     "twice": (lambda: Twice(blocks("r" * 6)), "not called once each"),
     "by number, with a gap": (lambda: ByNumber(blocks("r" * 6 + "t")), ""),
 }

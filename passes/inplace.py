@@ -30,6 +30,8 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and "out" in node.kwargs:
             _written_in_place(node)
+    for node in edit.calls(gm, aten.fill_diagonal_.default):
+        _masked_diagonal(node)
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             _functionalize(gm, node)
@@ -51,6 +53,19 @@ def _written_in_place(node: fx.Node) -> None:
         result = edit.call(node.graph, twins[0], node.args, kwargs, like=node)
         written = edit.call(node.graph, aten.copy_.default, (out, result), like=node)
     edit.replace(node, written)
+
+
+def _masked_diagonal(node: fx.Node) -> None:
+    """`fill_diagonal_` of a matrix is `masked_fill_` where rows have the number of their column; one that begins anew in a tall matrix stays."""
+    given, graph = edit.args_of(node), node.graph
+    x = given["self"]
+    if len(facts.shape(x)) != 2 or given["wrap"]:
+        return
+    with edit.before(node):
+        rows, columns = (edit.call(graph, aten.arange.default, (edit.size(x, dim),), like=node) for dim in (0, 1))
+        mask = edit.call(graph, aten.eq.Tensor, (edit.call(graph, aten.unsqueeze.default, (rows, 1), like=node), columns), like=node)
+        filled = edit.call(graph, aten.masked_fill_.Scalar, (x, mask, given["fill_value"]), like=node)
+    edit.replace(node, filled)
 
 
 def _about_what_is_made(argument: Any) -> bool:

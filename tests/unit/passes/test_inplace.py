@@ -41,3 +41,13 @@ def _complex(m: Fn, x: Tensor, y: None) -> Tensor:
 def test_a_diagonal_is_written_back(function: Callable[[Fn, Tensor, None], Tensor]) -> None:
     gm = normalized(function, data(4, 6, 6), dims={"x": {0: B}}, passes=NORMALIZE)
     assert targets(gm).count("aten.diagonal_scatter.default") == 1
+
+
+def test_a_diagonal_that_is_filled_is_a_mask() -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        alike, tall = (x @ m.w) @ x.t(), x * 2
+        alike.fill_diagonal_(-5.0)
+        return alike.softmax(-1).sum() * tall.fill_diagonal_(7)
+
+    gm = normalized(function, data(8, 6), passes=NORMALIZE)
+    assert targets(gm).count("aten.masked_fill.Scalar") == 2

@@ -44,7 +44,7 @@ def _recipes(inner: Inner, found: Sequence[Plan], about: Mapping[str, Any]) -> I
     """The recipes that were priced along the way and are beaten by none of `found`, each as fast as it is with all the memory there is."""
     names = (*RECIPES, *PIPELINES)
     between = [row.name for row in found[0].alternatives if row.name in names and row.step_s is not None and row.memory_bytes is not None
-                     and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)]
+               and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)]
     for name in dict.fromkeys(between):
         inner.restart()
         yield joint.anywhere(inner.named(name), **about)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,15 +88,21 @@ def test_debug_shows_the_traceback_wherever_it_stands() -> None:
 
 
 def _interrupted(arguments: tuple[str, ...], folder: Path, begun: Callable[[Path], bool]) -> subprocess.CompletedProcess[str]:
-    """A command whose whole group of processes has Ctrl-C as soon as it has `begun`, which looks at what it writes."""
+    """A command whose whole group of processes has Ctrl-C as soon as it has `begun`, which looks at what it writes. It hears Ctrl-C as under a terminal: what a shell starts
+    in the background ignores it, and so do its children."""
     out = folder / "out"
     with out.open("w") as file, subprocess.Popen([sys.executable, "-m", "autopar", *arguments], cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                                                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as child:
-        deadline = time.monotonic() + 120
-        while not begun(out) and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.killpg(child.pid, signal.SIGINT)
-        _, said = child.communicate(timeout=60)
+                                                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                                                 preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)) as child:
+        try:
+            deadline = time.monotonic() + 120
+            while not begun(out) and child.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.killpg(child.pid, signal.SIGINT)
+            _, said = child.communicate(timeout=60)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
         return subprocess.CompletedProcess(arguments, child.returncode, out.read_text(), said)
 
 

@@ -63,6 +63,12 @@ def _bags(node: fx.Node) -> Size:
     return COUNT_BYTES * (facts.numel(chosen) + 3 * prod(_shape(node)[:-1]))
 
 
+def _triplets(node: fx.Node) -> Size:
+    """The differences, their norms, and what is clamped."""
+    count, first = (3 if edit.args_of(node)["swap"] else 2), edit.tensor_operands(node)[0]
+    return count * facts.nbytes(first) + (count + 1) * (facts.nbytes(first) // facts.shape(first)[-1])
+
+
 def _first(node: fx.Node) -> Size:
     """As much as the first operand."""
     return facts.nbytes(edit.tensor_operands(node)[0])
@@ -98,7 +104,7 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.multilabel_margin_loss.default: _first,
     aten.pairwise_distance.default: _first,
     aten.poisson_nll_loss.default: _first,  # the exponentials, or the logarithms
-    aten.triplet_margin_loss.default: lambda node: (3 if edit.args_of(node)["swap"] else 2) * _first(node),  # the differences
+    aten.triplet_margin_loss.default: _triplets,
     aten.native_layer_norm.default: _normalized(2),
     aten.nll_loss.default: lambda node: STATISTIC_BYTES,
     aten.nll_loss_nd.default: lambda node: STATISTIC_BYTES,

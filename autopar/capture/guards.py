@@ -50,15 +50,20 @@ def passing_guards(told: list[str] | None = None) -> Iterator[None]:
 def _passes(frame: FrameType) -> bool | None:
     """What lets a check pass that asks for a tensor's truth in `frame`; None where that is no check."""
     positions = inspect.getframeinfo(frame, context=0).positions
-    if positions is None or None in positions or _is_caught(frame):
+    if positions is None or None in positions or _is_ours(frame) or _is_caught(frame):
         return None
     span: Span = (positions.lineno, positions.col_offset, positions.end_lineno, positions.end_col_offset)  # type: ignore[assignment]  # none is None
     return _checks(frame.f_code.co_filename).get(span)
 
 
+def _is_ours(frame: FrameType) -> bool:
+    """Whether what asks is no part of a model."""
+    return str(frame.f_globals.get("__name__")).startswith(("autopar.", "passes."))
+
+
 def _is_caught(frame: FrameType | None) -> bool:
     """Whether the model goes on after an error in `frame`; what traces it catches some, too."""
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("autopar."):
+    while frame is not None and not _is_ours(frame):
         if users(frame.f_code.co_filename) and any(first <= frame.f_lineno <= last for first, last in _catching(frame.f_code.co_filename)):
             return True
         frame = frame.f_back

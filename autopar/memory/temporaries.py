@@ -119,6 +119,11 @@ def _quotient(local: Local) -> float:
     return 2 * local.out if local.grad(1) else 0.0
 
 
+def _smooths(local: Local) -> bool:
+    """Whether a loss weighs all classes, each by its own weight."""
+    return len(local.ins) > 2 and local.op.call.args[3] > 0
+
+
 def _complex(local: Local, times: float = 1.0) -> float:
     """The result of complex numbers, before its real part is taken."""
     return times * local.ins[0] if local.op.call.ins[0].itemsize > local.op.call.outs[0].itemsize else 0.0
@@ -259,6 +264,8 @@ FORWARD: dict[Any, Bytes] = {
     aten.binary_cross_entropy_with_logits.default: _terms(1, 2),
     aten.cosine_embedding_loss.default: taken("w"),
     aten.cross_entropy_loss.default: lambda local: taken("w")(local) * local.op.call.ins[1].floating,  # of shares of classes
+    **dict.fromkeys((ops.cross_entropy_each, ops.cross_entropy_sum), lambda local: taken("a")(local) * _smooths(local)),
+    ops.weigh_valid: lambda local: local.ins[0] + local.ins[0] / local.op.call.ins[0].itemsize * (1 + local.op.call.ins[1].itemsize),  # labels, which are left out, and weights
     aten.hinge_embedding_loss.default: _terms(4, 5),
     aten.huber_loss.default: _terms(0, 1),
     aten.kl_div.default: _divergence,

@@ -164,8 +164,8 @@ def convolutions_by_sample(ways: int) -> Allow:
 
 
 def has_experts(program: Program) -> bool:
-    """Whether some parameter is a stack of experts."""
-    return any(op.role == "param" and _is_stack(op.node) for op in program.ops.values())
+    """Whether some parameter is a stack of experts, or experts that are parameters of their own are stacked where they are used."""
+    return any((op.role == "param" and _is_stack(op.node)) or op.target is ops.experts for op in program.ops.values())
 
 
 def _is_stack(node: fx.Node) -> bool:

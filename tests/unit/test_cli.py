@@ -162,7 +162,8 @@ def test_a_command_that_is_ended_leaves_no_temporary_folder(tmp_path: Path, numb
     assert autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(tmp_path / "plan.json")).returncode == 0
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "autopar", "run", str(tmp_path / "plan.json"), "--steps", "1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+                          preexec_fn=partial(signal.signal, number, signal.SIG_DFL)) as running:  # what nohup starts ignores SIGHUP
         assert running.stdout is not None
         assert "step 0" in running.stdout.readline() and list((tmp_path / "tmp").glob("autopar-*"))
         running.send_signal(number)

@@ -11,7 +11,7 @@ from tests.helpers.planned import planned
 from tests.helpers.verify import BATCH, SEQ, by_recipe, subject
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, *(name for name in RECIPES if name != "ep")])  # the stack has no experts
 def test_the_rows_add_up_to_the_price_of_the_plan(recipe: str | None) -> None:
     made = planned(recipe)
     total = sum(row.step_s for row in reshards(made.program, made.plan))

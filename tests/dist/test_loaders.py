@@ -79,13 +79,14 @@ def alone(ways: int) -> tuple[list[float], dict[str, Tensor]]:
 def test_an_epoch_equals_one_device(recipe: str, ways: int | None) -> None:
     made = compiled(recipe)
     torch.manual_seed(0)
-    ran = living(4).run(_epoch, Compiled(made.bundle), dict(Model().double().state_dict()))
+    weights = dict(Model().double().state_dict())
+    ran = living(4).run(_epoch, Compiled(made.bundle), weights)
     found = ran[0][0]
     assert ways in (None, found) and {number for _, number, _, _ in ran} == set(range(found))
     losses, state = alone(found)
-    for size, _, got, weights in ran:
+    for size, _, got, behind in ran:
         assert size == found and got == pytest.approx(losses, rel=1e-9)
-        assert all(torch.allclose(value, state[name], rtol=1e-9, atol=1e-9) for name, value in weights.items())
+        assert all(torch.allclose(value, state[name], rtol=1e-9, atol=1e-9) for name, value in behind.items())
 
 
 def _unlike(made: Compiled, weights: dict[str, Tensor], who: int) -> tuple[list[str], list[float], float]:

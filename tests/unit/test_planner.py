@@ -74,8 +74,7 @@ def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_t
     smallest = ilp.search(in_bytes(problem), time_limit_s=10).choice
     slow, fast = problem.price(smallest), problem.price(found.solution.choice)
     assert slow.time_s > 1.05 * fast.time_s and slow.memory_bytes < fast.memory_bytes
-    best = replace(found, solution=replace(found.solution, choice=smallest))
-    planner.request = replace(planner.request, memory_bytes=room * slow.memory_bytes)
+    best = replace(found, model=found.model.with_limit(room * slow.memory_bytes), solution=replace(found.solution, choice=smallest))
     planner.missing_bytes.append(1.0)  # of another mesh
     assert _short_of_memory(planner, best) == short
 

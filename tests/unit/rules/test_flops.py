@@ -19,7 +19,6 @@ from passes.annotate_flops import FLOPS
 from tests.unit.rules.samples import Case, fill
 from tests.unit.rules.table import SAMPLES
 
-
 PICKS = (torch.ops.aten.nll_loss_nd.default,)
 """Of all that they sum over, each row takes one: the value and the weight of its class."""
 

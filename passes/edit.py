@@ -193,7 +193,7 @@ def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind
     fqn = buffer.meta["fqn"]
     outputs: list[dict[str, str]] = gm.meta["outputs"]
     last = output_node(gm)
-    values = list(last.args[0])  # type: ignore[arg-type]
+    values = list(last.args[0])  # type: ignore[arg-type]  # what a graph returns
     for index, entry in enumerate(outputs):
         if entry["kind"] == "mutation" and entry["target"] == fqn:
             values[index] = values[index] if behind < values[index] else value

@@ -33,8 +33,8 @@ def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in edit.calls(gm, aten.einsum.default):
         equation, operands = node.args[:2]
-        ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]
-        terms = list(zip(operands, ins, strict=True))  # type: ignore[arg-type]
+        ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]  # a list of nodes
+        terms = list(zip(operands, ins, strict=True))  # type: ignore[arg-type]  # the same
         if len(terms) > 2 or (len(terms) == 2 and _lonely(terms, out)):
             with edit.before(node):
                 edit.replace(node, _pairwise(node, [_narrowed(node, terms, term, out) for term in terms], out))

@@ -125,7 +125,7 @@ class _Own:
         """New values of buffers have the dtypes of the buffers."""
         held = {node.meta["fqn"]: node for node in self.gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer"}
         last = edit.output_node(self.gm)
-        values = list(last.args[0])  # type: ignore[arg-type]
+        values = list(last.args[0])  # type: ignore[arg-type]  # what a graph returns
         for index, about in enumerate(self.gm.meta["outputs"]):
             if about["kind"] == "mutation" and (dtype := facts.dtype(held[about["target"]])) != facts.dtype(values[index]):
                 values[index] = (self._lifted if _promoted((facts.dtype(values[index]), dtype)) == dtype else self._cast)(values[index], dtype, last)

@@ -86,8 +86,8 @@ class Line:
         summed = {scope: self._summed[scope] if back else none for scope in scopes}
         runs = {scope: _Ran.of(passes[way], self.program.runs[scope].count, self.gathers_bytes[scope, way], summed[scope], contention) for scope, passes in scopes.items() if scope}
         late_s = self._late_s(runs, contention, back=back, at_once=at_once)
-        own = scopes[""][way] if "" in scopes else Pass()
-        took_s = own.work_s - (summed[""].shown_s if "" in scopes else 0.0) + late_s + sum(ran.seconds for ran in runs.values())
+        own_s = scopes[""][way].work_s - summed[""].shown_s if "" in scopes else 0.0
+        took_s = own_s + late_s + sum(ran.seconds for ran in runs.values())
         return max(0.0, took_s - sum(passes[way].work_s + shares[scope] * passes[way].background_s for scope, passes in scopes.items()))
 
     def _late_s(self, runs: Mapping[str, _Ran], contention: float, *, back: bool, at_once: bool) -> float:

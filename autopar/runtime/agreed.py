@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
+from autopar.runtime.everyones import together
 
 if TYPE_CHECKING:
     from autopar.runtime.mesh import Mesh
@@ -28,7 +29,7 @@ SAMPLES = 64
 def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> tuple[Mapping[str, Tensor], int]:
     """`tensors` as they are where all ranks have the same, else copies of what rank 0 has, with a warning; and the `seed` of rank 0, a number that a float64 holds. A
     collective operation, through `device`."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not together():
         return tensors, seed
     mine = torch.stack([torch.tensor(seed, dtype=torch.float64, device="cpu"), *(fingerprint(tensor) for tensor in tensors.values())]).to(device)
     first = mine.clone()

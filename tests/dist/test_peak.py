@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,13 +78,18 @@ class Squared(nn.Module):
         return self.square(self.first(x)).mean()
 
 
-@pytest.mark.parametrize("name", SQUARES)
-def test_the_peak_of_squares_is_counted(name: str) -> None:
+def _is_counted(build: Callable[[], nn.Module], precision: str | None = None) -> None:
+    """The peak of a step on 2048 rows of one device, beside what rests, is what the allocator counts."""
     torch.manual_seed(0)
-    model, x = Squared(name), torch.randn(2048, 128)
-    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
+    model, x = build(), torch.randn(2048, 128)
+    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
     counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_the_peak_of_squares_is_counted(name: str) -> None:
+    _is_counted(lambda: Squared(name))
 
 
 TAKING = {
@@ -108,11 +115,7 @@ class Taking(nn.Module):
 
 @pytest.mark.parametrize("name", TAKING)
 def test_the_peak_of_what_operators_take_is_counted(name: str) -> None:
-    torch.manual_seed(0)
-    model, x = Taking(name), torch.randn(2048, 128)
-    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+    _is_counted(lambda: Taking(name))
 
 
 class Normed(nn.Module):
@@ -131,11 +134,7 @@ class Normed(nn.Module):
     ("rms", 1, "bf16"), ("rms", 4, "float32"), ("layer", 4, "float32")))])
 def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> None:
     """A CPU runs RMSNorm as plain operators, each of which takes memory."""
-    torch.manual_seed(0)
-    model, x = Normed(norm, count), torch.randn(2048, 128)
-    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+    _is_counted(lambda: Normed(norm, count), precision)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])

@@ -12,14 +12,19 @@ from autopar.cost.memory import itemsize, rests_in
 from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
+from autopar.memory.buckets import Buckets
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place, made_whole
 from autopar.memory.shares import named
 from autopar.problem.graph import Op
+from autopar.problem.resting import EACH
 
 LATE_BYTES = 2 * BUCKET_BYTES
 """Whole gradients of other blocks that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
+
+SETTLED_BYTES = 4 * BUCKET_BYTES
+"""Gradients after which as many buckets are on their way as ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Backward:
         self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
         self.late: deque[Late] = deque()
+        self.buckets = Buckets(self.book, self.shares.on_cpu)
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
         self.block: Unit | None = None  # that of the block that is walked
@@ -66,6 +72,7 @@ class Backward:
             if not self.forward.part.leaves:  # torch's stages keep what they made, and what came back for it, until the backward is done
                 self.book.use(value.storage)
             self.book.use(came.get(value))
+        self.buckets.drain()
         for storage in (*self.final, *(storage for late in self.late for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
         for ref in self.forward.part.receives:
@@ -129,11 +136,8 @@ class Backward:
 
     def _between(self, blocks: Blocks) -> None:
         """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there."""
-        leaves = {value.leaf.name: value for step in blocks.steps for value in step.ins if value.leaf is not None and value.leaf.scope}
-        for value in leaves.values():
-            if self.stay and value.slot is not None and blocks.count > 2:
-                self.final.append(self.book.like(value.slot, self.book.now, blocks.count - 2))
-            value.slot = None
+        if blocks.count > 2:
+            self._gradients_between(blocks, blocks.count - 2)
         ports = dict.fromkeys(port.ref for port in blocks.ports)
         for step in blocks.steps:
             for value in (*step.outs, *step.ins):
@@ -142,6 +146,18 @@ class Backward:
             if port.slot is not None and out.grad_bytes:
                 out.slot = self._own("gradients of activations", out) if port.grad_bytes != out.grad_bytes else port.slot
             port.slot = None
+
+    def _gradients_between(self, blocks: Blocks, count: int) -> None:
+        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next buckets of them begin."""
+        leaves = {value.leaf.name: (value, value.leaf, value.slot) for step in reversed(blocks.steps) for value in step.ins
+                  if value.leaf is not None and value.leaf.scope and value.slot is not None}
+        whole = [(value, slot) for value, _, slot in leaves.values() if self._scattered(value) and slot.nbytes]
+        for _ in range(min(count, math.ceil(SETTLED_BYTES / sum(slot.nbytes for _, slot in whole))) if whole else 0):
+            for value, slot in whole:
+                self.book.step(f"backward of {blocks.run.scope}")
+                self.buckets.add(self.shares.lies(value.ref), self.book.like(slot, self.book.now))
+        for value, op, slot in leaves.values() if self.stay else ():
+            self.final.append(self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count))
 
     def _step(self, step: Step, twins: Mapping[Storage, Storage | None]) -> None:
         if all(value.slot is None for value in step.outs):
@@ -254,17 +270,22 @@ class Backward:
 
     def _leaf(self, value: Value, op: Op, grad: Storage) -> None:
         """The gradient of a parameter: it stays, or is scattered to where the parameter rests and that stays."""
-        lies = self.shares.lies(value.ref)
-        if not lies.gathered or not self.stay:
-            grad.kind = "gradients"
-            if self.stay:
-                self.final.append(grad)
-            return
-        grad.kind = "whole gradients"
-        self._scatter_later(grad, grad)
-        rest = self.shares.value(value.ref, lies.rest)
-        self.final.append(self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
-                                        / op.out_dtypes[0].itemsize))
+        scattered = self._scattered(value)
+        grad.kind = "whole gradients" if scattered else "gradients"
+        if scattered:
+            self.buckets.add(self.shares.lies(value.ref), grad)
+        if self.stay:
+            self.final.append(self._rests(value, op) if scattered else grad)
+
+    def _scattered(self, value: Value) -> bool:
+        """Whether the gradient of a parameter goes to where that rests as soon as it is there."""
+        return bool(self.shares.lies(value.ref).gathered) and (self.stay or EACH in self.shares.plan.nodes[value.ref[0]].runs)
+
+    def _rests(self, value: Value, op: Op, count: int = 1) -> Storage:
+        """The gradient of a parameter of `count` blocks where that rests."""
+        rest = self.shares.value(value.ref, self.shares.lies(value.ref).rest)
+        return self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
+                             / op.out_dtypes[0].itemsize, count)
 
 
 def _kept_of(blocks: Blocks) -> list[Storage]:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cluster import Cluster
 from autopar.layout import BUCKET_BYTES
 from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, workspace
 from autopar.memory.shares import Shares
@@ -184,8 +183,7 @@ class Holding:
             return 0.0  # in their buffers
         scattered = {name: None for name in self.synced if self.shares.lies((name, 0)).gathered}
         wait = {name: None for name in scattered if plan.microbatches > 1 and EACH not in plan.nodes[name].runs}
-        staged = Cluster.from_dict(dict(plan.cluster)).device.kind == "cpu"
-        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (self._bucket_bytes([ops[name] for name in scattered]) if staged else 0.0)
+        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (self._bucket_bytes([ops[name] for name in scattered]) if self.shares.on_cpu else 0.0)
         return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
 
     def _bucket_bytes(self, ops: Sequence[Op]) -> float:

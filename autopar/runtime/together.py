@@ -26,8 +26,8 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 
 class Together:
     """`tensors[i]`, part of a tensor of global `shapes[i]`, goes by the steps `ways[i]`: as many for all, of the same kinds, on the same axes of
-    two ranks or more, in one dtype. The first begins now; `go_on` waits for the one that runs and begins the next one. The tensors are copied,
-    so they may change. `names` are for the count."""
+    two ranks or more, in one dtype. The first begins now; `go_on` waits for the one that runs and begins the next one, or lets go of what the last
+    one took. The tensors are copied, so they may change. `names` are for the count."""
 
     def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
         self.shapes, self.mesh, self.names = shapes, mesh, names
@@ -36,12 +36,13 @@ class Together:
 
     @property
     def more(self) -> bool:
-        """Whether a collective is yet to begin."""
-        return bool(self._left)
+        """Whether to go on later: a collective is yet to begin, or the one that runs takes more than it brings."""
+        return bool(self._left) or self._scatters
 
     def go_on(self) -> bool:
-        """Wait for the collective that runs and begin the next one; whether another one is to begin later."""
-        self._running = self._start(self._running())
+        """Wait for the collective that runs, and begin the next one if there is one; whether to go on later."""
+        came = self._running()
+        self._running = self._start(came) if self._left else self._keep(came)
         return self.more
 
     def wait(self) -> None:
@@ -54,10 +55,16 @@ class Together:
             self.go_on()
         return self._running()
 
+    def _keep(self, came: list[Tensor]) -> Finish:
+        """What has come, without what it came of."""
+        self._scatters = False
+        return lambda: came
+
     def _start(self, tensors: Sequence[Tensor]) -> Finish:
         steps = self._left.pop()
         self.nbytes = sum(most_elements(shape, step.before, self.mesh.sizes) * x.element_size() for step, x, shape in zip(steps, tensors, self.shapes, strict=True))
         self._count(steps, tensors)
+        self._scatters = steps[0].kind == "reduce_scatter"
         marked = ("sync", steps[0].kind, steps[0].axis)
         with mark(*marked):
             done = _START[steps[0].kind](steps, tensors, self.shapes, self.mesh)
@@ -89,12 +96,13 @@ def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
 
 def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
-    sizes = [tuple(piece.shape[1:]) for piece, _, _ in cuts]
+    sizes, lengths = [tuple(piece.shape[1:]) for piece, _, _ in cuts], [(dim, length) for _, dim, length in cuts]
     done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh, behind=True)
+    del cuts
 
     def finish() -> list[Tensor]:
-        pieces = zip(_split(done(), sizes), sizes, cuts, strict=True)
-        return [piece.view(size).narrow(dim, 0, length) for piece, size, (_, dim, length) in pieces]
+        pieces = zip(_split(done(), sizes), sizes, lengths, strict=True)
+        return [piece.view(size).narrow(dim, 0, length) for piece, size, (dim, length) in pieces]
 
     return finish
 

@@ -40,6 +40,11 @@ class Chain:
         """Whether a collective is yet to begin."""
         return self.begun < len(self._legs)
 
+    @property
+    def scatters(self) -> bool:
+        """Whether the collective that has begun last takes more than it brings."""
+        return self._legs[self.begun - 1][-1].kind == "reduce_scatter"
+
     def go_on(self) -> None:
         """Wait for the collective that runs; begin the next one."""
         self.wait()
@@ -64,7 +69,8 @@ class Chain:
 
 @dataclass(eq=False)
 class Sums:
-    """A bucket that has begun; `held` are the bytes on the rank in front of each collective."""
+    """A bucket that has begun; `held` are the bytes on the rank in front of each collective. What a last scatter took is let go when it has been waited for
+    (runtime.together)."""
 
     chain: Chain
     held: Sequence[float]
@@ -75,9 +81,12 @@ class Sums:
         return self.held[self.chain.begun - 1] if self.chain.begun else 0.0
 
     def go_on(self) -> bool:
-        """Begin the next collective; whether another one is to begin later."""
+        """Begin the next collective if there is one, or wait for the last; whether to go on later."""
+        if not self.chain.more:
+            self.chain.wait()
+            return False
         self.chain.go_on()
-        return self.chain.more
+        return self.chain.more or self.chain.scatters
 
     def wait(self) -> None:
         """Wait for what runs."""

@@ -326,7 +326,7 @@ def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Time
         request.say(f"search on {'x'.join(map(str, sizes))}")
         with suppress(InfeasibleError):
             glance = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=known)
-            seen.append(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known))
+            seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known), known * HONED, GLANCE_S))
             known = min(known, seen[-1].cost.time_s)
     fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
     elsewhere.tell(known)

@@ -39,11 +39,15 @@ from autopar.problem.tiling import large
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.search import ilp
 from autopar.search.tangents import promises, roamed
 from autopar.text import times
 
 HONINGS = 3
 """How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
+
+SURE = 0.02
+"""Relative: steps that take so much longer than their Problem thinks are compared with others in which less is to hide."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
@@ -238,6 +242,23 @@ class Planner:
             raise
         self.missing_bytes += [peaks[0] - self.request.limit_bytes] if found.short else []
         return found
+
+    def wary(self, found: Candidate, below_s: float, time_limit_s: float) -> Candidate:
+        """A Candidate, or where its step takes longer than its Problem thinks, in which more hides than does, the answer of the same with nothing hidden, if that takes
+        less and fits: as it runs it takes no longer than that says. That is only looked for where it may take less than `below_s`."""
+        problem, step_s = found.model.problem, found.cost.time_s
+        if found.peak_bytes is None or step_s <= problem.price(found.solution.choice).time_s * (1 + SURE):
+            return found
+        shown, cutoff_s = problem.shown(), min(step_s, below_s)
+        try:
+            first = ilp.glance(shown, time_limit_s=time_limit_s, cutoff_s=cutoff_s)
+        except InfeasibleError:
+            return found
+        if first.bound_s >= cutoff_s:
+            return found
+        best = ilp.search(shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SURE)
+        other = found.refined(replace(found.solution, choice=best.choice, optimal=False))
+        return other if other.cost.time_s < step_s and self.counted(other).peak <= self.request.limit_bytes else found
 
     def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
         """Whether some weight may be gathered in tiles, of which a Problem counts less than is there for a moment."""

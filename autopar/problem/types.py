@@ -150,6 +150,11 @@ class Problem:
         """The same with other room in memory, and another name."""
         return replace(self, memory_limit_bytes=limit_bytes, name=self.name if name is None else name, _check=False)
 
+    def shown(self) -> Problem:
+        """The same with nothing hidden: collectives of all groups show."""
+        nodes = tuple([replace(node, group=-1) for node in self.nodes])
+        return replace(self, nodes=nodes, nets=tuple([replace(net, group=-1) for net in self.nets]), groups=0, _check=False)
+
     def evaluate(self, choice: tuple[int, ...]) -> Cost:
         """What `choice` costs; solver-free, and what every strategy is scored by.
 

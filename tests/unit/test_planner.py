@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.onestage import SIMPLER, _short_of_memory, _simplest, _unfolded
+from autopar.onestage import SIMPLER, _short_of_memory, _simplest, _unfolded, plan
 from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution
@@ -90,3 +94,13 @@ def test_one_rank_cuts_nothing(recipe: str) -> None:
     options = [option for combo in combos for joint in combo for option in joint.options]
     assert options and not any(option.split or option.run for option in options)
     assert found.cost.exposed_s == found.cost.hidden_s == 0.0
+
+
+@pytest.mark.parametrize(("few", "many"), [("h100:1x2", "h100:1x6"), ("h100:1x4", "h100:2x4")])
+def test_more_devices_are_no_slower_than_as_many_of_them_that_repeat_each_other(few: str, many: str) -> None:
+    """Layers of very unlike widths: by linear prices sums of their gradients hide that in a step show, and the optimum of those prices leads to no better one."""
+    widths = (256, 4096, 128, 8192, 64, 2048, 512, 512)
+    model = nn.Sequential(*(layer for here, there in itertools.pairwise(widths) for layer in (nn.Linear(here, there), nn.GELU())))
+    made = capture(model, (torch.zeros(256, widths[0]), torch.zeros(256, widths[-1])), loss_fn=nn.functional.mse_loss)
+    one, other = (plan(made.gm, made.hints, Request(Cluster.parse(cluster))).predicted.step_s for cluster in (few, many))
+    assert other <= one * (1 + SIMPLER)

@@ -31,6 +31,12 @@ def test_readers_of_one_layout_share_one_reshard() -> None:
     assert cost.memory_bytes == 20.0 + 2.0
 
 
+def test_nothing_hides_where_all_is_shown() -> None:
+    cost = small().shown().evaluate((1, 0, 0))
+    assert (cost.compute_s, cost.exposed_s, cost.hidden_s) == (10.0, 3.0 + 5.0, 0.0)
+    assert cost.memory_bytes == 20.0 + 2.0
+
+
 def test_two_layouts_are_two_reshards() -> None:
     cost = small().evaluate((0, 0, 1))
     assert (cost.exposed_s, cost.memory_bytes) == (1.0, 20.0 + 4.0)

@@ -85,8 +85,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
     if best is None:
         faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}{faster}: "
-                              + ("; ".join(why[-3:]) or walks[0].reason if walks[0].floors else f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on "
-                                 f"{inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")))
+                              + ("; ".join(why[-3:]) or walks[0].reason))
     made = _finished(inner, best, flat, tried, bound_s, about)
     return replace(made, notes=inner.timer.noted(made.notes))
 

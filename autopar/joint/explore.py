@@ -76,7 +76,7 @@ class Explorer:
     def reason(self) -> str:
         """Why there is no answer."""
         if not self.floors:
-            return "its weights fit on no shape of the cluster"
+            return self.space.none(self.inner)
         return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {seconds(self.known_s)}"
 
     @property

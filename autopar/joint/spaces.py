@@ -35,15 +35,28 @@ class Space:
 
     def shapes(self, inner: Inner) -> list[Shape]:
         """All shapes of the space on the cluster that `inner` is for, in order."""
+        return sorted(shape for shape in self._laid(inner) if self._rests_bytes(inner, shape) <= inner.mean_bytes(shape.places))
+
+    def none(self, inner: Inner) -> str:
+        """Why the space has no shapes."""
+        short = min(((self._rests_bytes(inner, shape), inner.mean_bytes(shape.places)) for shape in self._laid(inner)), key=lambda bytes_: bytes_[0] - bytes_[1], default=None)
+        if short is not None:
+            rests, room = (nbytes / 2**30 for nbytes in short)
+            return (f"weights, gradients and optimizer state alone take {rests:.2f} GiB per device, cut as evenly as its axes allow, {room:.2f} GiB are there: "
+                    "use more or larger devices, or a recipe that cuts them over more ranks")
+        return f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on {inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")
+
+    def _laid(self, inner: Inner) -> Iterator[Shape]:
+        """All shapes, whatever the memory is."""
         cluster, fixed = inner.request.cluster, self.mesh or inner.request.mesh
         found = [(1, mesh) for mesh in spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
         found += layouts(cluster, self.axes, inner.pieces)
-        return sorted(Shape(places, mesh, m) for places, mesh in dict.fromkeys(found) if fixed in (None, mesh)
-                      for m in self._counts(inner, places, mesh))
+        for places, mesh in dict.fromkeys(found):
+            yield from (Shape(places, mesh, m) for m in self._counts(inner, places, mesh) if fixed in (None, mesh))
 
     def _counts(self, inner: Inner, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
         used = self.roles_on(mesh)
-        if used is None or not _may_rest(inner, places, mesh, used):
+        if used is None:
             return
         if all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds):
             yield 1
@@ -53,11 +66,10 @@ class Space:
         ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
         yield from (m for m in counts(inner.batch, max(2, places)) if inner.batch % (m * ways) == 0)
 
-
-def _may_rest(inner: Inner, places: int, mesh: tuple[int, ...], used: Used) -> bool:
-    """Whether weights, gradients and optimizer state alone can fit when cut as evenly as the roles allow."""
-    cut = places * math.prod(n for n, role in zip(mesh, used, strict=True) if role is not roles.data)
-    return inner.rest_bytes / cut <= inner.mean_bytes(places)
+    def _rests_bytes(self, inner: Inner, shape: Shape) -> float:
+        """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""
+        used = self.roles_on(shape.mesh) or ()
+        return inner.rest_bytes / (shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data))
 
 
 SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.joint import plan
 from autopar.joint.inner import Inner
 from autopar.joint.spaces import asked
@@ -56,3 +56,11 @@ def test_what_cannot_be_says_which_meshes_can(case: str) -> None:
 def test_an_axis_of_size_one_changes_nothing() -> None:
     made, plain = (plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe="3d", mesh=mesh), model="stack", graph_hash="0" * 64) for mesh in ((1, 2), (2,)))
     assert made.predicted == plain.predicted and made.mesh == plain.mesh == (2,) and made.places == 2
+
+
+@pytest.mark.parametrize(("batch", "memory_bytes", "message"), [(2048, 1e6, r"weights, gradients and optimizer state alone take .* GiB per device, .* 0\.00 GiB are there: use more or larger devices"),
+                                                                (1, None, r"no way to lay \d+ pieces and a batch of 1 on 4 devices \(a batch of one sample has no microbatches\)$")])
+def test_no_shape_at_all_is_said_to_be_for_memory_only_where_it_is(batch: int, memory_bytes: float | None, message: str) -> None:
+    request = Request(Cluster.parse("cpu:1x4"), recipe="1f1b", memory_bytes=memory_bytes)
+    with pytest.raises(InfeasibleError, match=message):
+        plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
+from autopar.codegen.tally import Tally
 from autopar.layout import fraction
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
@@ -28,8 +29,8 @@ Buckets = tuple[float, ...]  # bytes on a rank that travel together, forward and
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One reshard. `step_s` is forward and backward, all times that it runs in a step, with nothing hidden; `reason` holds
-    the collectives with bytes and the price of one run."""
+    """One reshard. `count` is how often it runs in a step, on all places together; `step_s` is forward and backward, all times that it runs
+    and runs again, with nothing hidden; `reason` holds the collectives with bytes and the price of one run."""
 
     scope: str
     tensor: str
@@ -56,12 +57,12 @@ def prices_of(plan: Plan, place: int = 0) -> Prices:
 def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
     context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
-    prices = [prices_of(plan, place) for place in kinds]
+    prices, tallies = [prices_of(plan, place) for place in kinds], [Tally(program, plan, place) for place in range(plan.places)]
     found, together = [(reshard, _keys(reshard, context.sizes)) for reshard in context.edges.reshards], dict[object, float]()
     for reshard, keys in found:
         for key in keys:
             together[key] = together.get(key, 0.0) + program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
-    return [_row(reshard, context, prices, plan, tuple([min(program.bucket_bytes, together[key]) for key in keys])) for reshard, keys in found]
+    return [_row(reshard, context, prices, tallies, tuple([min(program.bucket_bytes, together[key]) for key in keys])) for reshard, keys in found]
 
 
 def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
@@ -72,22 +73,22 @@ def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
     return ("leaves", bool(reshard.scope), reshard.src, reshard.dst), ("gradients", reshard.each, *((step.kind, step.axis) for step in reshard.backward(sizes)))
 
 
-def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], plan: Plan, buckets: Buckets) -> Row:
-    producer = context.program.ops[reshard.ref[0]]
-    parts = plan.microbatches if reshard.role != "sync" else 1
-    first = context.program.first_runs(reshard.ref)
-    step_s = (reshard.count - first) * _once_s(reshard, context, prices, buckets) + first * _once_s(reshard.in_first, context, prices, buckets)
+def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], tallies: Sequence[Tally], buckets: Buckets) -> Row:
+    producer, count, step_s = context.program.ops[reshard.ref[0]], 0, 0.0
     readers = [context.program.ops[name] for name in reshard.readers]
-    if reshard.each:
-        step_s += (plan.microbatches - 1) * reshard.count * _once_s(reshard.back, context, prices, buckets)
-    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, reshard.count * parts,
-               step_s * parts, context.reason(reshard), tuple(label(op) for op in readers),
+    for each, runs, first in (run for tally in tallies for run in tally.reshards([reshard])):
+        step_s += (runs - first) * _once_s(each, context, prices, buckets) + (first * _once_s(each.in_first, context, prices, buckets) if first else 0.0)
+        count += runs if each.src.value == reshard.src.value else 0  # the way back of gradients after every microbatch is no run of its own
+    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, count,
+               step_s, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
 
 
 def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
-    """Seconds of one run, forward and backward, on the slowest of the places that `prices` are of."""
-    return max(seconds(reshard, context.micro_bytes(reshard.ref), each, context.sizes, buckets) for each in prices)
+    """Seconds of one run, forward and backward, on the slowest of the places that `prices` are of; where its block is run again, forward twice."""
+    size = context.micro_bytes(reshard.ref)
+    twice = [reshard, reshard.onward] if reshard.replay == "again" else [reshard]
+    return max(sum(seconds(each, size, one, context.sizes, buckets) for each in twice) for one in prices)
 
 
 def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = ()) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.codegen.context import Context
 from autopar.problem.reading import read
 from autopar.recipes import RECIPES
 from autopar.report.reshards import reshards
 from tests.helpers.planned import planned
-from tests.helpers.verify import BATCH, SEQ, by_recipe, subject
+from tests.helpers.verify import BATCH, SEQ, by_recipe, by_stages, planner_of, subject
 
 
 @pytest.mark.parametrize("recipe", [None, *(name for name in RECIPES if name != "ep")])  # the stack has no experts
@@ -16,6 +17,24 @@ def test_the_rows_add_up_to_the_price_of_the_plan(recipe: str | None) -> None:
     made = planned(recipe)
     total = sum(row.step_s for row in reshards(made.program, made.plan))
     assert total == pytest.approx(made.plan.predicted.exposed_s, rel=1e-9)  # a CPU hides nothing
+
+
+@pytest.mark.parametrize("level", ["selective", "full"])
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp_sp", "hsdp"])
+def test_what_runs_again_is_in_the_rows(recipe: str, level: str) -> None:
+    """Weights that blocks gather for their second run, and changes of layout in it."""
+    made = planned(recipe, remat=level)
+    rows = reshards(made.program, made.plan)
+    assert made.plan.remat and sum(row.step_s for row in rows) == pytest.approx(made.plan.predicted.exposed_s, rel=1e-9)
+    assert [row.count for row in rows] == [each.count for each in Context(made.program, made.plan, {}).edges.reshards]
+
+
+def test_a_pipeline_counts_what_each_place_runs() -> None:
+    """What a stage moves it moves for every microbatch; the gradient of a weight that two places have is summed on both."""
+    who = subject("hf-gpt2")
+    rows = {row.tensor: row for row in reshards(planner_of(who, (2,)).program, by_stages(who, (2,), "ddp", 2, 4, "1f1b"))}
+    assert {name: rows[name].count for name in ("div_tensor", "transformer.wte.weight", "transformer.wpe.weight")} == {
+        "div_tensor": 4, "transformer.wte.weight": 2, "transformer.wpe.weight": 1}
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])

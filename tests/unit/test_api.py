@@ -136,6 +136,13 @@ def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     assert not report.ok and "over_all" in report.first and "values are wrong on mesh (2,)" in str(report) and f"first node that differs: {report.first}" in str(report)
 
 
+def test_verify_of_a_model_whose_input_has_the_name_of_a_function_of_python():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8), torch.randn(8, 4)
+    compiled = autopar.compile(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), "cpu:1x2", batch, loss_fn=nn.functional.mse_loss, recipe="ddp")
+    assert "input" in compiled.plan.nodes and compiled.verify(*batch).ok
+
+
 def test_verify_says_what_it_lacks(tmp_path):
     batch = torch.randn(8, 8), torch.randn(8, 8)
     compiled = autopar.compile(Model(), "cpu:1x2", batch, recipe="ddp")

@@ -3,7 +3,8 @@
     if labels.max() >= vocab_size: raise ValueError(...)     # or elif, `not`, and, or; the other side of an else; an assert
 
 A graph has no such branch. One side of it only raises, so that the model is what the other side says, for every batch that it takes at all; which checks are left out
-is told. A check whose error the model itself may catch decides what it computes, and is none of these.
+is told. A check whose error the model itself may catch decides what it computes, and is none of these. What asks whether values are finite is answered
+too (`capture.finite`), whatever comes of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from unittest import mock
 
 from torch import Tensor
 
+from autopar.capture.finite import Finite
 from autopar.capture.lines import place_of, users
+
+UNCHECKED = "a check of values is no part of the emitted program: batches that it refuses are computed, check them before"
+UNCLAMPED = "values are taken to be finite: what the model does where they are not is no part of the emitted program"
 
 Span = tuple[int, int, int, int]
 """First line and column, and the last ones, of an expression."""
@@ -27,23 +32,25 @@ Span = tuple[int, int, int, int]
 
 @contextmanager
 def passing_guards(told: list[str] | None = None) -> Iterator[None]:
-    """Inside, a check of a tensor's value passes; each is `told` as a note, once."""
-    asked = Tensor.__bool__
+    """Inside, a check of a tensor's value passes, and values are finite; each question is `told` as a note, once."""
+    asked, finite = Tensor.__bool__, Finite()
     notes: list[str] = [] if told is None else told
 
     def answered(tensor: Tensor) -> bool:
         frame = inspect.currentframe()
         assert frame is not None and frame.f_back is not None, "something asks"
-        answer = _passes(frame.f_back)
+        answer, note = _passes(frame.f_back), UNCHECKED
+        if answer is None:
+            answer, note = finite.of(tensor), UNCLAMPED
         if answer is None:
             return asked(tensor)
-        note = f"a check of values is no part of the emitted program: batches that it refuses are computed, check them before ({place_of(frame.f_back)})"
+        note = f"{note} ({place_of(frame.f_back)})"
         if note not in notes:
             notes.append(note)
         return answer
 
     answered.__name__ = asked.__name__  # by which modes know it
-    with mock.patch.object(Tensor, "__bool__", answered):
+    with mock.patch.object(Tensor, "__bool__", answered), finite:
         yield
 
 

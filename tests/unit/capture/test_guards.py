@@ -1,4 +1,4 @@
-"""Checks of values that only raise: the graph is the model without them, and a note says so; other branches on values are refused."""
+"""Checks of values that only raise: the graph is the model without them, and a note says so; whether values are finite is answered; other branches on values are refused."""
 
 from __future__ import annotations
 
@@ -83,6 +83,30 @@ def chooses_a_check(x):
     return 2 * x
 
 
+def clamped(x):
+    if not torch.isfinite(x).all():
+        most = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-most, max=most)
+    return 2 * x
+
+
+def replaced(x):
+    broken = x.isnan() | x.isinf()
+    if torch.any(broken):
+        x = torch.nan_to_num(x)
+    if torch.isnan(x.sum()) or bool(~torch.all(x.isfinite())):
+        return x
+    return 2 * x
+
+
+def any_finite(x):
+    return 2 * x if torch.isfinite(x).any() else x
+
+
+def of_another(x):
+    return x if torch.any(x.isnan() | (x > 9)) else 2 * x
+
+
 class Net(nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -90,6 +114,13 @@ class Net(nn.Module):
 
     def forward(self, x, y):
         return F.mse_loss(self.map(self.change(x)), y)
+
+
+def computed(captured, model, x, y):
+    """The loss, by the graph."""
+    (loss,) = lift(captured.gm)(*(model.get_parameter(node.meta["fqn"]) if node.meta["role"] == "param" else {"x": x, "y": y}[node.meta["input"]]
+                                  for node in captured.gm.graph.find_nodes(op="placeholder")))
+    return loss
 
 
 @pytest.mark.parametrize(("change", "lines"), [
@@ -101,12 +132,24 @@ def test_a_check_is_left_out_and_named(change, lines):
     assert [note.split("before ")[1].split(": ", 1)[1].rstrip(")") for note in captured.notes] == [line.rstrip(")") for line in lines]
     assert all("check of values is no part of the emitted program" in note for note in captured.notes)
     assert list(captured.gm.meta["symbols"]) == ["b"]
-    (loss,) = lift(captured.gm)(*(model.get_parameter(node.meta["fqn"]) if node.meta["role"] == "param" else {"x": x, "y": y}[node.meta["input"]]
-                                  for node in captured.gm.graph.find_nodes(op="placeholder")))
-    torch.testing.assert_close(loss, model(x, y))
+    torch.testing.assert_close(computed(captured, model, x, y), model(x, y))
 
 
-@pytest.mark.parametrize("change", [caught, caught_here, chosen, both, chooses_a_check])
+@pytest.mark.parametrize(("change", "questions"), [(clamped, 1), (replaced, 2)])
+def test_values_are_taken_to_be_finite(change, questions):
+    model, x, y = Net(change), torch.rand(4, 3), torch.rand(4, 3)
+    captured = capture(model, (x, y))
+    assert len(captured.notes) == questions and all("taken to be finite" in note and "test_guards.py" in note for note in captured.notes)
+    assert not any("isfinite" in str(node.target) or "clamp" in str(node.target) for node in captured.gm.graph.nodes)
+    torch.testing.assert_close(computed(captured, model, x, y), model(x, y))
+
+
+def test_of_float16_nobody_knows():
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Net(clamped).half(), (torch.rand(4, 3).half(), torch.rand(4, 3).half()))
+
+
+@pytest.mark.parametrize("change", [caught, caught_here, chosen, both, chooses_a_check, any_finite, of_another])
 def test_other_branches_are_refused(change):
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(Net(change), (torch.rand(4, 3), torch.rand(4, 3)))
@@ -118,18 +161,18 @@ def test_a_loss_of_torch_that_checks():
 
 
 class Checked(nn.Module):
-    def __init__(self):
+    def __init__(self, change):
         super().__init__()
-        self.map = nn.Linear(3, 3)
+        self.map, self.change = nn.Linear(3, 3), change
 
     def forward(self, x):
-        return torch.tanh(self.map(asserted(x)))
+        return torch.tanh(self.map(self.change(x)))
 
 
 class Blocks(nn.Module):
-    def __init__(self):
+    def __init__(self, change):
         super().__init__()
-        self.layers = nn.ModuleList(Checked() for _ in range(6))
+        self.layers = nn.ModuleList(Checked(change) for _ in range(6))
 
     def forward(self, x):
         for layer in self.layers:
@@ -137,6 +180,7 @@ class Blocks(nn.Module):
         return x
 
 
-def test_blocks_with_checks_are_folded():
-    captured = capture(Blocks(), (torch.rand(4, 3), torch.rand(4, 3)), loss_fn=F.mse_loss)
+@pytest.mark.parametrize("change", [asserted, clamped])
+def test_blocks_with_checks_are_folded(change):
+    captured = capture(Blocks(change), (torch.rand(4, 3), torch.rand(4, 3)), loss_fn=F.mse_loss)
     assert [node.meta.get("repeat") for node in captured.gm.graph.nodes if node.op == "call_module"] == [6] and len(captured.notes) == 1

@@ -1,0 +1,54 @@
+"""Questions whether values are finite, while a model runs without values: they are.
+
+    if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)      # transformers' DETR and what is made of it
+    if torch.isnan(loss): ...
+
+A graph has one branch: that of finite values, which all values of a run are that works. Not of float16, where models clamp what goes beyond 65504 in steps that work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
+"""What is so everywhere where values are finite."""
+REDUCED = {True: "all", False: "any"}
+"""What gives true of nothing but true, and false of nothing but false, however many there are."""
+NEGATED = ("bitwise_not", "invert", "logical_not")
+BOTH = ("and", "bitwise_and", "bitwise_or", "logical_and", "logical_or", "or")
+"""What gives the same of two tensors that are the same everywhere."""
+
+
+class Finite(TorchFunctionMode):
+    """Remembers which tensors are true, or false, everywhere where values are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Tensor, bool]] = {}  # by id, with the tensor: the id of a freed one would be used again
+
+    def of(self, tensor: Tensor) -> bool | None:
+        """What `tensor` is everywhere; None where it is not made of questions whether values are finite."""
+        return self._known.get(id(tensor), (tensor, None))[1]
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
+            answer = self._answer(getattr(func, "__name__", "").strip("_"), args)
+            if answer is not None:
+                self._known[id(result)] = result, answer
+        return result
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        first = args[0]
+        if name in ANSWERS:
+            return None if first.dtype is torch.float16 else ANSWERS[name]
+        known = self.of(first)
+        if known is None:
+            return None
+        if name in BOTH:
+            return known if isinstance(args[1], Tensor) and self.of(args[1]) is known else None
+        return known if name == REDUCED[known] else not known if name in NEGATED else None

@@ -39,8 +39,8 @@ NO_LIMIT_BYTES = float(1 << 60)
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
     activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s` the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
-    `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`, and `expert_trained` of these are
-    stacks of experts'."""
+    `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`; `expert_parameters` of
+    the first and `expert_trained` of the second are stacks of experts'."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -53,6 +53,7 @@ class UnitTime:
     experts: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
+    expert_parameters: float = 0.0
     trained: float = 0.0
     expert_trained: float = 0.0
 
@@ -166,6 +167,7 @@ class _Reader:
         layout: Layout = tuple(option.outs[0].value for option in self.decisions[op.name])
         held = float(most_elements(op.call.outs[0].sizes, layout, self.mesh.sizes) * op.count)
         here.parameters += held
+        here.expert_parameters += held if stacked(op) else 0.0
         if op.call.outs[0].grad:
             here.trained += held
             here.expert_trained += held if stacked(op) else 0.0

@@ -13,10 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster, MeshAxis, Span
+from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
+from autopar.predict.owners import Owners, line
 from autopar.predict.place import Place, UnitTime
 from autopar.predict.setup import Setup
 from autopar.problem.prices import OVERLAP
@@ -63,20 +64,6 @@ class _Times:
     expert_trained: float = 0.0
 
 
-def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
-    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the next one."""
-    spans: list[Span] = []
-    for level in reversed(cluster.levels):
-        taken = math.gcd(inner, level.size)
-        inner //= taken
-        room = level.size // taken
-        here = size if level is cluster.levels[0] else math.gcd(size, room)
-        if here > 1:
-            spans.append(Span(level, here))
-        size //= here
-    return MeshAxis("line", math.prod(span.size for span in spans), tuple(reversed(spans)), cluster.device)
-
-
 @dataclass(frozen=True)
 class Layers:
     """So many layers of a model of which a place has some: the first `leading` are like the first run of blocks there, all others evenly like the other runs, a block of
@@ -105,9 +92,7 @@ class _Step:
         self.place, self.layers, self.setup, self.cluster = place, layers, setup, cluster
         self.device, self.software = cluster.device, setup.software
         inner = setup.tp * setup.cp
-        self.data = line(cluster, inner, setup.dp // setup.replicas)
-        self.sums = line(cluster, inner if setup.cp == 1 else setup.tp, setup.dp * setup.cp)
-        self.experts = line(cluster, inner * setup.expert_ways, max(1, setup.dp // setup.expert_ways))
+        self.dense, self.stacked = Owners.of_dense(cluster, setup), Owners.of_experts(cluster, setup)
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -171,7 +156,7 @@ class _Step:
         late = _late_s(host, forward + forward_comm)
         late_back = _late_s(host + again_host, back + back_comm + again_s + again_comm)
         shown = [0.0, 0.0]
-        if setup.zero == 3 and setup.dp > 1:
+        if setup.zero == 3 and self.dense.shards.size > 1:
             shown = self._shards_s(unit, forward + late, back + again_s + late_back)
         times.forward_s += count * forward
         times.backward_s += count * back
@@ -188,13 +173,17 @@ class _Step:
         """Gradients are added to those of earlier microbatches: read and written."""
         if self.setup.microbatches == 1:
             return 0.0
-        share = 1 / self.setup.dp if self.setup.zero == 3 else 1.0
-        return 2 * self.software.gradient_bytes * unit.trained * share / self.bandwidth_bytes_s
+        added = self._owned(unit) if self.setup.zero == 3 else unit.trained
+        return 2 * self.software.gradient_bytes * added / self.bandwidth_bytes_s
+
+    def _owned(self, held: UnitTime | _Times) -> float:
+        """Of the trained elements that a rank computes with, those that rest there where they are cut at rest."""
+        return (held.trained - held.expert_trained) / self.dense.shards.size + held.expert_trained / self.stacked.shards.size
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
         """What sticks out of the gathers of a unit's weights and the scatters of their gradients, forward and backward."""
-        gather = collective_s("all_gather", self.software.gathered_bytes * unit.parameters, self.data)
-        scatter = collective_s("reduce_scatter", self.software.gradient_bytes * unit.trained, self.data) if unit.trained else 0.0
+        gather = self._over_shards("all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters)
+        scatter = self._over_shards("reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained)
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
             return [gather, gather + scatter + copied_s]
@@ -214,17 +203,16 @@ class _Step:
         short, shorter = (step_s(_order(setup, n), times, places) for n in (few, few - p))
         return short + (short - shorter) / p * (count - few)
 
+    def _over_shards(self, kind: str, itemsize: float, elements: float, of_experts: float) -> float:
+        """A collective of all elements of a rank, `of_experts` of them, over those that have the rest of each."""
+        return sum(collective_s(kind, itemsize * n, owners.shards) for n, owners in ((elements - of_experts, self.dense), (of_experts, self.stacked)) if n > 0)
+
     def _sync_s(self, stages: Sequence[_Times]) -> float:
         """Sums of gradients at the end of the step, and gathers of updated weights: what sticks out."""
         setup, software = self.setup, self.software
-        ways = setup.dp * setup.cp
-        if ways == 1 or (setup.zero == 3 and setup.replicas == 1):
-            return 0.0
-        dense = sum(t.trained - t.expert_trained for t in stages)
-        stacked = sum(t.expert_trained for t in stages)
-        back = sum(self._sum_s(n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts)) if n and axis.size > 1)
-        ahead = sum(collective_s("all_gather", 2 * n, axis) for n, axis in ((dense, self.sums), (stacked, self.experts))
-                    if n and axis.size > 1) if setup.zero in (1, 2) else 0.0
+        trained, stacked = (sum(getattr(t, name) for t in stages) for name in ("trained", "expert_trained"))
+        back = sum(self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0)
+        ahead = self._over_shards("all_gather", 2, trained, stacked) if setup.zero in (1, 2) else 0.0
         if not software.overlap_gradients:
             return back + ahead
         return self._shown_s(back, sum(t.pace_backward_s for t in stages)) + self._shown_s(ahead, sum(t.pace_forward_s for t in stages))
@@ -234,14 +222,18 @@ class _Step:
         hidden = min(comm_s, OVERLAP * compute_s)
         return comm_s - hidden + self.device.contended * hidden
 
-    def _sum_s(self, elements: float, axis: MeshAxis) -> float:
-        kind = "reduce_scatter" if self.setup.zero in (1, 2) else "all_reduce"
-        return collective_s(kind, self.software.gradient_bytes * elements, axis)
+    def _sum_s(self, elements: float, owners: Owners) -> float:
+        """The sum of so many elements: over the ranks that rest with a part each, then of these parts over the copies; `zero` 3 did the first in the backward."""
+        nbytes = self.software.gradient_bytes * elements
+        if self.setup.zero == 0:
+            return collective_s("all_reduce", nbytes, owners.all)
+        scatter = 0.0 if self.setup.zero == 3 else collective_s("reduce_scatter", nbytes, owners.shards)
+        return scatter + collective_s("all_reduce", nbytes / owners.shards.size, owners.copies)
 
     def _update_s(self, stages: Sequence[_Times]) -> float:
         """The optimizer's pass over what a rank owns, the norm of the gradients and their reset."""
         held = sum(t.trained for t in stages)
-        owned = held / (self.setup.dp // self.setup.replicas * self.setup.cp if self.setup.zero else 1)
+        owned = sum(self._owned(t) for t in stages) if self.setup.zero else held
         whole = owned if self.setup.zero == 3 else held
         return (self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole) / self.bandwidth_bytes_s
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
 from autopar.pipeline.units import Unit
 from autopar.predict import Layers, Place, Prediction, Setup, Software, UnitTime, predict
-from autopar.predict.step import largest_of, line
+from autopar.predict.owners import Owners, line
+from autopar.predict.step import largest_of
 
 CLUSTER = Cluster.parse("a100-80:4x8")
 PLACE = Place((Unit("embedding"), Unit("blocks", 0), Unit("blocks", 1), Unit("head")),
@@ -147,3 +149,36 @@ def test_frozen_weights_are_gathered_and_neither_summed_nor_updated() -> None:
         all_of_it, none = predict(PLACE, 8, setup, CLUSTER), predict(frozen, 8, setup, CLUSTER)
         assert none.sync_s == none.optimizer_s == 0 < all_of_it.optimizer_s and none.compute_s < all_of_it.compute_s
         assert (0 < none.shards_s < all_of_it.shards_s) if zero == 3 else none.shards_s == 0
+
+
+def test_context_parallel_ranks_have_parts_of_the_shards_too() -> None:
+    """The same ranks, dense weights alone: however they share the tokens, gathers, sums and the optimizer are of as many."""
+    data, both, context = (step(pp=1, tp=1, zero=3, dp=32 // cp, cp=cp, software=Software(overlap_gradients=False)) for cp in (1, 4, 32))
+    assert data.shards_s > 0 and data.shards_s == pytest.approx(both.shards_s) == pytest.approx(context.shards_s)
+    assert data.optimizer_s == pytest.approx(context.optimizer_s) and data.compute_s == pytest.approx(context.compute_s)
+
+
+@pytest.mark.parametrize("change, dense, stacked", [
+    ({"dp": 16}, (16, 16, 1), (4, 4, 1)), ({"dp": 4}, (4, 4, 1), (1, 1, 1)), ({"dp": 16, "replicas": 2}, (16, 8, 2), (4, 2, 2)),
+    ({"dp": 4, "cp": 4}, (16, 16, 1), (4, 4, 1)), ({"dp": 16, "replicas": 8}, (16, 2, 8), (4, 1, 4)),
+])
+def test_who_has_the_same_weights(change: dict[str, int], dense: tuple[int, ...], stacked: tuple[int, ...]) -> None:
+    """Of 4 expert-parallel ranks each has other experts than the next."""
+    setup = replace(SETUP, pp=1, ep=4, **change)
+    for found, sizes in ((Owners.of_dense(CLUSTER, setup), dense), (Owners.of_experts(CLUSTER, setup), stacked)):
+        assert (found.all.size, found.shards.size, found.copies.size) == sizes
+
+
+def test_experts_without_copies_are_neither_gathered_nor_cut() -> None:
+    routed = replace(PLACE.times["blocks"], parameters=5e9, trained=5e9, expert_parameters=5e9, expert_trained=5e9)
+    place = replace(PLACE, times={**PLACE.times, "blocks": routed})
+    software = Software(overlap_gradients=False, captured=True)
+    alone, copied = (predict(place, 8, replace(SETUP, pp=1, dp=16, ep=ep, zero=3, microbatches=2, software=software), CLUSTER) for ep in (16, 8))
+    assert alone.shards_s < 0.1 * copied.shards_s and alone.optimizer_s == pytest.approx(2 * copied.optimizer_s, rel=0.01)
+
+
+def test_copies_of_shards_sum_their_parts() -> None:
+    """Of 16 ranks 4 next to each other have a quarter of each gradient, which the 4 nodes sum."""
+    one, copies = (step(pp=1, dp=16, zero=3, replicas=n, software=Software(overlap_gradients=False)) for n in (1, 4))
+    assert one.sync_s == 0 and copies.sync_s == pytest.approx(collective_s("all_reduce", 4 * (8e7 + 2e6) / 4, line(CLUSTER, 8, 4)))
+    assert copies.optimizer_s == pytest.approx(4 * one.optimizer_s)

@@ -1,0 +1,51 @@
+"""Which ranks have the same weights under a given configuration, and rest with parts of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster, MeshAxis, Span
+from autopar.predict.setup import Setup
+
+
+def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
+    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the next one."""
+    spans: list[Span] = []
+    for level in reversed(cluster.levels):
+        taken = math.gcd(inner, level.size)
+        inner //= taken
+        room = level.size // taken
+        here = size if level is cluster.levels[0] else math.gcd(size, room)
+        if here > 1:
+            spans.append(Span(level, here))
+        size //= here
+    return MeshAxis("line", math.prod(span.size for span in spans), tuple(reversed(spans)), cluster.device)
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The ranks that compute with the same weights (`all`): `shards` of them next to each other have a part of them each where they are cut at rest, and there are so
+    many `copies` of that."""
+
+    all: MeshAxis
+    shards: MeshAxis
+    copies: MeshAxis
+
+    @staticmethod
+    def of_dense(cluster: Cluster, setup: Setup) -> Owners:
+        """Those of weights that all data-parallel and context-parallel ranks have."""
+        shards = setup.dp // setup.replicas * setup.cp
+        return Owners(line(cluster, setup.tp, setup.dp * setup.cp), line(cluster, setup.tp, shards), line(cluster, setup.tp * shards, setup.replicas))
+
+    @staticmethod
+    def of_experts(cluster: Cluster, setup: Setup) -> Owners:
+        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks, and the context-parallel ones beside each."""
+        apart, ways = setup.tp * setup.cp * setup.expert_ways, setup.dp // setup.expert_ways
+        beside, shards = line(cluster, setup.tp, setup.cp), max(1, ways // setup.replicas)
+        return Owners(joined(line(cluster, apart, ways), beside), joined(line(cluster, apart, shards), beside), line(cluster, apart * shards, ways // shards))
+
+
+def joined(outer: MeshAxis, inner: MeshAxis) -> MeshAxis:
+    """The axis of all ranks of `inner` beside each rank of `outer`."""
+    return MeshAxis("line", outer.size * inner.size, (*outer.spans, *inner.spans), outer.device)

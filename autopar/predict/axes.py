@@ -21,7 +21,7 @@ from autopar.recipes import roles, sequence
 from autopar.recipes.kinds import PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.recipes.roles import Role
 from autopar.rules.language import Option
-from passes import facts
+from passes import facts, ops
 
 RESTS: dict[int, Role] = {0: roles.data, 1: roles.zero1, 2: roles.zero2, 3: roles.zero3}
 """How parameters rest on an axis of data parallelism, by the stage of ZeRO."""
@@ -134,9 +134,11 @@ def in_attention(op: Op) -> bool:
     return op.target is ATTENTION or scores(op)
 
 
-def in_mlp(op: Op) -> bool:
-    """Whether an operator is of the feed-forward part of a block."""
-    return ".mlp" in f".{op.node.meta.get('module', '')}"
+def in_mlp(program: Program, routed: bool) -> Callable[[Op], bool]:
+    """Whether an operator is of the feed-forward part of a block: of those without experts, or (`routed`) of those with them, and of what all tokens meet beside these."""
+    with_experts = {op.scope for op in program.ops.values() if op.target is ops.experts}
+    word = "mlp" if routed else ".mlp"
+    return lambda op: word in f".{op.node.meta.get('module', '')}" and (op.scope in with_experts) == routed
 
 
 def kept_operators(program: Program) -> frozenset[str]:
@@ -152,7 +154,8 @@ def kept_operators(program: Program) -> frozenset[str]:
 
 PARTS: dict[str, Callable[[Program], Callable[[Op], bool]]] = {
     "attention": lambda program: in_attention,
-    "mlp": lambda program: in_mlp,
+    "mlp": lambda program: in_mlp(program, routed=False),
+    "experts": lambda program: in_mlp(program, routed=True),
     "operators": lambda program: partial(_runs_again, kept_operators(program)),
 }
 """The parts of a block that can be run again by themselves (setup.PARTS)."""

@@ -17,8 +17,8 @@ from autopar.cost.comm import steps_s
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
-from autopar.predict.axes import axes, in_attention, kept_operators, stacked
-from autopar.predict.setup import Setup
+from autopar.predict.axes import PARTS, axes, kept_operators, stacked
+from autopar.predict.setup import WHOLE, Setup
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
@@ -38,7 +38,7 @@ NO_LIMIT_BYTES = float(1 << 60)
 @dataclass
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s` the part of `forward_s` that attention takes from scores on, `last_s` that of operators behind the last one that saves anything.
+    activations. `kept_s` is the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s`, `mlp_s` and `experts_s` the parts of `forward_s` that parts of a block take (setup.WHOLE), `last_s` that of operators behind the last one that saves anything.
     `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`; `expert_parameters` of
     the first and `expert_trained` of the second are stacks of experts'."""
 
@@ -47,6 +47,8 @@ class UnitTime:
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
     attention_s: float = 0.0
+    mlp_s: float = 0.0
+    experts_s: float = 0.0
     kept_s: float = 0.0
     last_s: float = 0.0
     operators: float = 0.0
@@ -129,6 +131,7 @@ class _Reader:
         self.times = {unit.name: UnitTime() for unit in self.order}
         self.reruns: dict[str, Rerun] = {}
         self.kept = kept_operators(self.program)
+        self.parts = {part: PARTS[part](self.program) for part in WHOLE}
 
     def place(self) -> Place:
         """The prices of all units."""
@@ -151,8 +154,9 @@ class _Reader:
         here.backward_s += both - forward
         here.operators += op.count
         here.experts += op.count * (op.target is ops.experts)
-        if in_attention(op):
-            here.attention_s += forward
+        for part, inside in self.parts.items():
+            if inside(op):
+                setattr(here, f"{part}_s", getattr(here, f"{part}_s") + forward)
         if op.name in self.kept:
             here.kept_s += forward
         if op.scope and not self._reruns(op.scope).reached(op.name):

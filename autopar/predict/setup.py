@@ -10,7 +10,10 @@ from autopar.memory import Habits
 from autopar.memory.habits import EMITTED
 
 RECOMPUTE = ("none", "selective", "full")
-PARTS = ("attention", "mlp", "operators")
+WHOLE = ("attention", "mlp", "experts")
+"""Parts of a block that run again whole: attention from scores on, the feed-forward layer, the layer of experts."""
+
+PARTS = (*WHOLE, "operators")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.owners import Owners, line
 from autopar.predict.place import Place, UnitTime
-from autopar.predict.setup import Setup
+from autopar.predict.setup import WHOLE, Setup
 from autopar.problem.prices import OVERLAP
 
 ROUNDING = 3.0
@@ -27,6 +27,10 @@ ROUNDING = 3.0
 
 KEPT_COMM = 0.5
 """Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums behind matmuls are kept."""
+
+
+MLP_COMM = 0.5
+"""Share of the tensor-parallel collectives of a block that are of its feed-forward layer: one of two pairs."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ class _Step:
         elif setup.recompute == "selective" and "operators" in setup.parts:
             again_s = self.slowest * max(0.0, unit.forward_s - unit.kept_s - unit.last_s * software.stops_early) * again
             again_comm, again_host = KEPT_COMM * forward_comm * again, host * again
-        elif setup.recompute == "selective" and "attention" in setup.parts:
-            again_s = self.slowest * unit.attention_s * again
+        elif setup.recompute == "selective":
+            again_s, again_comm, again_host = (x * again for x in self._parts_again(unit, forward_comm, host))
         late = _late_s(host, forward + forward_comm)
         late_back = _late_s(host + again_host, back + back_comm + again_s + again_comm)
         shown = [0.0, 0.0]
@@ -168,6 +172,13 @@ class _Step:
         times.pace_backward_s += count * (back + back_comm + again_s + again_comm + late_back + shown[1])
         times.trained += count * unit.trained
         times.expert_trained += count * unit.expert_trained
+
+    def _parts_again(self, unit: UnitTime, comm: float, host: float) -> tuple[float, float, float]:
+        """Seconds that the parts of a block take that run again whole: of kernels, of collectives, and of the host, which attention does not keep busy."""
+        fed = sum(getattr(unit, f"{part}_s") for part in WHOLE[1:] if part in self.setup.parts)
+        early = min(fed, unit.last_s * self.software.stops_early)
+        kernels = (unit.attention_s if "attention" in self.setup.parts else 0.0) + fed - early
+        return self.slowest * kernels, MLP_COMM * comm if fed else 0.0, host * min(1.0, fed / unit.forward_s) if fed else 0.0
 
     def _accumulate_s(self, unit: UnitTime) -> float:
         """Gradients are added to those of earlier microbatches: read and written."""

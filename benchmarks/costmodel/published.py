@@ -52,6 +52,10 @@ WORKSPACES = 3
 """Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
 
 
+PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)"))
+"""Parts of a block that run again, by how the column names them; `moe_act` is the activation of experts alone."""
+
+
 class Refused(ValueError):
     """A line that cannot be priced, and why."""
 
@@ -186,7 +190,7 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
         return "selective", 1.0, ("operators",)
     if "every 2nd" in detail:  # every second block
         return "full", 0.5, ()
-    parts = tuple(part for part, word in (("attention", "att"), ("mlp", "mlp")) if word in detail) if detail else ("attention",)
+    parts = tuple(part for part, pattern in PARTS if re.search(pattern, detail, re.I)) if detail else ("attention",)
     return ("selective" if parts else "none"), 1.0, parts
 
 

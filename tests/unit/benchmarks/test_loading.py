@@ -141,7 +141,7 @@ def test_peaks_are_told_apart_by_what_was_counted(tmp_path: Path, text: str, kin
 
 
 @pytest.mark.parametrize("detail, parts", [("core_attn", ("attention",)), ("mlp+core_attn", ("attention", "mlp")), ("mla_up_proj", ()), ("", ("attention",)),
-                                           ("op", ("operators",))])
+                                           ("op", ("operators",)), ("layernorm, moe_act, moe, and core_attn", ("attention", "experts")), ("layernorm and MoE activation", ())])
 def test_parts_that_run_again_are_read(tmp_path: Path, detail: str, parts: tuple[str, ...]) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"recompute": "selective", "recompute_detail": detail}])).rows
     assert row.setup.parts == parts and row.setup.recompute == ("selective" if parts else "none")

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.layout import most_elements
-from autopar.predict import decide
-from autopar.predict.axes import in_attention, kept_operators, rerun_levels, stacked
+from autopar.predict import decide, price
+from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
 from autopar.predict.setup import Setup
 from autopar.problem.kernels import multiplies
 from autopar.problem.reading import read
@@ -27,6 +27,18 @@ def test_by_operators_attention_and_every_other_matmul_are_kept() -> None:
     assert all(op.name in kept for op in program.ops.values() if op.role == "op" and in_attention(op))
     (levels,) = rerun_levels(program, Setup(2, 1, 256, recompute="selective", parts=("operators",))).values()
     assert set(matmuls[::2]) & set(levels) == set(levels) & set(matmuls)
+
+
+def test_parts_of_blocks_are_told_apart() -> None:
+    """The first block has a feed-forward layer, the others experts and what all tokens meet."""
+    sizes = Config(vocab=512, positions=256, layers=6, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512, rms=True, gated=True, rotary=True, bias=False, tied=False,
+                   experts=8, top_k=2, expert_ffn=128, shared=128, dense=3)
+    gm = captured(sizes, "bfloat16")
+    program = read(gm, {"b": 2, "s": 256}, training=True, device="cuda")
+    found = {part: {op.scope for op in program.ops.values() if op.role == "op" and PARTS[part](program)(op)} for part in ("mlp", "experts")}
+    assert len(found["mlp"]) == len(found["experts"]) == 1 and not found["mlp"] & found["experts"]
+    times = price(gm, Setup(2, 1, 256), Cluster.parse("h100:1x8"), "bfloat16").times
+    assert sorted((time.mlp_s > 0, time.experts_s > 0) for time in times.values() if time.attention_s) == [(False, True), (True, False)]
 
 
 @pytest.mark.parametrize("whole, runs", [(True, ["expert_dispatch", "expert_dispatch"]), (False, ["expert_dispatch", ""])])

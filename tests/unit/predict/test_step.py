@@ -83,6 +83,16 @@ def test_what_runs_again_may_end_early_or_be_of_parts() -> None:
     assert step(recompute="selective", parts=("mlp",)).recompute_s == 0 < step(recompute="selective").recompute_s
 
 
+def test_the_feed_forward_layer_may_run_again_alone() -> None:
+    """Of a block of 1 ms 0.5 are of it; of two pairs of collectives one is."""
+    place = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], mlp_s=5e-4)})
+    attention, both, mlp, whole, experts = (predict(place, 8, replace(SETUP, recompute=how, parts=parts, software=Software(captured=True)), CLUSTER) for how, parts in (
+        ("selective", ("attention",)), ("selective", ("attention", "mlp")), ("selective", ("mlp",)), ("full", ()), ("selective", ("experts",))))
+    assert mlp.recompute_s == pytest.approx(0.5 * whole.recompute_s) and both.recompute_s == pytest.approx(attention.recompute_s + mlp.recompute_s)
+    assert mlp.tensor_s - attention.tensor_s == pytest.approx((whole.tensor_s - attention.tensor_s) / 2)
+    assert experts.recompute_s == 0 and experts.step_s == pytest.approx(predict(place, 8, replace(SETUP, software=Software(captured=True)), CLUSTER).step_s)
+
+
 def test_all_but_some_operators_may_run_again() -> None:
     """Of a block of 1 ms, 0.4 ms are of operators that are kept; of what tensor-parallel ranks send the gathers go again."""
     kept = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], kept_s=4e-4)})

@@ -14,6 +14,7 @@ from torch import fx
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen.edges import Reshard, edges
 from autopar.cost.comm import steps_s
+from autopar.errors import PlanError
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
@@ -95,13 +96,17 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
-    """Settle what the roles of the axes leave open."""
+    """Settle what the roles of the axes leave open. Raises PlanError where the device does not multiply in the dtype that the software is said to."""
+    device, matmul = cluster.device, setup.software.matmul
+    if matmul and device.peak_flops.get(matmul, 0.0) <= device.flops(precision):
+        raise PlanError(f"setup: matmuls in {matmul} on {device.name}: its rates are {', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; "
+                        f"wanted a device that is faster in {matmul} than in {precision}")
     used = axes(replace(setup, dp=setup.expert_ways, replicas=1, zero=0))
     sizes = tuple(axis.ways for axis in used)
     hints = {"b": setup.micro_batch * setup.expert_ways, "s": setup.seq}
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
-                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * cluster.device.flash2, dealt=True,
+                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * device.flash2, dealt=True,
                         tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts")
     planner = Planner.of(gm, hints, Request(cluster, settings))
     mesh = _mesh(cluster, sizes)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.layout import most_elements
 from autopar.predict import decide, price
 from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
-from autopar.predict.setup import Setup
+from autopar.predict.setup import Setup, Software
 from autopar.problem.kernels import multiplies
 from autopar.problem.reading import read
 from benchmarks.costmodel.config import Config
@@ -54,3 +56,12 @@ def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bo
     assert stacks and all(most_elements(op.call.outs[0].sizes, tuple(o.outs[0].value for o in decided.decisions[op.name]), mesh.sizes) == math.prod(op.call.outs[0].sizes) / 8 for op in stacks)
     (experts,) = [op for op in program.ops.values() if op.target is ops.experts]
     assert [option.run for option in decided.decisions[experts.name]] == runs
+
+
+@pytest.mark.parametrize("cluster, matmul, known", [("h100:1x8", "float8", True), ("h100:1x8", "float4", False), ("a100-80:1x8", "float8", False), ("b200:1x8", "float4", True), ("a10g:1x8", "float8", False)])
+def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, known: bool) -> None:
+    """A device without tensor cores for a dtype was priced with the rate of float32: 13 times as long as in 16 bits."""
+    sizes = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512)
+    setup = Setup(1, 1, 256, software=Software(matmul=matmul))
+    with nullcontext() if known else pytest.raises(PlanError, match=f"wanted a device that is faster in {matmul} than in bfloat16"):
+        price(captured(sizes, "bfloat16"), setup, Cluster.parse(cluster), "bfloat16")

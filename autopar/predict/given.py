@@ -17,6 +17,7 @@ from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import axes, rerun_levels
 from autopar.predict.setup import Setup
+from autopar.predict.sizes import sizes
 from autopar.problem.build import build
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
@@ -48,12 +49,11 @@ def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: st
     """
     kept = replace(setup, microbatches=_few(setup))
     used = axes(kept)
-    sizes = tuple(axis.ways for axis in used)
+    ways = tuple(axis.ways for axis in used)
     settings = Settings("train", "adamw", precision)
-    place = cluster.line(math.prod(sizes) * kept.pp)
-    hints = {"b": kept.micro_batch * kept.dp * kept.microbatches, "s": kept.seq}
-    planner = Planner.of(gm, hints, Request(place, settings))
-    mesh = place.places(kept.pp, sizes).mesh(0)
+    place = cluster.line(math.prod(ways) * kept.pp)
+    planner = Planner.of(gm, sizes(gm, kept.micro_batch * kept.dp * kept.microbatches, kept.seq), Request(place, settings))
+    mesh = place.places(kept.pp, ways).mesh(0)
     joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, Prices(mesh, place.device, settings, planner.kernels), NO_LIMIT_BYTES, "given")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)

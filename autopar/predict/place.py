@@ -20,6 +20,7 @@ from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
 from autopar.predict.setup import WHOLE, Setup
+from autopar.predict.sizes import sizes
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
@@ -96,20 +97,19 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
-    """Settle what the roles of the axes leave open. Raises PlanError where the device does not multiply in the dtype that the software is said to."""
+    """Settle what the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, or the device is no faster in the dtype of matmuls."""
     device, matmul = cluster.device, setup.software.matmul
     if matmul and device.peak_flops.get(matmul, 0.0) <= device.flops(precision):
         raise PlanError(f"setup: matmuls in {matmul} on {device.name}: its rates are {', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; "
                         f"wanted a device that is faster in {matmul} than in {precision}")
     used = axes(replace(setup, dp=setup.expert_ways, replicas=1, zero=0))
-    sizes = tuple(axis.ways for axis in used)
-    hints = {"b": setup.micro_batch * setup.expert_ways, "s": setup.seq}
+    ways = tuple(axis.ways for axis in used)
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
                         turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * device.flash2, dealt=True,
                         tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts")
-    planner = Planner.of(gm, hints, Request(cluster, settings))
-    mesh = _mesh(cluster, sizes)
+    planner = Planner.of(gm, sizes(gm, setup.micro_batch * setup.expert_ways, setup.seq), Request(cluster, settings))
+    mesh = _mesh(cluster, ways)
     prices = Prices(mesh, cluster.device, settings)
     joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")

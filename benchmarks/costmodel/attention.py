@@ -80,11 +80,10 @@ def rotated(x, cos, sin):
 
 
 def in_window(q, k, v, window):
-    """Attention of the work of a causal window: of pieces of twice as many tokens, each token to those of its piece that are not behind it, `window` of them on the mean. All [b, h, s, d];
-    s is a multiple of a piece."""
+    """Attention of the work of a causal window: of pieces of as many tokens, each token to all of its piece. All [b, h, s, d]; s is a multiple of a piece."""
     b, _, s, d = q.shape
-    pieces = [t.transpose(1, 2).reshape(b * (s // (2 * window)), 2 * window, t.shape[1], d).transpose(1, 2) for t in (q, k, v)]
-    y = F.scaled_dot_product_attention(*pieces, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+    pieces = [t.transpose(1, 2).reshape(b * (s // window), window, t.shape[1], d).transpose(1, 2) for t in (q, k, v)]
+    y = F.scaled_dot_product_attention(*pieces, enable_gqa=k.shape[1] != q.shape[1])
     return y.transpose(1, 2).reshape(b, s, q.shape[1], d).transpose(1, 2)
 
 

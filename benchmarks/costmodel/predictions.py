@@ -65,5 +65,5 @@ def captured(config: Config, precision: str) -> Any:
     """The graph of a model, batch and sequence symbolic."""
     with torch.device("meta"):
         model = Transformer(config).to(getattr(torch, precision)).train()
-        ids = torch.empty((4, min(config.positions, 1024)), dtype=torch.int64)
+        ids = torch.empty((4, max(min(config.positions, 1024), 2 * config.window)), dtype=torch.int64)
     return capture(model, (ids, ids)).gm

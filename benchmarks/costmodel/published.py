@@ -138,8 +138,18 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
                   hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
-                  fused_attention=known.flash, window=_number(r"sliding-window (\d+)", about), latent=_latent(about, heads, hidden),
+                  fused_attention=known.flash, window=_window(about, _int(line, "seq_len")), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+
+
+def _window(about: str, seq: int) -> int:
+    """Tokens that every second layer attends to; 0 where a sequence is no longer than two windows, whose causal attention multiplies no more."""
+    window = _number(r"sliding-window (\d+)", about)
+    if seq <= 2 * window:
+        return 0
+    if window and seq % window:
+        raise Refused(f"a sequence of {seq} is no multiple of its window of {window}, in pieces of which attention is priced")
+    return window
 
 
 def _number(pattern: str, text: str) -> int:

@@ -177,6 +177,13 @@ def test_latent_attention_and_experts_that_all_tokens_meet(tmp_path: Path, about
     assert (row.model.latent, row.model.dense, row.model.shared, row.model.experts, row.model.window) == (latent, dense, shared, 64, 0)
 
 
+@pytest.mark.parametrize("seq, window", [("1024", 0), ("4096", 0), ("8192", 0), ("16384", 4096), ("12288", 4096), ("10240", None)])
+def test_windows_are_shorter_than_sequences(tmp_path: Path, seq: str, window: int | None) -> None:
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"arch_source": "sliding-window 4096", "seq_len": seq}]))
+    assert [row.model.window for row in found.rows] == [window] * (window is not None)
+    assert window is not None or "no multiple of its window of 4096" in found.refused[0]
+
+
 def test_windows_of_every_second_layer(tmp_path: Path) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"arch_source": "public model config (head_dim 64; alternating sliding-window 128)"}])).rows
     assert (row.model.window, row.model.head_dim) == (128, 64)

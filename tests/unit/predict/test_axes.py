@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -65,3 +66,15 @@ def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, kn
     setup = Setup(1, 1, 256, software=Software(matmul=matmul))
     with nullcontext() if known else pytest.raises(PlanError, match=f"wanted a device that is faster in {matmul} than in bfloat16"):
         price(captured(sizes, "bfloat16"), setup, Cluster.parse(cluster), "bfloat16")
+
+
+def test_the_graph_is_one_of_the_sizes_that_are_priced() -> None:
+    """Attention in pieces of 64 tokens: a graph of any number of pieces, and one of 16,384 tokens alone, which was priced as it was for every sequence."""
+    sizes = Config(vocab=64, positions=64, layers=6, heads=2, kv_heads=2, head_dim=8, hidden=16, ffn=32, window=64)
+    cluster, gm, wide = Cluster.parse("h100:1x8"), captured(sizes, "bfloat16"), captured(replace(sizes, window=8192), "bfloat16")
+    short, long = (price(gm, Setup(4, 1, seq), cluster, "bfloat16").times for seq in (16384, 65536))
+    assert 4 < sum(t.forward_s for t in long.values()) / sum(t.forward_s for t in short.values()) < 16
+    with pytest.raises(PlanError, match="s is 1000; the graph wants a multiple of 64"):
+        price(gm, Setup(1, 1, 1000), cluster, "bfloat16")
+    with pytest.raises(PlanError, match="s is 32768, and the graph has one size s alone"):
+        price(wide, Setup(1, 1, 32768), cluster, "bfloat16")

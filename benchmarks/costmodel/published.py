@@ -135,11 +135,17 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
-    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_int(line, "n_kv_heads", heads), head_dim=head_dim,
+    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_kv_heads(_int(line, "n_kv_heads", heads), heads, tp), head_dim=head_dim,
                   hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, window=_window(about, _int(line, "seq_len")), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+
+
+def _kv_heads(published: int, heads: int, tp: int) -> int:
+    """Heads of keys and values, as many as there are tensor-parallel ranks at least: each rank has a whole one, copies where there are fewer (Megatron-Core,
+    num_query_groups < tensor_model_parallel_size), and works as with as many."""
+    return tp if tp % published == 0 and heads % tp == 0 and tp > published else published
 
 
 def _window(about: str, seq: int) -> int:

@@ -177,6 +177,12 @@ def test_latent_attention_and_experts_that_all_tokens_meet(tmp_path: Path, about
     assert (row.model.latent, row.model.dense, row.model.shared, row.model.experts, row.model.window) == (latent, dense, shared, 64, 0)
 
 
+@pytest.mark.parametrize("kv, tp, wanted", [("8", "4", 8), ("4", "8", 8), ("1", "4", 4), ("2", "8", 8), ("3", "4", 3)])
+def test_ranks_have_a_whole_head_of_keys_each(tmp_path: Path, kv: str, tp: str, wanted: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"n_kv_heads": kv, "tp": tp, "pp": "1", "vpp": ""}])).rows
+    assert row.model.kv_heads == wanted
+
+
 @pytest.mark.parametrize("seq, window", [("1024", 0), ("4096", 0), ("8192", 0), ("16384", 4096), ("12288", 4096), ("10240", None)])
 def test_windows_are_shorter_than_sequences(tmp_path: Path, seq: str, window: int | None) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"arch_source": "sliding-window 4096", "seq_len": seq}]))

@@ -31,7 +31,7 @@ from autopar.recipes.free import space, spaces, unfolded
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
-from autopar.search import SEARCHES, Search, exhaustive, ilp
+from autopar.search import SEARCHES, Search, checked, exhaustive, ilp
 from autopar.text import near, seconds, times
 from autopar.timer import Timer
 
@@ -179,10 +179,11 @@ def _check_search(planner: Planner) -> None:
 
 
 def _search_of(request: Request) -> Search:
+    """The strategy that was asked for. Raises PlanError where none has that name."""
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
     if search is None:
         raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}")
-    return search
+    return search if search in SEARCHES.values() else checked(search)
 
 
 def _meshes(planner: Planner) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.cluster import Cluster, Device, Mesh
 from autopar.decided import node_plan
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.within import TRIES, within
 from autopar.pipeline.alone import step_cost
@@ -41,7 +41,6 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.tangents import promises, roamed
-from autopar.text import times
 
 HONINGS = 3
 """How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
@@ -221,8 +220,6 @@ class Planner:
         def solved(limit_bytes: float) -> Candidate:
             here = model.with_limit(limit_bytes)
             solution = solve(here.problem)
-            if not isinstance(solution, Solution):
-                raise PlanError(f"the search gave {solution!r} for {name} on mesh {times(sizes)}; wanted a Solution (autopar.search.Search says what a search takes and gives)")
             bounds.append(solution.bound_s)
             timed = partial(step_cost, forward=forward)
             cost, proven = timed(here, solution.choice), replace(solution, bound_s=bounds[0])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.problem.types import Node, Problem
-from autopar.search import SEARCHES
+from autopar.problem.types import Node, Problem, Solution
+from autopar.search import SEARCHES, checked
 from autopar.search.descent import fits
 from autopar.search.feasible import feasible, least_memory
 from tests.helpers.problems import random_problem
@@ -97,3 +97,38 @@ def test_exhaustive_refuses_large_problems() -> None:
     node = Node("n", tuple("abcdefgh"), np.ones(8), np.zeros(8), np.zeros(8))
     with pytest.raises(PlanError, match=r"2\.1e\+06 combinations of 7 nodes, at most 2,000,000 are possible; use search='ilp'"):
         SEARCHES["exhaustive"](Problem((node,) * 7, ()), time_limit_s=5)
+
+
+WRONG = {  # what a search of a user's answers -> what the error says
+    "no Solution": (lambda problem, best: None, "gave None for .*; wanted a Solution"),
+    "too few": (lambda problem, best: Solution(best[:-1], "mine"), "one entry for each of 5 nodes"),
+    "no choice": (lambda problem, best: Solution(None, "mine"), "the choice None.* one entry for each of 5 nodes"),
+    "no such option": (lambda problem, best: Solution((*best[:-1], 99), "mine"), r"choice 99 of node .*; wanted a whole number from 0 to \d"),
+    "negative": (lambda problem, best: Solution((-1, *best[1:]), "mine"), "choice -1 of node"),
+    "a number that is not whole": (lambda problem, best: Solution((0.0, *best[1:]), "mine"), "choice 0.0 of node"),
+    "too much memory": (lambda problem, best: Solution(most_memory(problem), "mine"), "not feasible .*GiB"),
+    "a bound above its cost": (lambda problem, best: Solution(best, "mine", 2 * problem.evaluate(best).time_s), "a bound of .* proven"),
+    "no bound": (lambda problem, best: Solution(best, "mine", float("nan")), "a bound of nan"),
+}
+
+
+def most_memory(problem: Problem) -> tuple[int, ...]:
+    """The choice of most memory among those that use no forbidden pair."""
+    found = [choice for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes)) if problem.price(choice).feasible]
+    return max(found, key=lambda choice: problem.price(choice).memory_bytes)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers_of_a_users_search_are_refused(name: str) -> None:
+    seed = next(seed for seed in SEEDS if oracle(seed) is not None and random_problem(seed).price(most_memory(random_problem(seed))).memory_bytes > random_problem(seed).memory_limit_bytes)
+    answer, said = WRONG[name]
+    problem, (_, best) = random_problem(seed), oracle(seed)
+    with pytest.raises(PlanError, match=said):
+        checked(lambda problem, **given: answer(problem, best))(problem, time_limit_s=1.0)
+
+
+def test_a_right_answer_of_a_users_search_is_taken_as_plain_numbers() -> None:
+    seed = next(seed for seed in SEEDS if oracle(seed) is not None)
+    problem, (time_s, best) = random_problem(seed), oracle(seed)
+    found = checked(lambda problem, **given: Solution(np.array(best), "mine", time_s))(problem, time_limit_s=1.0)
+    assert found.choice == best and all(type(c) is int for c in found.choice)

@@ -57,7 +57,18 @@ def options_for(call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = 
     """Everything that `call` can do on one axis of `ways` ranks, by the user's rule, the table's, or one that can be derived where
     that is done; replicated where there is none."""
     rule = rule_for(call.target, rules) or _derived(call, rules) or WHOLE
-    return rule.options(call, ways, sections=sections)
+    found = rule.options(call, ways, sections=sections)
+    if call.target in (rules or {}):
+        _check_runs(rule, call, ways, found)
+    return found
+
+
+def _check_runs(rule: Rule, call: Call, ways: int, found: Sequence[Option]) -> None:
+    """Raise RuleError where a user's rule names a runtime algorithm that is not one of its operator."""
+    own = {option.run for option in RULES.get(call.target, WHOLE).options(call, ways)} - {""}
+    if wrong := sorted({option.run for option in found} - own - {""}):
+        known = f"those that do are {', '.join(sorted(own))}" if own else "none does: a factor that shards alone do not compute stays whole (f!)"
+        raise RuleError(f"rule {rule.text(call)!r} for {call.target}: runtime algorithm {wrong[0]!r} does not split this operator; {known}")
 
 
 def _derived(call: Call, rules: Mapping[Any, Rule] | None) -> Rule | None:

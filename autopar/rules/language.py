@@ -32,6 +32,7 @@ import sympy
 
 from autopar.errors import RuleError
 from autopar.layout import NO_GRAD, Entry, shard
+from autopar.rules.local import SIZED
 
 Size: TypeAlias = int | sympy.Expr
 Shape = tuple[Size, ...]
@@ -142,6 +143,10 @@ def parse(text: str) -> Spec:
     outs = tuple(_operand(part, marks, text) for part in right.split(","))
     whole = tuple(f for f, mark in marks.items() if mark == "!")
     runs = tuple((f, mark[1:]) for f, mark in marks.items() if mark[:1] == "@")
+    for dims in (*ins, *outs):
+        names = [f for dim in dims if dim is not None for f in dim.factors if f not in (*whole, "1")]
+        if twice := next((f for f in names if names.count(f) > 1), ""):
+            raise RuleError(f"rule {text!r}: factor {twice} is twice in one tensor, and an axis cuts one dim of a tensor: give the dims a name each, or mark it whole ({twice}!)")
     return Spec(ins, outs, added, whole, runs)
 
 
@@ -168,8 +173,8 @@ def _factor(word: str, marks: dict[str, str], text: str) -> str:
     if not match:
         raise RuleError(f"rule {text!r}: {word!r} is not a factor (a name, with ! or @algorithm, or 1)")
     name, mark = match.groups()
-    if mark:
-        marks[name] = mark
+    if mark and marks.setdefault(name, mark) != mark:
+        raise RuleError(f"rule {text!r}: factor {name} is marked {marks[name]!r} and {mark!r}; wanted one of them")
     return name
 
 
@@ -194,6 +199,7 @@ class Shaped:
                 if len(dim.factors) == 1:
                     self._see(dim.factors[0], size, not isinstance(shape, int), text)
         self._solve_compounds(text)
+        self._check_outputs(text)
 
     def _pairs(self) -> list[tuple[tuple[Dim | None, ...], Tensor]]:
         return [*zip(self.spec.ins, self.call.ins, strict=True), *zip(self.spec.outs, self.call.outs, strict=True)]
@@ -218,6 +224,18 @@ class Shaped:
                     known = [self.sizes[f] for f in dim.factors if f in self.sizes]
                     found = size - sum(known) if dim.join == "|" else size // max(1, math.prod(known))
                     self._see(unknown[0], found, symbolic, text)
+        for dim, size, _ in pending:
+            known = [self.sizes.get(f, 1) for f in dim.factors]
+            if all(f in self.sizes or f == "1" for f in dim.factors) and (sum(known) if dim.join == "|" else math.prod(known)) != size:
+                raise RuleError(f"rule {text!r} for {self.call.target}: factors {', '.join(dim.factors)} of sizes {known} do not make a dim of {size}")
+
+    def _check_outputs(self, text: str) -> None:
+        """Raise RuleError where a factor that may be cut is in outputs alone: from whole operands a rank computes a whole output."""
+        given = {f for dims in self.ins for dim in dims for f in dim.factors}
+        made = {f for dims in self.outs for dim in dims for f in dim.factors} - given - {*self.spec.whole, "1"}
+        if made and self.ins and self.call.target not in SIZED:
+            raise RuleError(f"rule {text!r} for {self.call.target}: factor {min(made)} is in outputs and in no operand, so that a rank would compute all of it: "
+                            f"keep it whole ({min(made)}!), or name the dim of an operand that it comes from")
 
     def place(self, factor: str, dims: Sequence[Dim]) -> Place:
         """Where `factor` sits in a tensor, with the entry that splits it there; None where the tensor lacks it."""
@@ -286,6 +304,8 @@ def options(text: str, call: Call, ways: int, *, linear: str = "", reduce: str =
             continue
         out += _split(shaped, group, ways, reduce, sections, dict(spec.runs).get(group[0], ""))
     for group, run in together:
+        if missing := [f for f in group if f not in shaped.sizes]:
+            raise RuleError(f"rule {text!r} for {call.target}: factors {', '.join(group)} are to be cut together, and the call has no factor {missing[0]}")
         out += _split(shaped, group, ways, reduce, (), run)
     return out + _linear(call, linear)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import RuleError
 from autopar.layout import is_shard
-from autopar.rules import as_rules
+from autopar.rules import as_rules, options_for
 from autopar.rules.language import Call, Tensor, Use, options, parse
 from autopar.rules.reshapes import reshape
 from autopar.rules.rule import Rule
@@ -32,6 +32,8 @@ MALFORMED = {
     "2 -> a": "is not a factor",
     "(a b -> a": "is not closed",
     "... a ... -> a": "more than one '...'",
+    "a a -> a": "factor a is twice in one tensor",
+    "a! b, a@ring -> b": "factor a is marked '!' and '@ring'",
 }
 
 
@@ -46,6 +48,9 @@ def test_malformed_rules_are_refused(text):
     ("a -> a", [(4,), (4,)], "1 operands and 1 outputs"),
     ("a b -> a", [(4,)], "written with 2 dims"),
     ("a, a -> a", [(4,), (5,)], "factor a is 4 in one tensor and 5 in another"),
+    ("a -> b", [(6,)], "factor b is in outputs and in no operand"),
+    ("(a b), b -> a", [(10,), (2,)], "factor a is 5 in one tensor and 4 in another|do not make a dim"),
+    ("a b, (a b) -> a", [(4, 2), (9,)], "factors a, b of sizes .4, 2. do not make a dim of 9"),
 ])
 def test_rules_that_do_not_fit_are_refused(text, shapes, said):
     with pytest.raises(RuleError, match=said):
@@ -62,6 +67,43 @@ def test_user_rules():
     for pair in ({add: "b, b -> b", add.Tensor: "derive"}, {add.Tensor: "derive", add: "b, b -> b"}):
         found = as_rules(pair)
         assert set(found) == {getattr(add, name) for name in add.overloads()} and found[add.Tensor] == Rule("derive") and found[add.Scalar] == Rule("b, b -> b")
+
+
+def test_outputs_may_have_whole_factors_of_their_own():
+    assert {o.factor for o in options("a -> a b!", call((4,), outs=((4, 3),)), 2)} == {"", "grad", "a"}
+
+
+WRONG = {  # fields of a Rule that say what no operator has -> what the error says
+    "no text": ({"spec": 3}, "the spec of a Rule is 3, wanted a rule string"),
+    "text of no call": ({"spec": lambda call: None}, "wrote None for a call, wanted a rule string"),
+    "linear": ({"linear": "al"}, "linear is 'al', wanted all, each, first, or numbers"),
+    "linear of a call": ({"linear": lambda call: None}, "linear is None, wanted"),
+    "operands": ({"linear": "0|7"}, "which has 1 operands: linear is '0.7'"),
+    "reduce": ({"reduce": "sum"}, "reduce is 'sum', wanted one of P, "),
+    "no share": ({"partly": {"a": 0.5}}, r"partly\['a'\] is 0.5, wanted a function"),
+    "no factor": ({"partly": {"b": lambda call: 0.5}}, "partly has the share of 'b', which is no factor"),
+    "too much": ({"partly": {"a": lambda call: 2.0}}, r"partly\['a'\] gave 2.0, wanted the share"),
+    "together": ({"together": lambda call, ways: ((("a", "z"), "ring"),)}, "the call has no factor z"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rules_that_say_what_no_operator_has_are_refused(name):
+    fields, said = WRONG[name]
+    with pytest.raises(RuleError, match=said):
+        Rule(**{"spec": "a -> a", **fields}).options(call((4,), outs=((4,),)), 2)
+
+
+def test_a_users_rule_has_the_runtime_algorithms_of_its_operator_alone():
+    tanh, add = torch.ops.aten.tanh.default, torch.ops.aten.add.Tensor
+    for target, text, operands in ((tanh, "a@ring -> a", [(4,)]), (add, "a@nothing, a -> a", [(4,), (4,)])):
+        one = Call(target, tuple(Tensor(shape) for shape in operands), {}, (Tensor((4,)),))
+        with pytest.raises(RuleError, match=r"runtime algorithm '(ring|nothing)' does not split this operator; none does"):
+            options_for(one, 2, rules=as_rules({target: text}))
+    table = Call(torch.ops.aten.embedding.default, (Tensor((8, 3)), Tensor((4,), False)), {}, (Tensor((4, 3)),))
+    assert "embedding" in {o.run for o in options_for(table, 2, rules=as_rules({table.target: "v@embedding d, n -> n d"}))}
+    with pytest.raises(RuleError, match="those that do are embedding"):
+        options_for(table, 2, rules=as_rules({table.target: "v@ring d, n -> n d"}))
 
 
 @pytest.mark.parametrize("key", ["mylib.scale.default", torch.tanh, torch.ops.aten, 3])

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -229,7 +231,17 @@ class Compiled:
                 f"{seconds(predicted.step_s)} per step predicted)")
 
 
-@seldom()
+_PLANNING = threading.RLock()
+
+
+@contextmanager
+def _planning() -> Iterator[None]:
+    """One thread at a time: tracing, and when garbage is collected, are of the whole process. What autograd keeps is asked of autograd, which inference mode would hide."""
+    with _PLANNING, torch.inference_mode(False), seldom():
+        yield
+
+
+@_planning()
 def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *,
             loss_fn: Callable[..., torch.Tensor] | None = None, search: str | Search = "ilp", recipe: str | None = None,
             mesh: Sequence[int] | int | str | None = None, mode: str = "train", precision: str | torch.dtype | None = None, optimizer: str = "adamw",

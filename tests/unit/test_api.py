@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,24 @@ def test_the_plan_is_plain_data():
     assert json.loads(compiled.plan.to_json())["strategy"] == "ddp"
     assert autopar.Plan.from_json(compiled.plan.to_json()) == compiled.plan
     assert "ddp on mesh" in repr(compiled)
+
+
+def by_weights():
+    return autopar.compile(Model(), "cpu:1x4", (torch.zeros(16, 8), torch.zeros(16, 8)), recipe="tp")
+
+
+def test_threads_plan_one_after_the_other():
+    wanted, found = by_weights().plan, []
+    threads = [threading.Thread(target=lambda: found.append(by_weights().plan)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 3
+
+
+def test_plans_made_in_inference_mode_are_those_made_outside():
+    outside = by_weights()
+    with torch.inference_mode():
+        inside = by_weights()
+        assert inside.plan == outside.plan and inside.memory().peak_bytes == outside.memory().peak_bytes

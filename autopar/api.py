@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -224,6 +225,20 @@ class Compiled:
         Ranks may all call it, with one folder or with one of each node, or only one of them: the files are the same, and each is replaced in one move.
         """
         return self.bundle.save(arguments.folder(folder))
+
+    def __copy__(self) -> Compiled:
+        made = object.__new__(Compiled)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        made = memo[id(self)] = object.__new__(Compiled)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PlanError("a compiled model is not pickled, and torch.save does not take it: save(folder) writes the plan and its program, which autopar.load(folder) reads, "
+                        "and state_dict() is what a checkpoint has of the weights")
 
     def __repr__(self) -> str:
         predicted = self.plan.predicted

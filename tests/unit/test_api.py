@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -183,3 +185,12 @@ def test_plans_made_in_inference_mode_are_those_made_outside():
     with torch.inference_mode():
         inside = by_weights()
         assert inside.plan == outside.plan and inside.memory().peak_bytes == outside.memory().peak_bytes
+
+
+def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
+    compiled = by_weights()
+    for made in (copy.copy(compiled), copy.deepcopy(compiled)):
+        assert made is not compiled and made.plan == compiled.plan and made.memory().peak_bytes == compiled.memory().peak_bytes
+    for dump in (pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
+        with pytest.raises(autopar.PlanError, match=r"not pickled.*save\(folder\).*autopar.load\(folder\)"):
+            dump(compiled)

@@ -83,7 +83,7 @@ def plan(
 @app.command()
 def emit(plan: PlanFile,
          output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to write")]) -> None:
-    """Write the sharded module of a plan: sharded.py, plan.json, README.md."""
+    """Write the sharded module of a plan: sharded.py, plan.json, constants.pt, README.md."""
     from autopar.cli.emitting import emit_command
 
     emit_command(plan, output)

@@ -1,4 +1,4 @@
-"""Problem -> Solution. One file per strategy, one line per strategy below; a search never sees torch or the graph.
+"""Problem -> Solution. One file per strategy, one line per strategy below (and its name in the command line's help); a search never sees torch or the graph.
 
 Every strategy takes a time limit in seconds, a seed and a known feasible solution that it must not fall behind, and raises
 InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices what it returns. What a strategy that is not in the

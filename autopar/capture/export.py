@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -323,6 +324,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)
+    gm.graph = copy.deepcopy(gm.graph)  # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins (`input`) and operators (`mean`) too
     gm.recompile()
     return gm
 

@@ -146,7 +146,7 @@ class ScopeWriter:
         if op.role in table:
             self.names[op.name, 0] = f'self.{table[op.role]}["{self.context.short_name(op)}"]'
         else:
-            self.names[op.name, 0] = self.fresh(node.name)
+            self.names[op.name, 0] = self.fresh(node.meta.get("input", node.name))
 
     def value(self, ref: Ref) -> str:
         return self.names[ref]

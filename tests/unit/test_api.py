@@ -139,11 +139,25 @@ def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     assert not report.ok and "over_all" in report.first and "values are wrong on mesh (2,)" in str(report) and f"first node that differs: {report.first}" in str(report)
 
 
-def test_verify_of_a_model_whose_input_has_the_name_of_a_function_of_python():
-    torch.manual_seed(0)
-    batch = torch.randn(8, 8), torch.randn(8, 4)
-    compiled = autopar.compile(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), "cpu:1x2", batch, loss_fn=nn.functional.mse_loss, recipe="ddp")
-    assert "input" in compiled.plan.nodes and compiled.verify(*batch).ok
+class Named(nn.Module):
+    """Its inputs have names of Python's, of operators, of sizes and of what emitted files import."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, input, add, linear_default, b, F, reshard):
+        return self.down(self.up(input) * b + add + linear_default) * F + reshard
+
+
+def test_inputs_may_have_any_name():
+    wide, narrow = torch.randn(16, 16), torch.randn(16, 8)
+    batch = (narrow, wide, wide, wide, narrow, narrow)
+    compiled = autopar.compile(Named(), "cpu:1x2", (*batch, narrow), recipe="tp", loss_fn=nn.functional.mse_loss)
+    report = compiled.verify(*batch, narrow)
+    assert report.ok, report
+    assert all(f"'{name}': " in compiled.source for name in ("input", "add", "linear_default", "b", "reshard", "target"))
+    assert copy.deepcopy(compiled).captured.nodes == compiled.captured.nodes
 
 
 def test_verify_says_what_it_lacks(tmp_path):

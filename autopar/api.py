@@ -209,7 +209,7 @@ class Compiled:
             raise PlanError(f"{self.plan.model} was planned on the meta device, so there are no weights to compare with: verify a plan of the model with weights (a smaller one will do)")
         if together():
             raise RunError("verify starts ranks of its own, and a process group runs here: call it in a script of one process")
-        values = bind(dict.fromkeys(captured.input_names, ""), batch, named, captured.fixed)
+        values = bind(dict.fromkeys(captured.input_names, ""), batch, named, captured.fixed, captured.nested)
         return verify(case_of(captured, self.plan.on("cpu"), self._weights, dict(zip(captured.input_names, values, strict=True))))
 
     def _graph(self, command: str) -> Captured:

@@ -14,12 +14,14 @@ from autopar.capture.lift import lifted
 from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
+from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
 from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Results, train_step
 from autopar.verify.step import Light
+from passes import facts
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,30 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}  # what modules keep beside tensors (extra state) is none of it
 
+    check_batch(captured.gm, batch)
     names = Names.of(captured)
     gm = lift(captured.parted(plan.parted).gm, dtype)
     notes = keep_all(gm)
     return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
+
+
+def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:
+    """Raise RunError where an input is no tensor of the sizes that the graph is for: those of one name are the same in all inputs."""
+    seen: dict[facts.Size, int] = {}
+
+    def unlike(wanted: facts.Size, got: int) -> bool:
+        if isinstance(wanted, int):
+            return wanted != got
+        return wanted.is_Symbol and seen.setdefault(wanted, got) != got
+
+    for node in gm.graph.nodes:
+        if node.meta.get("role") == "input":
+            name, wanted = node.meta["input"], facts.shape(node)
+            got = tuple(getattr(batch[name], "shape", ()))
+            if not isinstance(batch[name], Tensor) or len(got) != len(wanted) or any(map(unlike, wanted, got)):
+                what = f"of sizes {got}" if isinstance(batch[name], Tensor) else f"a {type(batch[name]).__name__}"
+                known = "".join(f", where {size} is {seen[size]}" for size in dict.fromkeys(wanted) if size in seen)
+                raise RunError(f"input {name!r} is {what}, wanted a tensor of sizes ({', '.join(map(str, wanted))}){known}")
 
 
 def sizes(case: Case) -> dict[str, int]:

@@ -139,6 +139,23 @@ def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     assert not report.ok and "over_all" in report.first and "values are wrong on mesh (2,)" in str(report) and f"first node that differs: {report.first}" in str(report)
 
 
+class Held(nn.Module):
+    """A model whose argument holds its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, batch):
+        return self.model(batch["x"], batch["y"])
+
+
+def test_verify_takes_arguments_as_the_model_does():
+    batch = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    report = autopar.compile(Held(), "cpu:1x2", (batch,), recipe="ddp").verify(batch)
+    assert report.ok, report
+
+
 class Named(nn.Module):
     """Its inputs have names of Python's, of operators, of sizes and of what emitted files import."""
 
@@ -165,6 +182,10 @@ def test_verify_says_what_it_lacks(tmp_path):
     compiled = autopar.compile(Model(), "cpu:1x2", batch, recipe="ddp")
     with pytest.raises(autopar.RunError, match="missing inputs y"):
         compiled.verify(batch[0])
+    with pytest.raises(autopar.RunError, match=r"input 'x' is of sizes \(8, 3\), wanted a tensor of sizes \(b, 8\), where b is 8"):
+        compiled.verify(batch[0][:, :3], batch[1])
+    with pytest.raises(autopar.RunError, match=r"input 'y' is of sizes \(4, 8\), wanted a tensor of sizes \(b, 8\), where b is 8"):
+        compiled.verify(batch[0], batch[1][:4])
     with pytest.raises(autopar.PlanError, match="without the graph that it was made for, which verify works on"):
         autopar.load(compiled.save(tmp_path / "plan")).verify(*batch)
     with torch.device("meta"):

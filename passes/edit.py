@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -188,6 +188,17 @@ def drop_dead(gm: fx.GraphModule) -> None:
         constant = "constants" in gm.meta and node.meta.get("role") == "constant"
         if (constant or node.op not in ("placeholder", "output")) and not node.users:
             gm.graph.erase_node(node)
+
+
+def rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node], fx.Node | None]]) -> fx.GraphModule:
+    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`, finished. A call of which it makes None stays."""
+    for node in calls(gm):
+        if node.target in table:
+            with before(node):
+                new = table[node.target](node)
+            if new is not None:
+                replace(node, new)
+    return finish(gm)
 
 
 def finish(gm: fx.GraphModule) -> fx.GraphModule:

@@ -26,13 +26,7 @@ def losses(gm: fx.GraphModule) -> fx.GraphModule:
     probabilities become plain operators; other mean losses sum over number.
     gives: losses without a mean, on unflattened logits and labels.
     """
-    for node in edit.calls(gm):
-        if node.target in LOSSES:
-            with edit.before(node):
-                new = LOSSES[node.target](node)
-            if new is not None:
-                edit.replace(node, new)
-    return edit.finish(gm)
+    return edit.rewrite(gm, LOSSES)
 
 
 def _cross_entropy(node: fx.Node) -> fx.Node | None:

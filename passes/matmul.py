@@ -22,13 +22,7 @@ def matmul(gm: fx.GraphModule) -> fx.GraphModule:
     does: splits the bias off linear, addmm, baddbmm and convolutions; mm becomes matmul, or linear of a transpose.
     gives: contractions without bias.
     """
-    for node in edit.calls(gm):
-        if node.target in SPLITS:
-            with edit.before(node):
-                new = SPLITS[node.target](node)
-            if new is not None:
-                edit.replace(node, new)
-    return edit.finish(gm)
+    return edit.rewrite(gm, SPLITS)
 
 
 def _linear(node: fx.Node) -> fx.Node | None:

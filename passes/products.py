@@ -26,11 +26,7 @@ def products(gm: fx.GraphModule) -> fx.GraphModule:
     does: writes tensordot, inner, addbmm and bilinear as einsums, chains of matrices as matmuls in the order of least work.
     gives: the same values, up to rounding, in ops that have rules and prices.
     """
-    for node in edit.calls(gm):
-        if node.target in PRODUCTS:
-            with edit.before(node):
-                edit.replace(node, PRODUCTS[node.target](node))
-    return edit.finish(gm)
+    return edit.rewrite(gm, PRODUCTS)
 
 
 def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:

@@ -18,13 +18,7 @@ def spellings(gm: fx.GraphModule) -> fx.GraphModule:
     does: every cast becomes `to.dtype`, every change of sizes `reshape`, every fixed-factor call its plain form.
     gives: the same values in fewer kinds of ops (table below).
     """
-    for node in edit.calls(gm):
-        if node.target in SPELLINGS:
-            with edit.before(node):
-                new = SPELLINGS[node.target](node)
-            if new is not None:
-                edit.replace(node, new)
-    return edit.finish(gm)
+    return edit.rewrite(gm, SPELLINGS)
 
 
 def _same_args(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:

@@ -90,19 +90,27 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     with clock("constants"):
         values, valueless = constants(rests or model, gm)
-    notes += valueless.values()
-    notes += [f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items()]
-    notes += [f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items()]
-    beside, renamed = other_state(model)
-    if beside:
-        notes.append(f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them")
-    if renamed:
-        notes.append(f"{', '.join(renamed[:3])} of the state dict {'is no parameter' if len(renamed) == 1 else 'are no parameters'} of that name (a hook of the state dict makes them): "
-                     "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
+    notes += [*valueless.values(), *_other_outputs(left_out, structure), *_other_state(model)]
     return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
                     graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
                     nested=nested(inspect.signature(_with_loss(model, loss_fn, targets, len(inputs)).forward), inputs, named, gm.meta["leaves"]),
                     order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out), momenta=momenta(model))
+
+
+def _other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
+    """Notes of outputs that the sharded module gives otherwise than the model does."""
+    yield from (f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items())
+    yield from (f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items())
+
+
+def _other_state(model: nn.Module) -> Iterator[str]:
+    """Notes of what is in the model's state dict and not in that of the sharded module."""
+    beside, renamed = other_state(model)
+    if beside:
+        yield f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them"
+    if renamed:
+        yield (f"{', '.join(renamed[:3])} of the state dict {'is no parameter' if len(renamed) == 1 else 'are no parameters'} of that name (a hook of the state dict makes them): "
+               "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
 
 
 def _shadow(model: nn.Module, runs: list[alike.AlikeRun], targets: int, mode: str,

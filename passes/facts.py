@@ -127,10 +127,10 @@ def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:
     return tuple(as_size(size, node.graph.owning_module) for size in tensor.shape)
 
 
-def numel(node: fx.Node, index: int | None = None) -> Size:
+def numel(node: fx.Node) -> Size:
     """Number of elements of the tensor that `node` gives."""
     result: Size = 1
-    for size in shape(node, index):
+    for size in shape(node):
         result = result * size
     return result
 

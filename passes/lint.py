@@ -9,7 +9,6 @@ from passes._torch import HigherOrderOperator, OpOverload
 from passes.drop_noops import ASSERTS
 
 ROLES = ("param", "buffer", "constant", "input")
-_ORDER = {"param": 0, "buffer": 0, "constant": 0, "input": 1}
 
 
 def lint(gm: fx.GraphModule) -> fx.GraphModule:

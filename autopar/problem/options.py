@@ -33,7 +33,7 @@ def untiled(op: Op, ways: int) -> Sequence[int]:
     return ()
 
 
-def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None, tiles: Tiles = untiled) -> dict[str, list[Option]]:
+def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None, tiles: Tiles = untiled) -> dict[str, list[Option]]:
     """The options of every Op on an axis of `ways` ranks, by name."""
     found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
     for op in program.ops.values():
@@ -50,7 +50,7 @@ def _of_gathered(found: list[Option]) -> list[Option]:
     return [Option(f"{option.factor}/once", (Use("R", option.ins[0].grad),), (Use("R", option.outs[0].grad),)) for option in cut]
 
 
-def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None = None) -> list[Option]:
+def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None) -> list[Option]:
     """The options of one Op on an axis of `ways` ranks."""
     if op.role == "op":
         found = options_for(op.call, ways, sections=sections, rules=rules)

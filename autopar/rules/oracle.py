@@ -174,10 +174,6 @@ def _shard(whole: torch.Tensor, entry: Entry, ways: int, rank: int) -> torch.Ten
     return whole
 
 
-class Unequal(Exception):
-    """Ranks that should hold the same value do not."""
-
-
 def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> torch.Tensor | str:
     """The whole value that `parts` are, or what is wrong with them: replicas must agree."""
     if is_shard(entry):

@@ -26,13 +26,11 @@ def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
     return spec
 
 
-def whole_dim(name: str = "dim") -> Spec:
+def whole_dim(call: Call) -> str:
     """One dim is whole in operand and outputs, whose other dims are alike; those can be cut (softmax, cumsum, sort, glu)."""
-    def spec(call: Call) -> str:
-        rank = rank_of(call)
-        whole = dims(given(call).get(name), rank)
-        return rule([line(rank, {d: f"y{d}!" for d in whole}) for _ in call.ins], [line(rank, {d: f"z{d}!" for d in whole}) for _ in call.outs])
-    return spec
+    rank = rank_of(call)
+    whole = dims(given(call).get("dim"), rank)
+    return rule([line(rank, {d: f"y{d}!" for d in whole}) for _ in call.ins], [line(rank, {d: f"z{d}!" for d in whole}) for _ in call.outs])
 
 
 def layer_norm(call: Call) -> str:
@@ -103,14 +101,14 @@ REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.
 """Reductions that must see all of what they reduce."""
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(whole_dim()) for op in named(WHOLE_DIM)},
+    **{op: Rule(whole_dim) for op in named(WHOLE_DIM)},
     **{op: Rule(reduced("!")) for op in named(REDUCED)},
     aten._weight_norm.default: Rule(weight_norm),
     aten.batch_norm.default: Rule(batch_norm),
     aten.cosine_similarity.default: Rule(pair_along("dim")),
     aten.count_nonzero.default: Rule(reduced()),
     aten.count_nonzero.dim_IntList: Rule(reduced()),
-    aten.cumsum.default: Rule(whole_dim(), linear="all"),
+    aten.cumsum.default: Rule(whole_dim, linear="all"),
     aten.group_norm.default: Rule(group_norm),
     aten.instance_norm.default: Rule(instance_norm),
     aten.layer_norm.default: Rule(layer_norm),

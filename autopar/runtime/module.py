@@ -147,10 +147,6 @@ class ShardedModule(Scope):
         """What the plan says of each parameter and buffer, by original name."""
         return {name: held.info for name, held in self._held.items()}
 
-    def buffer_names(self) -> list[str]:
-        """The names of buffers, in order."""
-        return [name for name, h in self._held.items() if not isinstance(h.tensor, nn.Parameter)]
-
     def constant_names(self) -> list[str]:
         """The names of buffers that hold values of their own: what `load_constants` has filled."""
         return list(self._constant)

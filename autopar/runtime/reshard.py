@@ -7,7 +7,7 @@ it is the opaque operator `autopar::reshard`, so that the very same steps run, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,12 +22,11 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 
 
-def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "",
-            move: Callable[..., Tensor] = relayout) -> Tensor:
+def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
     """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
 
     `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference).
-    `move` does what `relayout` does, for the value. Exact for uneven and empty shards, sections, every dtype. Raises RunError where `x` is not shaped as its layout says.
+    Exact for uneven and empty shards, sections, every dtype. Raises RunError where `x` is not shaped as its layout says.
     """
     if torch.compiler.is_compiling():
         moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name)
@@ -36,11 +35,11 @@ def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], m
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
         if src == dst:
             return x
-        return once(lambda: move(x.detach(), src, dst, tuple(shape), mesh, name))
+        return once(lambda: relayout(x.detach(), src, dst, tuple(shape), mesh, name))
     back = arrow(grad)
     if src == dst and back[0] == back[1]:
         return x
-    out: Tensor = _Reshard.apply(x, src, dst, back, tuple(shape), mesh, name, move)
+    out: Tensor = _Reshard.apply(x, src, dst, back, tuple(shape), mesh, name)
     return out
 
 
@@ -56,10 +55,10 @@ def arrow(text: str) -> tuple[Layout, Layout]:
 class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, back: tuple[Layout, Layout], shape: tuple[int, ...],
-                mesh: Mesh, name: str, move: Callable[..., Tensor]) -> Tensor:
+                mesh: Mesh, name: str) -> Tensor:
         ctx.back, ctx.shape, ctx.mesh, ctx.name = back, shape, mesh, name
         ctx.dtype = x.grad_dtype if x.is_leaf else None  # in which a parameter's gradients are summed and add up
-        out = once(lambda: move(x, src, dst, shape, mesh, name))
+        out = once(lambda: relayout(x, src, dst, shape, mesh, name))
         return out.view_as(out) if out is x else out
 
     @staticmethod
@@ -69,7 +68,7 @@ class _Reshard(torch.autograd.Function):
             only_first_order(ctx.name)
         grad = grads[0] if ctx.dtype is None else grads[0].to(ctx.dtype)
         moved = relayout(grad, src, dst, ctx.shape, ctx.mesh, ctx.name)
-        return moved, None, None, None, None, None, None, None
+        return moved, None, None, None, None, None, None
 
 
 @torch.library.custom_op("autopar::reshard", mutates_args=())

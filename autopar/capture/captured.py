@@ -31,7 +31,7 @@ class Captured:
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
-    nested       what arguments look like that hold several inputs: argument -> name of an input, or a dict or tuple of such
+    nested       what arguments look like that hold several inputs, or are called otherwise: argument -> name of an input, or a dict or tuple of such
     evaluation   what `model.eval()` makes of it
     parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
     momenta      of batch norms with running statistics, by name

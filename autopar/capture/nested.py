@@ -12,15 +12,15 @@ KEYS = {pytree.MappingKey: "key", pytree.SequenceKey: "idx", pytree.GetAttrKey: 
 
 
 def nested(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Of each argument the name of its input, or a dict or tuple of such; `names` are those of all leaves, in order. Empty where every argument is an input by itself, or
-    one is of a class whose parts have no names."""
+    """Of each argument the name of its input, or a dict or tuple of such; `names` are those of all leaves, in order. Empty where every argument is an input by itself, called as it is (torch.export
+    writes names small), or one is of a class whose parts have no names."""
     queue, found = iter(names), {}
     for argument, value in zip([*_placed(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         paths = [path for path, _ in pytree.tree_flatten_with_path(value)[0]]
         if any(_key(step) is None for path in paths for step in path):
             return {}
         found[argument] = _described([(path, next(queue)) for path in paths])
-    return found if any(not isinstance(described, str) for described in found.values()) else {}
+    return found if any(described != argument for argument, described in found.items()) else {}
 
 
 def _placed(signature: inspect.Signature, count: int) -> Iterator[str]:

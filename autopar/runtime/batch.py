@@ -31,7 +31,8 @@ def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, An
     """Arguments in the order of `inputs`, one for each or `nested` as the model takes them. What is `fixed` may be given as it was planned. Raises RunError on missing, doubled and
     unknown ones, and where a fixed one has another value."""
     names = list(inputs)
-    args, kwargs = flat(nested or {}, args, kwargs)
+    if kwargs.keys() != inputs.keys():  # where each input is given by its own name, no argument is meant
+        args, kwargs = flat(nested or {}, args, kwargs)
     args, kwargs = _without(fixed, names, args, kwargs) if fixed else (args, kwargs)
     if len(args) > len(names):
         raise RunError(f"got {len(args)} inputs, wanted at most {len(names)}: {', '.join(names)}")

@@ -11,12 +11,13 @@ from torch import Tensor
 from autopar.errors import RunError
 
 Nested = Mapping[str, Any]
-"""Of each argument the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is one input."""
+"""Of each argument the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is one input, called as it is."""
 
 
 def flat(nested: Nested, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The inputs by name where any of the arguments holds several; the arguments as they are where none does. Raises RunError where one is not as it was planned."""
-    if not nested or not any(_holds(value) for value in (*args, *kwargs.values())):
+    """The inputs by name where any of the arguments holds several or is named otherwise than its input; the arguments as they are where none is. Raises RunError where one is not
+    as it was planned."""
+    if not any(_holds(value) for value in (*args, *kwargs.values()) if nested) and all(nested.get(name, name) == name for name in kwargs):
         return args, kwargs
     if len(args) > len(nested):
         raise RunError(f"got {len(args)} arguments, wanted at most {len(nested)}: {', '.join(nested)}")

@@ -156,6 +156,24 @@ def test_verify_takes_arguments_as_the_model_does():
     assert report.ok, report
 
 
+class Spelled(nn.Module):
+    """A model whose arguments differ in the size of a letter."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, X, x):
+        return self.model(X, x)
+
+
+def test_arguments_are_called_as_the_model_calls_them():
+    batch = {"X": torch.randn(8, 8), "x": torch.randn(8, 8)}
+    compiled = autopar.compile(Spelled(), "cpu:1x2", batch, recipe="ddp")
+    for report in (compiled.verify(**batch), compiled.verify(batch["X"], x=batch["x"]), compiled.verify(*batch.values())):
+        assert report.ok, report
+
+
 class Named(nn.Module):
     """Its inputs have names of Python's, of operators, of sizes and of what emitted files import."""
 

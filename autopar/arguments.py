@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
-from autopar.text import near, sizes
+from autopar.text import first_line, near, sizes
 
 SHOWN = 60  # characters of a value that an error shows
 
@@ -153,9 +154,14 @@ def _progress(name: str, value: Any) -> Any:
     return value
 
 
-def _mapping(name: str, value: Any) -> Any:
+def _source(name: str, value: Any) -> Any:
+    """What a plan file keeps of where its model came from."""
     if value is not None and not isinstance(value, Mapping):
         fail(name, value, "a dict")
+    try:
+        json.dumps(dict(value or {}))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{name} goes into plan.json, and {first_line(error)}: wanted a dict of text, numbers and lists of them") from error
     return value
 
 
@@ -166,5 +172,5 @@ def _is_whole(value: Any) -> bool:
 CHECKS: dict[str, Check] = {
     "model": _model, "cluster": _cluster, "example_inputs": _example, "loss_fn": _loss, "search": _search, "mesh": _mesh, "mode": _mode, "precision": _precision,
     "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"), "batch": _whole(1), "seq": _whole(1), "rules": _rules,
-    "time_limit_s": _seconds, "seed": _whole(0), "progress": _progress, "source": _mapping,
+    "time_limit_s": _seconds, "seed": _whole(0), "progress": _progress, "source": _source,
 }

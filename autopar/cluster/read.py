@@ -20,6 +20,8 @@ LINK = "link"  # the level that joins the parts of a cluster
 
 def parse(text: str | Path) -> Cluster:
     """See `Cluster.parse`."""
+    if not isinstance(text, (str, Path)):
+        raise ClusterError(f"cluster {text!r} ({type(text).__name__}): wanted text, as 'h100:1x8' or 'cpu:1x4', or the path of a .toml file")
     if isinstance(text, Path) or (text.endswith(".toml") and ("+" not in text or Path(text).is_file())):
         return read_file(Path(text))
     if "+" in text:

@@ -54,6 +54,7 @@ WRONG = {
     "seed": ({"seed": 1.5}, PlanError, r"seed is 1.5 \(float\); wanted a whole number of at least 0"),
     "progress": ({"progress": 3}, PlanError, r"progress is 3 \(int\); wanted a function of one text"),
     "source": ({"source": 3}, PlanError, r"source is 3 \(int\); wanted a dict"),
+    "source that no file can say": ({"source": {"model": object()}}, PlanError, r"source goes into plan.json, and Object of type object is not JSON serializable: wanted a dict of text"),
     "rules as a list": ({"rules": ["b d -> b d"]}, RuleError, r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings"),
     "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"rules= has the key 'aten::gelu', a str, wanted an operator: torch.ops.mylib.scale.default, "),
     "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),

@@ -123,12 +123,14 @@ BAD_TEXTS = [
     ("h100:2x2x2", "wanted for example h100:2x2"),
     ("h100:-2", "does not name sizes"),
     ("h100:9999999", "size is 9999999; wanted 1 to"),
+    (8, r"cluster 8 \(int\): wanted text, as 'h100:1x8'"),
+    (None, "cluster None"),
     ("nowhere.toml", "cluster file nowhere.toml: cannot be read: No such file"),
 ]
 
 
 @pytest.mark.parametrize("text, message", BAD_TEXTS)
-def test_bad_text(text: str, message: str) -> None:
+def test_bad_text(text: Any, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.parse(text)
 

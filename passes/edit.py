@@ -10,7 +10,6 @@ sizes stay symbolic. Example: replace `relu(x)` by `x * (x > 0)`:
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -26,18 +25,6 @@ from passes._torch import FakeTensor, FakeTensorMode, OpOverload, enable_python_
 aten = torch.ops.aten
 
 COPIED_META = ("module", "source", "nn_module_stack", "stack_trace", "no_grad")
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `gm`, the bodies in it too, with the same names of nodes: torch gives an input called `input`, as that of nn.Sequential, another one in
-    copies because Python has a function of that name, and a plan finds its nodes by name."""
-    twin = copy.deepcopy(gm)
-    twin.meta.update(gm.meta)
-    for old, new in zip(gm.modules(), twin.modules(), strict=True):
-        if isinstance(old, fx.GraphModule) and isinstance(new, fx.GraphModule):
-            for node, same in zip(old.graph.nodes, new.graph.nodes, strict=True):
-                same.name = node.name
-    return twin
 
 
 def before(node: fx.Node) -> AbstractContextManager[None]:

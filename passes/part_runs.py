@@ -8,6 +8,7 @@ The blocks of each part stay folded; names inside them stay as they are.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import re
@@ -27,7 +28,8 @@ def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
     does: calls a copy of the body where each part but the first begins, with the weights of its own instances.
     gives: a new graph, `gm` stays as it is; ValueError for a run that is not there or cannot be parted so.
     """
-    parted = edit.copied(gm)
+    parted = copy.deepcopy(gm)
+    parted.meta.update(gm.meta)
     calls = {str(node.target): node for node in parted.graph.nodes if is_folded(node)}
     for name, begins in parts.items():
         if name not in calls:
@@ -64,7 +66,8 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
 
 def _sliced(whole: str, body: fx.GraphModule, first: int, stop: int) -> fx.GraphModule:
     """A copy of `body`, that of the run `whole`, with the weights of the instances `[first, stop)`."""
-    part = edit.copied(body)
+    part = copy.deepcopy(body)
+    part.meta.update(body.meta)
     part.meta["start"] += first * part.meta["period"]
     part.meta["part"] = (whole, first)
     _slice(part, first, stop)

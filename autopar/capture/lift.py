@@ -6,18 +6,20 @@ float64 therefore lifts every float dtype: of placeholders, of casts, of factori
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import facts
 from passes._torch import OpOverload
 
 
 def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
     """A copy of `gm` that computes in `dtype` wherever it computed in a floating point dtype."""
-    lifted = edit.copied(gm)
+    lifted = copy.deepcopy(gm)
+    lifted.meta.update(gm.meta)
     for module in lifted.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

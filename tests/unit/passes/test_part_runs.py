@@ -90,12 +90,6 @@ def test_what_cannot_be_parted_is_refused(captured, parts, wanted):
         captured[1].parted(parts)
 
 
-def test_nodes_keep_their_names_whatever_python_calls_by_them():
-    gm = capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(8, 4),), mode="inference").gm
-    assert "input" in {node.name for node in gm.graph.nodes}
-    assert [node.name for node in part_runs(gm, {}).graph.nodes] == [node.name for node in gm.graph.nodes]
-
-
 def test_a_capture_is_parted_once(captured):
     whole = captured[1]
     once = whole.parted({RUN: {"tail": 2}})

@@ -242,7 +242,7 @@ class Planner:
 
     def wary(self, found: Candidate, below_s: float, time_limit_s: float) -> Candidate:
         """A Candidate, or where its step takes longer than its Problem thinks, in which more hides than does, the answer of the same with nothing hidden, if that takes
-        less and fits: as it runs it takes no longer than that says. That is only looked for where it may take less than `below_s`."""
+        less and fits: but for the starts of buckets it takes no longer than those prices say. That is only looked for where it may take less than `below_s`."""
         problem, step_s = found.model.problem, found.cost.time_s
         if found.peak_bytes is None or step_s <= problem.price(found.solution.choice).time_s * (1 + SURE):
             return found

@@ -142,7 +142,7 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
         return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, inner.barred, table.at,
-                                           needed=inner.filled(pieces[0].costs) if table.stages == table.places else (), by_place=by_place))
+                                           needed=inner.filled(pieces[0].costs), by_place=by_place))
 
     def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""

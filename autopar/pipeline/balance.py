@@ -4,6 +4,7 @@ place and at its pace."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -27,17 +28,35 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Seque
     All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), the microbatches that it
     keeps, the bytes that are there, and `at` which place (empty: each on its own). No more pieces are run again than memory wants. `sends_s` are the seconds of
     sending what a cut in front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
-    unless there is none that sends less; none is in front of a piece of `barred`, and each stage has a piece of `needed` (those with parameters) where there is such
-    a cut. Raises InfeasibleError with the bytes that are missing where memory
+    unless there is none that sends less; none is in front of a piece of `barred`, and each place has a piece of `needed` (those with parameters) where there is such
+    a cut: where the fastest one leaves some place without, the first stage of each has one, or the last. Raises InfeasibleError with the bytes that are missing where memory
     allows no cut, without where too few are left.
     """
-    tables, links = [here.table for here in pieces], Links(len(pieces[0].costs), sends_s, barred, needed)
-    if not links.last_ends(links.ends(math.inf), len(tables)):
-        links = Links(len(pieces[0].costs), sends_s, barred)
-    if links.count_of_cuts < len(tables) - 1:
-        raise InfeasibleError(f"no cut into {len(tables)} stages: {links.count_of_cuts} of {links.count - 1} places to cut at are not between what reads a buffer and what changes it")
-    at = at or range(len(tables))
-    places, several = len(set(at)), len(at) > len(set(at))
+    at, count = at or range(len(pieces)), len(pieces[0].costs)
+    plain = Links(count, sends_s, barred)
+    if plain.count_of_cuts < len(at) - 1:
+        raise InfeasibleError(f"no cut into {len(at)} stages: {plain.count_of_cuts} of {plain.count - 1} places to cut at are not between what reads a buffer and what changes it")
+    made = _fastest(pieces, in_flight, limits, plain, at, by_place=by_place)
+    if made is not None and _lacking(made.cuts, count, needed, at):
+        ends = dict.fromkeys((range(len(set(at))), range(len(at) - len(set(at)), len(at))))
+        ways = [links for links in (Links(count, sends_s, barred, needed, whose) for whose in ends) if links.last_ends(links.ends(math.inf), len(at))]
+        fit = [_fastest(pieces, in_flight, limits, links, at, by_place=by_place) for links in ways]
+        made = min((way for way in fit if way is not None), key=Filling.longest_s, default=None if ways else made)
+    if made is None:
+        raise _too_little(pieces, in_flight, limits, len(set(at)))
+    return made.cuts
+
+
+def _lacking(cuts: Cuts, count: int, needed: Sequence[int], at: Sequence[int]) -> bool:
+    """Whether some place has none of the pieces `needed`, if there are any."""
+    edges = [0, *cuts.bounds, count]
+    return bool(needed) and {place for place, first, stop in zip(at, edges, edges[1:], strict=False) if bisect_left(needed, first) < bisect_left(needed, stop)} != set(at)
+
+
+def _fastest(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], links: Links, at: Sequence[int], *, by_place: bool) -> Filling | None:
+    """The fastest cut that `links` allow, None where memory allows none."""
+    tables, places = [here.table for here in pieces], len(set(at))
+    several = len(at) > places
     stages = [*zip(tables, in_flight, strict=True)]
     needs = {(table, flying): table.need(flying) for table, flying in dict.fromkeys(stages)}  # few differ
     budgets = Budgets(at, limits, [needs[stage] for stage in stages])
@@ -50,7 +69,7 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Seque
     mean_s = stage_s if several else math.inf
     best = fill(stage_s, mean_s)
     if best is None:
-        raise _too_little(pieces, in_flight, limits, places)
+        return None
     even_s, piece_s = _least_s(tables)
     for of_places in sorted({False, several}, reverse=by_place):
         if of_places:
@@ -59,7 +78,7 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Seque
         else:
             best = _least(partial(fill, mean_s=mean_s), best, max(even_s, piece_s), Filling.longest_s)
             stage_s = best.longest_s() * (1 + CLOSE)
-    return best.cuts
+    return best
 
 
 def _least(fill: Callable[[float], Filling | None], best: Filling, fastest: float, seconds: Callable[[Filling], float]) -> Filling:

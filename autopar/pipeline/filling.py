@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,10 +31,10 @@ class Cuts:
 
 
 class Links:
-    """Seconds that a cut in front of each piece but the first keeps a link busy; of the pieces `needed` each stage is to have one (empty: any piece will do)."""
+    """Seconds that a cut in front of each piece but the first keeps a link busy; of the pieces `needed` each of the stages `whose` is to have one (all others: any piece will do)."""
 
-    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int], needed: Sequence[int] = ()) -> None:
-        self.count, self._needed = count, needed or range(count)
+    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int], needed: Sequence[int] = (), whose: Collection[int] = ()) -> None:
+        self.count, self._needed, self._whose = count, needed, whose
         self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
         self.free = np.ones(count - 1, dtype=bool)
         self.free[[place - 1 for place in barred]] = False
@@ -64,25 +64,31 @@ class Links:
         allowed = max(limit_s, self._emptiest_s)
         return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
 
-    def first_stop(self, begin: int) -> int:
-        """The first position at which a stage that begins at `begin` may end; behind all pieces where it cannot."""
-        found = bisect_left(self._needed, begin)
-        return self._needed[found] + 1 if found < len(self._needed) else self.count + 1
+    def first_stop(self, stage: int, begin: int) -> int:
+        """The first position at which `stage` may end if it begins at `begin`; behind all pieces where it cannot."""
+        needed = self._needed_in(stage)
+        found = bisect_left(needed, begin)
+        return needed[found] + 1 if found < len(needed) else self.count + 1
 
-    def last_begin(self, stop: int) -> int:
-        """The last position at which a stage that ends at `stop` may begin; -1 where it cannot."""
-        found = bisect_left(self._needed, stop)
-        return self._needed[found - 1] if found else -1
+    def last_begin(self, stage: int, stop: int) -> int:
+        """The last position at which `stage` may begin if it ends at `stop`; -1 where it cannot."""
+        needed = self._needed_in(stage)
+        found = bisect_left(needed, stop)
+        return needed[found - 1] if found else -1
+
+    def _needed_in(self, stage: int) -> Sequence[int]:
+        """The pieces of which `stage` is to have one."""
+        return self._needed if stage in self._whose else range(self.count)
 
     def last_ends(self, ends: Sequence[int], stages: int) -> list[int]:
         """The last of `ends` of each stage that leaves enough for those behind it; none where there is no such cut."""
         found = [self.count]
         while len(found) < stages:
-            before = bisect_right(ends, self.last_begin(found[-1]))
+            before = bisect_right(ends, self.last_begin(stages - len(found), found[-1]))
             if not before:
                 return []
             found.append(ends[before - 1])
-        return found[::-1] if self.last_begin(found[-1]) >= 0 else []
+        return found[::-1] if self.last_begin(0, found[-1]) >= 0 else []
 
 
 class Filling:
@@ -107,7 +113,7 @@ class Filling:
             end = self._furthest(stage)
             if end is not None:
                 self.edges.append(end)
-            elif not any(self._ends_at(stage, stop) and self._moved(stage) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(self.edges[-1]))])):
+            elif not any(self._ends_at(stage, stop) and self._moved(stage) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(stage, self.edges[-1]))])):
                 return False
             self.spent.append(self._spent(stage))
         return self.edges[-1] == self.ends[-1]
@@ -146,7 +152,7 @@ class Filling:
     def _furthest(self, stage: int) -> int | None:
         """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the next one."""
         first, ends = self.edges[-1], self.ends
-        low, high = bisect_left(ends, self.links.first_stop(first)), bisect_left(ends, self.last_ends[stage])
+        low, high = bisect_left(ends, self.links.first_stop(stage, first)), bisect_left(ends, self.last_ends[stage])
         if low > high or self._again(stage, first, ends[low]) is None:
             return None
         while low < high:
@@ -157,10 +163,10 @@ class Filling:
     def _ends_at(self, stage: int, stop: int) -> bool:
         """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer pieces if need be, as
         where it is on a slower or smaller place and cannot have the piece that they have left. False where that cannot be."""
-        if self.links.first_stop(self.edges[stage]) <= stop:
+        if self.links.first_stop(stage, self.edges[stage]) <= stop:
             self.edges[stage + 1:] = [stop]
             return True
-        for first in reversed(self.ends[:bisect_right(self.ends, self.links.last_begin(stop))] if stage and (stage, stop) not in self.never else ()):
+        for first in reversed(self.ends[:bisect_right(self.ends, self.links.last_begin(stage, stop))] if stage and (stage, stop) not in self.never else ()):
             if self._again(stage, first, stop) is None:
                 break
             if self._ends_at(stage - 1, first):

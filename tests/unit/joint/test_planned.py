@@ -103,6 +103,27 @@ def test_places_without_parameters_are_no_cuts() -> None:
     assert found.places == 2 and [sum(name.startswith("linear") for name in stage.nodes) for stage in found.stages] == [1, 1]
 
 
+class _Ended(nn.Module):
+    """Four maps, and a loss that is a chain of operators without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.maps:
+            x = each(x).tanh()
+        for _ in range(3):
+            x = x.sin().exp().square()
+        return x.mean()
+
+
+@pytest.mark.parametrize("recipe", ["interleaved", "zero_bubble"])
+def test_places_of_several_stages_have_parameters_in_some(recipe: str) -> None:
+    found = autopar.compile(_Ended(), "cpu:1x4", (torch.zeros(8, 8),), recipe=recipe, mesh=(2,), time_limit_s=10.0).plan
+    assert {stage.place for stage in found.stages if any(name.startswith("linear") for name in stage.nodes) or stage.blocks} == {0, 1}
+
+
 def test_too_few_pieces_with_parameters_say_so() -> None:
     with pytest.raises(InfeasibleError, match=r"would hold no parameter: 1 of the \d+ pieces that stages are made of .* have any; use fewer places, or a recipe without a pipeline"):
         autopar.compile(_Sampled(bare=True), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,))

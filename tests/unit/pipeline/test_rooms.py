@@ -98,6 +98,25 @@ def test_the_slowest_stage_is_or_place_is_as_fast_as_any_cut_allows(kind: Kind, 
     assert _seconds(table, other)[1] <= min(place_s for _, place_s in every) + max(c.micro_s for c in costs)
 
 
+@given(KINDS, COSTS, st.frozensets(st.integers(0, 8), min_size=2, max_size=5), st.booleans())
+@example(Kind("zbv_zero_bubble", 2), [Cost(9.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(9.0)], frozenset({0, 1, 5}), False)  # evenly cut, the second place has the third and fourth
+def test_each_place_has_a_piece_with_parameters_where_its_first_or_last_stage_can(kind: Kind, costs: list[Cost], some: frozenset[int], by_place: bool) -> None:
+    table = Timetable(kind, 2, 4)
+    assume(len(costs) >= table.stages)
+    needed, pieces = sorted(piece for piece in some if piece < len(costs)), [Pieces(costs, costs)] * table.stages
+
+    def have(bounds: Sequence[int]) -> list[bool]:
+        return [any(a <= piece < b for piece in needed) for a, b in itertools.pairwise((0, *bounds, len(costs)))]
+
+    cuts = [bounds for bounds in itertools.combinations(range(1, len(costs)), table.stages - 1) if all(have(bounds)[:2]) or all(have(bounds)[-2:])]
+    found = balance(pieces, table.flying, [math.inf] * table.stages, at=table.at, needed=needed, by_place=by_place)
+    if cuts:
+        assert {place for place, filled in zip(table.at, have(found.bounds), strict=True) if filled} == {0, 1}
+    if cuts and not by_place:
+        each = [_seconds(table, Cuts(list(bounds), [0] * table.stages).parts(pieces))[0] for bounds in cuts]
+        assert _seconds(table, found.parts(pieces))[0] <= min(each) * (1 + 1e-6)
+
+
 @given(KINDS, st.integers(2, 3), st.integers(6, 40))
 def test_alike_pieces_are_spread_evenly_over_places(kind: Kind, places: int, count: int) -> None:
     table = Timetable(kind, places, 2 * places)

@@ -50,9 +50,18 @@ class Space:
         """All shapes, whatever the memory is."""
         cluster, fixed = inner.request.cluster, self.mesh or inner.request.mesh
         found = [(1, mesh) for mesh in spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
-        found += layouts(cluster, self.axes, inner.pieces)
+        found += self.layouts(inner)
         for places, mesh in dict.fromkeys(found):
             yield from (Shape(places, mesh, m) for m in self._counts(inner, places, mesh) if fixed in (None, mesh))
+
+    def layouts(self, inner: Inner) -> list[tuple[int, tuple[int, ...]]]:
+        """All (places, mesh of a place) with two or more places for which there are enough pieces."""
+        return layouts(inner.request.cluster, self.axes, inner.pieces // self.least_stages)
+
+    @property
+    def least_stages(self) -> int:
+        """How many stages a place has at least."""
+        return min(kind.virtual or 2 for kind in self.kinds)
 
     def _counts(self, inner: Inner, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
         used = self.roles_on(mesh)
@@ -94,15 +103,15 @@ def asked(recipe: PipelineRecipe, inner: Inner) -> Space:
         used = recipe.roles_on(small)
     elif used is not None and small != (1,):
         used = tuple(role for role, size in zip(used, mesh, strict=True) if size != 1)
-    possible = list(dict.fromkeys(sizes for _, sizes in layouts(inner.request.cluster, found.axes, inner.pieces)))
+    possible = list(dict.fromkeys(sizes for _, sizes in found.layouts(inner)))
     if used is None or small not in possible:
-        raise PlanError(_impossible(recipe, inner, mesh, possible))
+        raise PlanError(_impossible(found, inner, mesh, possible))
     return replace(found, roles_on=lambda sizes: used if sizes == small else None, mesh=small)
 
 
-def _impossible(recipe: PipelineRecipe, inner: Inner, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
+def _impossible(found: Space, inner: Inner, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
     """Why no place of a pipeline has a mesh, and which it may have."""
-    devices, size, axes = inner.request.cluster.devices, math.prod(mesh), len(recipe.roles)
+    devices, size, axes, each = inner.request.cluster.devices, math.prod(mesh), found.axes, found.least_stages
     if len(mesh) > axes:
         why = f"its places have {axes} ax{'i' if axes == 1 else 'e'}s at most"
     elif size < 1 or devices % size:
@@ -110,7 +119,8 @@ def _impossible(recipe: PipelineRecipe, inner: Inner, mesh: tuple[int, ...], pos
     elif devices == size:
         why = f"that leaves one place of {devices} devices, and stages take two or more"
     else:
-        why = f"its {devices // size} places do not lie so on the devices, or are more than the {inner.pieces} pieces that the model can be cut into"
+        stages = f", of {each} stages each," if each > 1 else ""
+        why = f"its {devices // size} places{stages} do not lie so on the devices, or are more than the {inner.pieces} pieces that the model can be cut into"
     wanted = ", ".join(map(times, possible[:MOST_NAMED])) + ", or others" * (len(possible) > MOST_NAMED)
-    return (f"recipe {recipe.name} cannot have mesh {times(mesh)} in each place on {inner.request.cluster.label}: {why}; "
+    return (f"recipe {found.name} cannot have mesh {times(mesh)} in each place on {inner.request.cluster.label}: {why}; "
             + (f"wanted {wanted}" if possible else "use another recipe"))

@@ -53,6 +53,18 @@ def test_what_cannot_be_says_which_meshes_can(case: str) -> None:
         plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe=name, mesh=mesh), model="stack", graph_hash="0" * 64)
 
 
+@pytest.mark.parametrize(("name", "stages"), [("zero_bubble", ", of 2 stages each,"), ("1f1b", "")])
+def test_places_of_several_stages_need_as_many_pieces(name: str, stages: str) -> None:
+    """Of the stack's pieces there are more than 8 places, and fewer than two for each."""
+    inner = _inner(name, (1,), "cpu:1x8")
+    assert 8 <= inner.pieces < 16
+    if not stages:
+        assert asked(PIPELINES[name], inner).mesh == (1,)
+        inner = _inner(name, (1,), "cpu:1x16")
+    with pytest.raises(PlanError, match=rf"its {inner.request.cluster.devices} places{stages} do not lie so on the devices, or are more than the {inner.pieces} pieces .* wanted 2, 4"):
+        asked(PIPELINES[name], inner)
+
+
 def test_an_axis_of_size_one_changes_nothing() -> None:
     made, plain = (plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe="3d", mesh=mesh), model="stack", graph_hash="0" * 64) for mesh in ((1, 2), (2,)))
     assert made.predicted == plain.predicted and made.mesh == plain.mesh == (2,) and made.places == 2

@@ -10,15 +10,17 @@ from typing import Any
 import yaml
 
 from autopar.cluster import Cluster, Protocol
-from autopar.errors import AutoparError
 from autopar.memory import Habits
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import PYTORCH
+from benchmarks.costmodel.tables import ERRORS, positive
 
 GROUPS = (1, 2, 4, 8)
 """Sizes of groups whose bandwidth a plan has."""
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 SUMMARY = "expected_summary.json"
 SOFTWARE = Software(fused=False, overlap_gradients=True, gradient_bytes=2, optimizer_bytes=28.0, habits=replace(PYTORCH, standing=True))
@@ -33,7 +35,7 @@ def load(path: Path) -> Loaded:
         if measured is None:
             return Loaded(refused=[f"{path.name}: {SUMMARY} has no time for it"])
         return Loaded([_row(plan, measured, path.stem)])
-    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError, AutoparError) as error:
+    except (OSError, yaml.YAMLError, *ERRORS) as error:
         return Loaded(refused=[f"{path.name}: {type(error).__name__} {' '.join(str(error).split())}"])
 
 
@@ -57,8 +59,12 @@ def _row(plan: dict[str, Any], measured: dict[str, str], name: str) -> Row:
                   recompute_share=again or 1.0, blocks=tuple(strategy["layer_partitions"]), again=tuple(strategy["gradient_checkpointing"]),
                   software=replace(SOFTWARE, habits=_habits(stages)))
     peaks = [peak for kind in ("allocated", "reserved") for peak in _peaks(measured.get(f"exec_stage_peak_{kind}_memories", ""), kind)]
+    if any(peak.place is not None and peak.place >= pp for peak in peaks):
+        raise ValueError(f"its summary has peaks of more than {pp} stages")
+    if training["params_dtype"] not in DTYPES:
+        raise ValueError(f"params_dtype is {training['params_dtype']}; wanted one of {', '.join(DTYPES)}")
     remarks = ("states or activations are kept on the host, their copies taken as hidden",) if offloaded else ()
-    return Row(name, "mist", config, setup, _cluster(hardware), str(training["params_dtype"]), float(measured["exec_total_cost"]), tuple(peaks),
+    return Row(name, "mist", config, setup, _cluster(hardware), str(training["params_dtype"]), positive(str(measured["exec_total_cost"]), "exec_total_cost"), tuple(peaks),
                remarks=remarks)
 
 
@@ -71,7 +77,7 @@ def _habits(stages: list[list[float]]) -> Habits:
 
 def _peaks(text: str, kind: str) -> list[Peak]:
     """"[18506 MB, 13406 MB]": of each stage, in MiB."""
-    return [Peak(float(part.split()[0]) * (1 << 20), kind, place) for place, part in enumerate(text.strip("[]").split(",")) if part]
+    return [Peak(positive(part.split()[0], f"the peak of stage {place}") * (1 << 20), kind, place) for place, part in enumerate(text.strip("[]").split(",")) if part]
 
 
 def _cluster(hardware: dict[str, Any]) -> Cluster:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
-
-Line = dict[str, str]
+from benchmarks.costmodel.tables import Line, Refused, positive, rows_of
 
 DEVICES = {
     "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "A100-80GB-PCIE": "a100-80-pcie", "A10G-24GB": "a10g", "A6000-48GB": "rtx-a6000",
@@ -56,32 +54,31 @@ PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)
 """Parts of a block that run again, by how the column names them; `moe_act` is the activation of experts alone."""
 
 
-class Refused(ValueError):
-    """A line that cannot be priced, and why."""
+STAGES = ((2, r"shard_grad_op|zero[- ]?(stage )?2|reduce-scatter allowed"), (3, r"fsdp|zero[- ]?(stage )?3"), (1, r"zero[- ]?(stage )?1|distributed optimizer"))
+"""Stages of ZeRO by how the column names them, the first that it does; reduce-scatter is allowed Alpa's data parallelism in what it calls zero_2."""
+
+YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
+
+OTHER_SCHEDULES = r"(?i)zero[- ]?bubble|\bzb|dual[- ]?pipe|chimera"
+"""Those that take a backward apart, or run two ways at once: a step of 1F1B is longer."""
 
 
 def load(path: Path) -> Loaded:
     """The rows of the table."""
-    found = Loaded()
-    with path.open(newline="") as file:
-        for number, line in enumerate(csv.DictReader(file), start=2):
-            name = line.get("row_id") or f"{path.name}:{number}"
-            try:
-                found.rows.append(_row(line, name))
-            except (KeyError, TypeError, ValueError, AutoparError) as error:
-                found.refused.append(f"{name}: {error if isinstance(error, Refused) else f'{type(error).__name__} {error}'}")
-    return found
+    return rows_of(path, _row, lambda line: line["row_id"])
 
 
 def _row(line: Line, name: str) -> Row:
-    if line["status"] not in ("ok", ""):
+    if line["status"].lower() not in ("ok", ""):
         raise Refused(f"status {line['status']}: nothing was measured")
     gpus, tp, cp, pp = (_int(line, key, default) for key, default in (("n_gpus", None), ("tp", 1), ("cp", 1), ("pp", 1)))
     if gpus % (tp * cp * pp):
         raise Refused(f"{gpus} GPUs are no multiple of tp {tp} x cp {cp} x pp {pp}")
     dp = gpus // (tp * cp * pp)
     zero, replicas = _zero(line["zero_fsdp"], dp)
-    notes, sequence = f"{line['notes']} {line['checks']}", line["sp"] == "y" or (line["sp"] == "" and tp > 1)
+    notes, sequence = f"{line['notes']} {line['checks']}", _sequence(line["sp"], tp)
+    if re.search(OTHER_SCHEDULES, line["schedule"]):
+        raise Refused(f"schedule {line['schedule']} is not priced")
     known = facts(line["source_id"], f"{notes} {line['model']}", zero, sequence and tp > 1)
     zero = zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
@@ -103,7 +100,7 @@ def _row(line: Line, name: str) -> Row:
 
 
 def _int(line: Line, key: str, default: int | None = None) -> int:
-    text = line[key].strip()
+    text = line[key]
     if not text:
         if default is None:
             raise Refused(f"{key} was not published")
@@ -124,6 +121,8 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         raise Refused("weights in 4 bits are not built")
     hidden, heads, layers = (_int(line, key) for key in ("hidden", "n_heads", "n_layers"))
     width = re.search(r"head_dim (\d+)", about)
+    if not width and hidden % heads:
+        raise Refused(f"hidden {hidden} is no multiple of {heads} heads, and no head_dim was published")
     head_dim = int(width[1]) if width else hidden // heads
     ffn = _int(line, "ffn_hidden", 4 * hidden)
     gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)  # a gated feed-forward is narrower, for it has a third matrix
@@ -181,25 +180,31 @@ def _experts(line: Line, known: Facts) -> dict[str, Any]:
 
 
 def _precision(line: Line) -> tuple[str, str]:
-    if line["dtype"] not in PRECISIONS:
+    if line["dtype"].lower() not in PRECISIONS:
         raise Refused(f"dtype {line['dtype']!r} is not one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[line["dtype"]]
+    return PRECISIONS[line["dtype"].lower()]
+
+
+def _sequence(text: str, tp: int) -> bool:
+    """Whether what goes from block to block is cut along the sequence: it is over tensor-parallel ranks, unless the column says otherwise."""
+    if text.lower() not in ("", *YES, *NO):
+        raise Refused(f"sp is {text}; wanted y or n")
+    return text.lower() in YES or (not text and tp > 1)
 
 
 def _zero(text: str, dp: int) -> tuple[int, int]:
     """ZeRO's stage, and over how many groups of ranks the shards are copied."""
     over = re.search(r"over (\d+)", text)
-    replicas = dp // int(over[1]) if over and int(over[1]) < dp and dp % int(over[1]) == 0 else 1
-    if "SHARD_GRAD_OP" in text or "ZeRO-2" in text or "reduce-scatter allowed" in text:  # with which Alpa's data parallelism is what it calls zero_2
-        return 2, replicas
-    if "ZeRO-3" in text or "FSDP" in text:
-        return 3, replicas
-    return (1, replicas) if "ZeRO-1" in text or "distributed optimizer" in text.lower() else (0, 1)
+    shards = min(int(over[1]), dp) if over else dp
+    if not shards or dp % shards:
+        raise Refused(f"shards over {shards} ranks, of which {dp} data-parallel ones are no multiple")
+    stage = next((stage for stage, pattern in STAGES if re.search(pattern, text, re.I)), 0)
+    return stage, dp // shards if stage else 1
 
 
 def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
     """What of the forward runs again: whole blocks, which share of them, or which parts."""
-    kind, detail = line["recompute"], line["recompute_detail"]
+    kind, detail = line["recompute"].lower(), line["recompute_detail"]
     if kind != "selective":
         return kind or "none", 1.0, ()
     if "matmul" in detail or detail == "op":  # all but attention and every second matmul
@@ -230,12 +235,12 @@ def _step_s(line: Line, gpus: int) -> float | None:
     if line["step_time_s"]:
         seconds = float(line["step_time_s"])
     elif line["tokens_s_gpu"]:
-        seconds = _int(line, "global_batch") * _int(line, "seq_len") / (float(line["tokens_s_gpu"]) * gpus)
+        seconds = _int(line, "global_batch") * _int(line, "seq_len") / (positive(line["tokens_s_gpu"], "tokens_s_gpu") * gpus)
     elif line["tflops_gpu"] and line["tflops_kind"].startswith("hardware-style: 96"):
-        seconds = _counted_flops(line) / (float(line["tflops_gpu"]) * 1e12 * gpus)
+        seconds = _counted_flops(line) / (positive(line["tflops_gpu"], "tflops_gpu") * 1e12 * gpus)
     else:
         return None
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise Refused(f"a step of {seconds} s")
     return seconds
 
@@ -247,18 +252,19 @@ def _counted_flops(line: Line) -> float:
 
 
 def _peaks(line: Line) -> tuple[Peak, ...]:
-    """The peak, if one was published in a unit and of a kind that are known. A log that the last rank wrote is of the last place."""
+    """The peak, if one was published in a unit and of a kind that are known, of a schedule whose memory is that of 1F1B. A log that the last rank wrote is of the last place."""
     kind = next((kind for pattern, kind in MEASURED if re.search(pattern, line["peak_mem_kind"])), "")
-    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind:
+    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind or "gpipe" in line["schedule"].lower():
         return ()
     place = -1 if "(last) rank" in line["notes"] else None
-    return (Peak(float(line["peak_mem_value"]) * UNITS[line["peak_mem_unit"]], kind, place),)
+    return (Peak(positive(line["peak_mem_value"], "peak_mem_value") * UNITS[line["peak_mem_unit"]], kind, place),)
 
 
 def _cluster(line: Line, gpus: int) -> Cluster:
     gpu = line["gpu"].split(" (")[0]
+    gpu = gpu if gpu in DEVICES else gpu.partition("-")[0]  # of devices that there are in one form only tables may say the memory
     if gpu not in DEVICES:
-        raise Refused(f"there is no preset for {gpu}")
+        raise Refused(f"there is no preset for {line['gpu']}")
     inside = RACK if "NVL72" in line["interconnect"] else _int(line, "gpus_per_node", 8)
     preset = NODES.get((DEVICES[gpu], inside), DEVICES[gpu])
     cluster = Cluster.parse(f"{preset}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")

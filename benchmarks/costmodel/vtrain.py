@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Row
+from benchmarks.costmodel.tables import Line, rows_of
 
 COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length", "tensor parallelism",
            "data parallelism", "pipeline parallelism", "iteration time (ms)")
@@ -24,25 +24,17 @@ SOFTWARE = Software(fused=True, overlap_gradients=False, gradient_bytes=2)
 
 def load(path: Path) -> Loaded:
     """The rows of one file."""
-    found = Loaded()
-    with path.open(newline="") as file:
-        for number, line in enumerate(csv.DictReader(file), start=2):
-            name = f"{path.name}:{number}"
-            try:
-                found.rows.append(_row(line, name, path.stem))
-            except (KeyError, TypeError, ValueError, AutoparError) as error:
-                found.refused.append(f"{name}: {type(error).__name__} {error}")
-    return found
+    return rows_of(path, lambda line, name: _row(line, name, path.stem))
 
 
-def _row(line: dict[str, str], name: str, source: str) -> Row:
+def _row(line: Line, name: str, source: str) -> Row:
     gpus, batch, micro, hidden, heads, layers, seq, tp, dp, pp = (int(line[column]) for column in COLUMNS[:-1])
     seconds = float(line[COLUMNS[-1]]) / 1e3
     if min(gpus, batch, micro, hidden, heads, layers, seq, tp, dp, pp) < 1:
         raise ValueError("a size is not positive")
     if tp * dp * pp != gpus:
         raise ValueError(f"{tp} x {dp} x {pp} is not {gpus} GPUs")
-    if batch % (micro * dp) or not seconds > 0 or hidden % heads:
+    if batch % (micro * dp) or not 0 < seconds < math.inf or hidden % heads:
         raise ValueError(f"batch {batch} in microbatches of {micro} on {dp} ranks, {hidden} in {heads} heads, {seconds} s")
     model = Config(vocab=padded(VOCABULARY, tp), positions=seq, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
                    hidden=hidden, ffn=4 * hidden, bias_apart=True, dropout=0.0, fused_attention=False)

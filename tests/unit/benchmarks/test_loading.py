@@ -258,6 +258,7 @@ def test_links_of_a_plan_of_mist_are_those_measured_there(tmp_path: Path) -> Non
 @pytest.mark.parametrize("described, why", [
     (plan(gradient_accumulation_steps=7), "are not 16"), ({"model": {}}, "KeyError 'training'"),
     (plan(stage_strategies=[[1, 2, 1, 0, 0, 1, 0.0], [2, 1, 1, 0, 0, 1, 0.0]]), "laid out differently"),
+    (plan(stage_strategies=[]), "IndexError"), (plan(layer_partitions=[0, 0]), "ZeroDivisionError"), (plan() | {"training": {**plan()["training"], "params_dtype": "float17"}}, "params_dtype is float17"),
 ])
 def test_bad_plans_of_mist(tmp_path: Path, described: dict[str, object], why: str) -> None:
     found = mist.load(mist_folder(tmp_path, described))
@@ -317,7 +318,47 @@ def test_devices_in_nodes_of_four_have_the_links_of_such_nodes(tmp_path: Path) -
     assert [row.cluster.levels[-1].topology for row in rows] == ["mesh", "switch"]
 
 
-@pytest.mark.parametrize("text, zero", [("auto (ILP, reduce-scatter allowed)", 2), ("none (DP)", 0), ("ZeRO-3", 3)])
+@pytest.mark.parametrize("times, why", [
+    ({"exec_total_cost": "nan"}, "exec_total_cost is nan"), ({"exec_total_cost": "0"}, "exec_total_cost is 0"), ([], "AttributeError"), ("1.5", "AttributeError"),
+    ({"exec_total_cost": "1.5", "exec_stage_peak_reserved_memories": "[1 MB, 2 MB, 3 MB]"}, "more than 2 stages"), ({"exec_total_cost": "1.5", "exec_stage_peak_reserved_memories": "[0 MB]"}, "peak of stage 0"),
+])
+def test_bad_times_of_mist(tmp_path: Path, times: object, why: str) -> None:
+    path = mist_folder(tmp_path, plan())
+    (path.parent / mist.SUMMARY).write_text(json.dumps({"one": times}))
+    found = mist.load(path)
+    assert not found.rows and why in found.refused[0]
+
+
+def test_tables_that_lack_columns_or_end_early(tmp_path: Path) -> None:
+    """What is missing was not published; bytes that are no text do not matter, and a field that is too long ends the table."""
+    text = ",".join(RUN) + "\n" + ",".join(f'"{text}"' for text in RUN.values()) + "\n"
+    fewer = {key: value for key, value in RUN.items() if key not in ("checks", "notes", "sp", "peak_mem_kind", "source_id")}
+    (row,) = published.load(write(tmp_path / "published_runs_fewer.csv", [fewer])).rows
+    assert row.setup.sequence_parallel and not row.peaks and row.remarks == ("",)
+    path = tmp_path / "published_runs.csv"
+    for changed, rows, why in ((text.replace("8x400Gb", "\xe9"), 1, ""), (text[:text.index('"64"')], 0, "n_gpus was not published"), (text + "x" * 200_000, 1, "the table ends here"),
+                               (text[:text.index("\n") + 1], 0, "")):
+        path.write_bytes(changed.encode("latin1"))
+        found = published.load(path)
+        assert len(found.rows) == rows and why in "".join(found.refused)
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"tokens_s_gpu": "0"}, "tokens_s_gpu is 0"), ({"step_time_s": "inf"}, "a step of inf s"), ({"peak_mem_value": "-1"}, "peak_mem_value is -1"), ({"zero_fsdp": "FSDP over 0"}, "over 0 ranks"),
+    ({"zero_fsdp": "FSDP over 3"}, "over 3 ranks, of which 8"), ({"hidden": "4100"}, "4100 is no multiple of 32 heads"), ({"sp": "some"}, "sp is some"), ({"schedule": "zero-bubble"}, "zero-bubble is not priced"),
+])
+def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, str], why: str) -> None:
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | change, RUN]))
+    assert len(found.rows) == 1 and why in found.refused[0]
+
+
+def test_other_spellings_are_read(tmp_path: Path) -> None:
+    lines = [RUN, RUN | {"dtype": "BF16", "sp": "yes", "status": "OK", "recompute": "None", "zero_fsdp": "zero stage 1"}, RUN | {"schedule": "GPipe"}, RUN | {"gpu": "H200-141GB-SXM"}]
+    one, other, gpipe, large = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert other == one and gpipe.setup == one.setup and one.peaks and not gpipe.peaks and large.cluster.device.name.startswith("H200")
+
+
+@pytest.mark.parametrize("text, zero", [("auto (ILP, reduce-scatter allowed)", 2), ("none (DP)", 0), ("ZeRO-3", 3), ("fsdp2", 3), ("DeepSpeed ZeRO3", 3), ("zero-1", 1), ("ZeRO stage 2", 2)])
 def test_the_stage_of_zero_is_read(tmp_path: Path, text: str, zero: int) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"zero_fsdp": text}])).rows
     assert row.setup.zero == zero

@@ -1,0 +1,54 @@
+"""Tables of measurements, line by line."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.errors import AutoparError
+from benchmarks.costmodel.rows import Loaded, Row
+
+ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AutoparError)
+"""What a line or a plan that is not as its format says comes to."""
+
+
+class Refused(ValueError):
+    """A line that cannot be priced, and why."""
+
+
+class Line(dict[str, str]):
+    """A line by column, without spaces around; a column that the table does not have, or that the line ends before, is empty."""
+
+    def __init__(self, cells: dict[str, str]) -> None:
+        super().__init__({key: text.strip() for key, text in cells.items() if key})
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def rows_of(path: Path, made: Callable[[Line, str], Row], named: Callable[[Line], str] = lambda line: "") -> Loaded:
+    """What `made` makes of each line and its name, which is the place in the file unless `named` says one. Bytes that are no text count as one letter each."""
+    found = Loaded()
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.DictReader(file, restval="")
+        try:
+            for number, cells in enumerate(reader, start=2):
+                line = Line(cells)
+                name = named(line) or f"{path.name}:{number}"
+                try:
+                    found.rows.append(made(line, name))
+                except ERRORS as error:
+                    found.refused.append(f"{name}: {error if isinstance(error, Refused) else f'{type(error).__name__} {error}'}")
+        except csv.Error as error:
+            found.refused.append(f"{path.name}:{reader.line_num}: the table ends here: {error}")
+    return found
+
+
+def positive(text: str, what: str) -> float:
+    """The number that `text` is. Raises Refused unless it is positive and finite."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise Refused(f"{what} is {text}; wanted a positive number")
+    return number

@@ -30,6 +30,7 @@ class Attention(nn.Module):
         elif c.fused_attention:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.kv_heads != c.heads)
         else:
+            k, v = (repeated(t, c.heads // c.kv_heads) for t in (k, v))
             y = attention(q, k, v, mask, c.dropout if self.training else 0.0)
         return self.proj(y.transpose(1, 2).reshape(b, s, c.heads * c.head_dim))
 
@@ -85,6 +86,14 @@ def in_window(q, k, v, window):
     pieces = [t.transpose(1, 2).reshape(b * (s // window), window, t.shape[1], d).transpose(1, 2) for t in (q, k, v)]
     y = F.scaled_dot_product_attention(*pieces, enable_gqa=k.shape[1] != q.shape[1])
     return y.transpose(1, 2).reshape(b, s, q.shape[1], d).transpose(1, 2)
+
+
+def repeated(x, times):
+    """Each head so many times: [b, h, s, d] -> [b, h * times, s, d]."""
+    if times == 1:
+        return x
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, times, s, d).reshape(b, h * times, s, d)
 
 
 def attention(q, k, v, mask, dropout):

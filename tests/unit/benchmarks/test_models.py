@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.costmodel.config import CAPTURED, Config, Latent
+from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.transformer import Transformer
 
 LLAMA = {"rms": True, "gated": True, "bias": False, "rotary": True, "tied": False}
@@ -59,3 +60,15 @@ def test_a_short_model_shows_every_kind_of_layer(config: Config, layers: tuple[i
     assert (kinds.count, kinds.leading, kinds.period) == layers and short.layers == shown
     assert {short.kind(layer) for layer in range(short.layers)} == {config.kind(layer) for layer in range(config.layers)}
     assert short == replace(config, layers=config.layers + 2).short()
+
+
+@pytest.mark.parametrize("fused_softmax", [False, True])
+def test_heads_share_keys_in_single_operators_too(fused_softmax: bool) -> None:
+    """The loss of attention in one kernel and in single operators is the same one, and a graph of the latter can be captured."""
+    torch.manual_seed(0)
+    one = replace(SMALL, latent=None, experts=0, dense=0, ahead=False, layers=2, kv_heads=SMALL.heads // 2)
+    single = replace(one, fused_attention=False, fused_softmax=False)
+    models, ids = (Transformer(one).eval(), Transformer(single).eval()), torch.randint(one.vocab, (2, 16))
+    models[1].load_state_dict(models[0].state_dict())
+    assert torch.allclose(*(model(ids, ids) for model in models), rtol=1e-4)
+    assert captured(replace(single, fused_softmax=fused_softmax), "bfloat16") is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.calibrate.fits import Fit, Fits
+from autopar.calibrate.fits import Fit, Fits, Impossible
 from autopar.calibrate.least import fit
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Device, Level, Protocol
@@ -23,6 +23,10 @@ SPILL_GAIN = 0.7
 
 ABOVE = 2
 """Sizes that a knee has above it at least: the slope behind one with a single size is whatever that one sample says."""
+
+
+LEAST_START_S = 1e-6
+"""No collective starts in less: where small messages were disturbed and left out, or took no longer than by their bytes, a fit ends at 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +79,9 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
         kept = fits.sensible(mine, lambda s: share(s.what, s.members) * s.size[0] / s.seconds, most_bytes_s, "bytes/s")
         curve = _curve(kind, members, kept, share(kind, members) / most_bytes_s) if len(kept) >= LEAST_SAMPLES else None
         name = f"{base.name}.{kind} on {members}"
+        if curve is not None and curve.start_s < LEAST_START_S:
+            fits.impossible.append(Impossible(f"{name}, start_s", curve.start_s, f"wanted {LEAST_START_S:g} at least: no message is there in no time"))
+            curve = dataclasses.replace(curve, start_s=min(p.start_s + p.hop_s for p in base.serving(kind, members)))
         if curve is not None and fits.possible(name, curve.start_s, key="start_s") and fits.possible(f"{name}, rate", curve.rate, key="bandwidth_bytes_s"):
             curves.append(curve)
             fits.add(Fit(name, curve.start_s, curve.samples, curve.error, "start in seconds"))

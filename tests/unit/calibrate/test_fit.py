@@ -117,6 +117,20 @@ def test_one_disturbed_message_does_not_bend_the_fit(size: int, factor: float) -
             assert min(wrong) > (0.45 if size == 1 << 23 else 0.85) and max(wrong) < 1.3, (kind, members, wrong)
 
 
+def test_no_collective_starts_in_no_time() -> None:
+    """Small messages make no sense, large ones take what their bytes take: the rate is measured, the start stays that of the preset, and that is said."""
+    base = Cluster.parse("cpu:1x4")
+    disturbed = [(level, dataclasses.replace(s, seconds=-1.0 if s.size[0] < 1 << 20 else s.size[0] / 1e9) if s.what == "all_to_all" else s) for level, s in samples(machine(), 0.0, 0)]
+    found = fit(disturbed)
+    assert {each.name for each in found.fits.impossible} == {f"rank.all_to_all on {n}, start_s" for n in (2, 4)}
+    for members in (2, 4):
+        (protocol,), (before,) = (cluster.levels[1].serving("all_to_all", members) for cluster in (found.cluster, base))
+        assert protocol.start_s == before.start_s + before.hop_s > 0
+        axis = MeshAxis("x", members, (Span(found.cluster.levels[1], members),), found.cluster.device)
+        assert collective_s("all_to_all", 1e9, axis) == pytest.approx(1.0, rel=0.01)
+    assert found.cluster.levels[1].latency_s > 0
+
+
 @pytest.mark.parametrize("over_s, kept", [(10e-3, 0.0), (16e-3, 0.6), (19.9e-3, 1.0), (22e-3, 1.0)])
 def test_collectives_that_hide_next_to_nothing_hide_nothing(over_s: float, kept: float) -> None:
     known = [(level, dataclasses.replace(s, seconds=over_s) if s.what.startswith(OVER) else s) for level, s in samples(machine(), 0.0, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -21,6 +22,15 @@ def predicted(gm: fx.GraphModule, plan: Plan, place: int = 0) -> dict[Key, float
         for key, seconds in _keyed(ran.marks):
             found[key] = found.get(key, 0.0) + times * seconds
     return found
+
+
+def starts(gm: fx.GraphModule, plan: Plan, place: int = 0) -> dict[Key, float]:
+    """Of these seconds, those that starting operators takes; none for a cluster of parts, from which nothing is refitted."""
+    if "parts" in plan.cluster:
+        return {}
+    at_once = replace(plan, cluster={**plan.cluster, "device": {**plan.cluster["device"], "launch_s": 0.0}})
+    rest = predicted(gm, at_once, place)
+    return {key: seconds - rest.get(key, 0.0) for key, seconds in predicted(gm, plan, place).items()}
 
 
 def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:

@@ -16,7 +16,7 @@ from autopar.codegen.tables import Names
 from autopar.plan import Plan
 from autopar.profile.attribute import Key
 from autopar.profile.label import labelled
-from autopar.profile.predicted import predicted
+from autopar.profile.predicted import predicted, starts
 from autopar.profile.record import Job, Recorded, record
 from autopar.runtime.launch import launch
 
@@ -40,7 +40,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One operator (all its instances, forward and backward), one collective (all that have this kind, axis and number of bytes), the
-    sums of gradients, or the optimizer: seconds of one step on a rank."""
+    sums of gradients, or the optimizer: seconds of one step on a rank. Of the predicted ones starting operators takes `starts_s`."""
 
     place: int
     what: str
@@ -48,6 +48,7 @@ class Row:
     measured_s: float
     predicted_s: float
     key: Key = ()
+    starts_s: float = 0.0
 
     @property
     def off_s(self) -> float:
@@ -71,7 +72,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"}
-        return {**own, "rows": [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "key"} for row in self.rows]}
+        return {**own, "rows": [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in ("key", "starts_s")} for row in self.rows]}
 
 
 def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[str], None] | None = None) -> Profile:
@@ -89,7 +90,7 @@ def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[
     rows: list[Row] = []
     for place in range(plan.places):
         mine = found[place * inner:(place + 1) * inner]
-        rows += _rows(plan, place, _mean(mine), predicted(case.gm, plan, place))
+        rows += _rows(plan, place, _mean(mine), predicted(case.gm, plan, place), starts(case.gm, plan, place))
     first = sum(row.measured_s for row in rows if row.place == 0)
     rows.sort(key=lambda row: -abs(row.off_s))
     return Profile(plan.model, str(plan.cluster["name"]), found[0].step_s, found[0].profiled_s, plan.predicted.step_s,
@@ -101,9 +102,9 @@ def _mean(found: list[Recorded]) -> dict[Key, float]:
     return {key: sum(each.seconds.get(key, 0.0) for each in found) / len(found) for key in keys}
 
 
-def _rows(plan: Plan, place: int, measured: Mapping[Key, float], foreseen: Mapping[Key, float]) -> list[Row]:
+def _rows(plan: Plan, place: int, measured: Mapping[Key, float], foreseen: Mapping[Key, float], begun: Mapping[Key, float]) -> list[Row]:
     keys = dict.fromkeys((*measured, *foreseen))
-    return [Row(place, *_words(plan, key), measured.get(key, 0.0), foreseen.get(key, 0.0), key) for key in keys]
+    return [Row(place, *_words(plan, key), measured.get(key, 0.0), foreseen.get(key, 0.0), key, begun.get(key, 0.0)) for key in keys]
 
 
 def _words(plan: Plan, key: Key) -> tuple[str, str]:

@@ -5,7 +5,8 @@
     the optimizer          its seconds for each parameter and its share of the bandwidth
     each collective        start and efficiency of the protocols that run it, on all levels
 
-Groups that took no time, or that nothing was predicted for, stay as they are; no group changes by more than MOST, and no collective is faster
+The peak answers for what matmuls take beside being started, which the other operators tell of. Groups that took no time, or that nothing was predicted for, stay as they are, and
+so does the peak where matmuls mostly wait to be started (it would take the blame for slow or fast starts); no group changes by more than MOST, and no collective is faster
 than its links can be: those of a GPU carry what their level says, ranks of CPUs what one reads and writes.
 """
 
@@ -27,6 +28,9 @@ from autopar.profile.profile import Profile, Row
 MOST = 10.0
 """No constant is scaled by more, or by less than its inverse: what is further off is no matter of constants."""
 
+STARTED = 0.5
+"""Matmuls that are started for this share of their seconds say nothing of the peak."""
+
 
 def refit(cluster: Cluster, plan: Plan, program: Program, found: Profile, date: str) -> tuple[Cluster, dict[str, float]]:
     """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources.
@@ -47,10 +51,18 @@ def _ratios(rows: tuple[Row, ...], program: Program) -> dict[str, float]:
     """Measured over predicted by group."""
     sums: dict[str, list[float]] = {}
     for row in rows:
-        each = sums.setdefault(_group(row, program), [0.0, 0.0])
-        each[0] += row.measured_s
-        each[1] += row.predicted_s
-    return {group: min(MOST, max(1 / MOST, measured / foreseen)) for group, (measured, foreseen) in sums.items() if measured > 0 and foreseen > 0}
+        each = sums.setdefault(_group(row, program), [0.0, 0.0, 0.0])
+        for index, seconds in enumerate((row.measured_s, row.predicted_s, row.starts_s)):
+            each[index] += seconds
+    found = {group: _within(measured / foreseen) for group, (measured, foreseen, _) in sums.items() if measured > 0 and foreseen > 0}
+    if "matmul" in found:
+        measured, foreseen, begun = sums["matmul"]
+        found["matmul"] = _within((measured - begun * found.get("other", 1.0)) / (foreseen - begun)) if begun < STARTED * foreseen else 1.0
+    return found
+
+
+def _within(ratio: float) -> float:
+    return min(MOST, max(1 / MOST, ratio))
 
 
 def _group(row: Row, program: Program) -> str:

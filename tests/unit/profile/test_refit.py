@@ -13,7 +13,7 @@ from autopar.cost.comm import collective_s
 from autopar.planner import Request
 from autopar.problem.reading import read
 from autopar.profile import Profile, Row, refit
-from autopar.profile.predicted import predicted
+from autopar.profile.predicted import predicted, starts
 from autopar.profile.profile import _rows
 from autopar.profile.refit import _level
 from tests.helpers.planned import BATCH, graph
@@ -24,7 +24,7 @@ def profile(times: dict[str, float]) -> tuple[Cluster, dict[str, float], Cluster
     cluster = Cluster.parse("cpu:1x4")
     plan = joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
     foreseen = predicted(graph(), plan)
-    rows = [dataclasses.replace(row, measured_s=row.predicted_s * times.get(row.what, 1.0)) for row in _rows(plan, 0, {}, foreseen)]
+    rows = [dataclasses.replace(row, measured_s=row.predicted_s * times.get(row.what, 1.0)) for row in _rows(plan, 0, {}, foreseen, {})]
     assert all(isinstance(row, Row) for row in rows) and sum(foreseen.values()) == pytest.approx(plan.predicted.step_s, rel=0.03)
     found = Profile("stack", "cpu", 1.0, 1.0, plan.predicted.step_s, 0.0, tuple(rows))
     return *refit(cluster, plan, read(graph(), plan.hints, training=True), found, "2026-11-21"), cluster
@@ -66,3 +66,31 @@ def test_collectives_are_no_faster_than_the_links_of_a_gpu() -> None:
 def test_nothing_is_scaled_beyond_reason() -> None:
     made, ratios, cluster = profile({"operator": 1000.0})
     assert ratios["matmul"] == 10.0 and made.device.peak_flops["float32"] == pytest.approx(cluster.device.peak_flops["float32"] / 10)
+
+
+def again(cluster: Cluster, real: Cluster, times: int = 1) -> Cluster:
+    """`cluster` refitted so many times to a profile of a plan on the `real` one."""
+    for _ in range(times):
+        plan = joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe="ddp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+        ran = predicted(graph(), dataclasses.replace(plan, cluster=real.to_dict()))
+        found = Profile("stack", "cpu", 1.0, 1.0, 1.0, 0.0, tuple(_rows(plan, 0, ran, predicted(graph(), plan), starts(graph(), plan))))
+        cluster, _ = refit(cluster, plan, read(graph(), plan.hints, training=True), found, "2026-11-21")
+    return cluster
+
+
+def device(**change: object) -> Cluster:
+    cluster = Cluster.parse("cpu:1x4")
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **change))  # type: ignore[arg-type]
+
+
+def test_the_peak_is_not_to_blame_for_starts() -> None:
+    """Operators start five times as fast as was thought, and small matmuls do little else: their peak was taken for three times as high."""
+    thought, real = device(launch_s=5e-2), device(launch_s=1e-2)
+    made = again(thought, real, 2)
+    assert made.device.peak_flops["float32"] == pytest.approx(real.device.peak_flops["float32"], rel=0.05) and made.device.launch_s == pytest.approx(real.device.launch_s, rel=0.2)
+
+
+def test_a_slow_peak_is_found_beside_starts() -> None:
+    thought = device(launch_s=1e-7)
+    slow = dataclasses.replace(thought, device=dataclasses.replace(thought.device, peak_flops={k: v / 4 for k, v in thought.device.peak_flops.items()}))
+    assert again(thought, slow).device.peak_flops["float32"] == pytest.approx(slow.device.peak_flops["float32"], rel=0.1)

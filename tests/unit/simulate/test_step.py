@@ -54,7 +54,7 @@ def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: 
 
 @pytest.mark.parametrize(("schedule", "places", "virtual"), [CASES[0], CASES[3], CASES[7], ("", 1, 1)])
 def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, virtual: int) -> None:
-    """Of every place, at the bytes that autopar.memory finds; the step ends with what rests."""
+    """Of every place, at the bytes that autopar.memory finds; the step begins (while a place waits for its first microbatch, too) and ends with what rests."""
     who = subject("hf-gpt2")
     made = by_stages(who, (2,), "zero3", places, 8, schedule, virtual) if schedule else by_recipe(who, (2, 2), "tp_zero3")
     found = simulate(who.captured.gm, made)
@@ -62,6 +62,7 @@ def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, vi
     for place, memory in zip(found.places, wanted.places, strict=True):
         assert place.peak_bytes == pytest.approx(memory.peak_bytes)
         assert all(0 <= at <= found.step_s * (1 + 1e-9) for at, _ in place.memory) and list(place.memory) == sorted(place.memory, key=lambda point: point[0])
+        assert place.memory[0][0] == 0 and place.memory[0][1] == pytest.approx(memory.rest_bytes - memory.rest["gradients"], rel=0.05)
         assert place.memory[-1][1] == pytest.approx(memory.rest_bytes, rel=0.05)
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes)
 

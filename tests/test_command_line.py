@@ -39,7 +39,7 @@ def test_the_same_question_gives_the_same_bytes(plan: Path, tmp_path: Path) -> N
 
 def test_explain(plan: Path) -> None:
     shown = done("explain", str(plan))
-    assert "nodes that cost most" in shown.stdout and "reshards that cost most" in shown.stdout
+    assert "nodes that cost most" in shown.stdout and "reshards that cost most" in shown.stdout and "one microbatch" not in shown.stdout
     found = json.loads(done("explain", str(plan), "--node", "head.weight", "--json", "-").stdout)
     assert sum(row["chosen"] for row in found["alternatives"]) == 1 and {row["result"] for row in found["alternatives"]} >= {"R, gradient R", "S0, gradient S0", "R, gradient S0"}
     refused = autopar("explain", str(plan), "--node", "tail.weight")
@@ -112,7 +112,7 @@ def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: str) -> None:
     in_parts(made, {scope: {"later": 1}}).save(path)
     found = [json.loads(done("simulate", str(where), "--json", "-").stdout) for where in (whole, path)]
     assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-3) and found[1]["peak_bytes"] == pytest.approx(found[0]["peak_bytes"])
-    assert "later/" in done("explain", str(path)).stdout
+    assert "later/" in (explained := done("explain", str(path)).stdout) and f"one microbatch of {made.microbatches} through all stages" in explained
     done("memory", str(path))
     done("emit", str(path), "-o", str(tmp_path / "out"))
     assert (tmp_path / "out" / "sharded.py").read_text().count("(Block):") == 2

@@ -41,9 +41,13 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
 
 
 def _whose(plan: Plan) -> list[str]:
-    """On which device these prices are, where places have several kinds."""
-    at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
-    return [f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place"] if at.mixed else []
+    """Of what these prices are, where that is not the plan's step; and on which device, where places have several kinds."""
+    found, at = [], Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    if plan.pipelined:
+        found.append(f"seconds and bytes of nodes are those of one microbatch of {plan.microbatches} through all stages, on one place; the plan's step takes {seconds(plan.predicted.step_s)}")
+    if at.mixed:
+        found.append(f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place")
+    return found
 
 
 def _alternatives(title: str, rows: Sequence[why.Row], axes: str) -> Table:

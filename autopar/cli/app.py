@@ -136,6 +136,7 @@ def simulate(plan: PlanFile,
 
 @app.command()
 def memory(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")],
     cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
     batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
@@ -152,7 +153,13 @@ def memory(
     from autopar.cli.fitting import memory_command
     from autopar.cli.planning import Asked
 
-    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer), recipe or [], shown, json)
+    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer), recipe or [], shown, json, _given(context))
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options that stand on the command line."""
+    sources = {each.opts[0]: context.get_parameter_source(each.name or "") for each in context.command.params}
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE" and option.startswith("-")]
 
 
 @app.command()

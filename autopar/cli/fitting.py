@@ -12,6 +12,7 @@ from autopar.cli.console import progress, show, write_json
 from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.fitting import Row, Survey
 from autopar.memory import memory_of
 from autopar.problem.settings import Settings
@@ -20,11 +21,18 @@ from autopar.request import Request
 from autopar.text import gibibytes, times
 
 NAMES = {"b": "batch", "s": "sequence"}
+LOOKED_AT = 4_000_000
+"""Sizes of which it is not asked how far they go on: a little less than fitting.LARGEST, which a strategy may not divide."""
+OF_A_PLAN = ("--shown", "--json")
+"""The options that go with a plan file; all others ask for what a plan says already."""
 
 
-def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None) -> None:
-    """The table of strategies for a model, or the breakdown of a plan file."""
-    if asked.model.endswith(".json") and not asked.model.startswith("hf:"):
+def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str] = ()) -> None:
+    """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given` options of a model."""
+    if not asked.model.startswith("hf:") and (asked.model.endswith(".json") or Path(asked.model).is_file()):
+        if idle := [option for option in given if option not in OF_A_PLAN]:
+            raise PlanError(f"{', '.join(idle)}: {asked.model} is a plan, which has its own cluster, sizes and strategy; leave {'it' if len(idle) == 1 else 'them'} out, "
+                            "or name the MODEL instead of the plan")
         plan_memory(Path(asked.model), shown, json)
         return
     with progress(f"memory of {asked.model}") as tell:
@@ -77,6 +85,8 @@ def _usable(cluster: Cluster) -> str:
 
 
 def _size(size: int, most: int | None) -> str:
+    if most is None and size > LOOKED_AT:
+        return f"over {LOOKED_AT}"
     return f"{size} (all positions)" if most is not None and size == most else str(size) if size else "none"
 
 

@@ -60,6 +60,8 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
     (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
     (("memory", "nowhere.json"), "cannot read plan nowhere.json"),
+    (("memory", "README.md"), "README.md: not a plan: the text is no JSON"),
+    (("memory", "plan.json", "--batch", "8", "--cluster", "cpu:1x4", "--shown", "3"), "--cluster, --batch: plan.json is a plan, which has its own cluster, sizes"),
     (("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"), "unknown recipe 'fast'; known are single, ddp"),
     (("simulate", "README.md"), "not a plan: the text is no JSON"),
     (("simulate", "README.md"), "error: README.md: not a plan"),

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
+from autopar.cli.fitting import LOOKED_AT, _size
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.fitting import ROUNDS, Row, Survey, _runs
+from autopar.fitting import LARGEST, ROUNDS, Row, Survey, _runs
 from autopar.problem.remat import levels
 from autopar.request import Request
 from tests.helpers.kinds import two_kinds
@@ -126,6 +127,11 @@ def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
     assert "needs to know the hosts" in rows(unknown, "zero_offload")["zero_offload"].why
     assert Survey(who.captured.gm, who.captured.hints, Request(gpus))._has_hosts
     assert not Survey(who.captured.gm, who.captured.hints, Request(unknown))._has_hosts
+
+
+def test_sizes_that_are_not_looked_at_are_no_largest_ones() -> None:
+    assert LOOKED_AT < LARGEST and _size(LARGEST, None) == "over 4000000" and _size(LARGEST, LARGEST) == f"{LARGEST} (all positions)"
+    assert (_size(2838597, None), _size(0, None)) == ("2838597", "none")
 
 
 def test_an_unknown_strategy_is_refused() -> None:

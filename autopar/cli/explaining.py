@@ -27,6 +27,7 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
         rebuilt = rebuild(where, tell)
         planner, model = problem(rebuilt)
         choice = why.choice_of(model, rebuilt.plan)
+        priced_s = model.problem.price(choice).time_s
         rows = why.explain(model, choice, node) if node is not None else []
         parts = why.parts(model, choice, SHOWN) if node is None else []
         moved = sorted(reshards(planner.program, rebuilt.plan), key=lambda row: (-row.step_s, row.tensor))[:SHOWN]
@@ -35,16 +36,18 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
         held = [op.name for op in cluster.members]
         if not write_json(json, {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}):
             show(_alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
-                 "", f"decided together: {', '.join(held)}", *_whose(rebuilt.plan))
+                 "", f"decided together: {', '.join(held)}", *_whose(rebuilt.plan, priced_s))
     elif not write_json(json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}):
-        show(_nodes(parts), "", _reshards(moved), "", *_whose(rebuilt.plan), "the alternatives of one node: autopar explain PLAN --node NAME")
+        show(_nodes(parts), "", _reshards(moved), "", *_whose(rebuilt.plan, priced_s), "the alternatives of one node: autopar explain PLAN --node NAME")
 
 
-def _whose(plan: Plan) -> list[str]:
-    """Of what these prices are, where that is not the plan's step; and on which device, where places have several kinds."""
+def _whose(plan: Plan, priced_s: float) -> list[str]:
+    """Of what these prices are, where `priced_s` for all choices is not the plan's step; and on which device, where places have several kinds."""
     found, at = [], Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     if plan.pipelined:
         found.append(f"seconds and bytes of nodes are those of one microbatch of {plan.microbatches} through all stages, on one place; the plan's step takes {seconds(plan.predicted.step_s)}")
+    elif seconds(priced_s) != seconds(plan.predicted.step_s):
+        found.append(f"prices are those of each choice alone, which do not see what hides in which pass: all choices {seconds(priced_s)}, the plan's step {seconds(plan.predicted.step_s)}")
     if at.mixed:
         found.append(f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place")
     return found

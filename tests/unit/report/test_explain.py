@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from autopar.cli.explaining import _whose
 from autopar.errors import PlanError
 from autopar.report import explain as why
+from autopar.text import seconds
 from tests.helpers.planned import planned
 
 
@@ -66,3 +68,11 @@ def test_the_most_expensive_come_first() -> None:
     found = why.parts(made.model, why.choice_of(made.model, made.plan), 4)
     assert [part.own_s for part in found] == sorted((part.own_s for part in found), reverse=True)
     assert len(found) == 4 and all(part.label for part in found)
+
+
+def test_prices_that_are_not_the_step_of_the_plan_say_so() -> None:
+    """Alone choices are priced by what is linear; what hides in a pass is in the step."""
+    made = planned("zero3").plan
+    assert _whose(made, made.predicted.step_s) == []
+    (line,) = _whose(made, 2 * made.predicted.step_s)
+    assert line.startswith("prices are those of each choice alone") and line.endswith(f"the plan's step {seconds(made.predicted.step_s)}")

@@ -32,7 +32,7 @@ from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES, Search, checked, exhaustive, ilp
-from autopar.text import near, seconds, times
+from autopar.text import gibibytes, near, seconds, times
 from autopar.timer import Timer
 
 
@@ -134,7 +134,7 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], e
         if len(planner.open_levels) > 1 and (over := planner.least_bytes() - request.limit_bytes) > 0:
             planner.missing_bytes.append(over)
             tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
-                                     f"cut evenly over all devices it is {over / 2**30:.2f} GiB per device over the limit"))
+                                     f"cut evenly over all devices it is {gibibytes(over)} per device over the limit"))
             continue
         yield level
 
@@ -378,7 +378,7 @@ def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     lines = [f"no plan fits {planner.request.cluster.describe()}:"]
     lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
     if planner.missing_bytes:
-        lines.append(f"the plan of least memory is {min(planner.missing_bytes) / 2**30:.2f} GiB per device over the limit")
+        lines.append(f"the plan of least memory is {gibibytes(min(planner.missing_bytes))} per device over the limit")
     lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))
     lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from autopar.pipeline.filling import Cuts, Filling, Links
 from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import Budgets
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
+from autopar.text import gibibytes
 
 CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
 NEAR = 0.1  # relative: so near to what is proven it is asked first whether anything is faster at all
@@ -104,5 +105,5 @@ def _least_s(tables: Sequence[Table]) -> tuple[float, float]:
 def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], places: int) -> InfeasibleError:
     """What is missing for any cut."""
     whole, there = memory_bytes((pieces[0].again, max(in_flight))) / places, sum(limits) / len(limits)
-    return InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {whole / 2**30:.2f} GiB each, "
-                           f"{there / 2**30:.2f} GiB are there", missing_bytes=max(0.0, whole - there))
+    return InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {gibibytes(whole)} each, "
+                           f"{gibibytes(there)} are there", missing_bytes=max(0.0, whole - there))

@@ -23,7 +23,7 @@ from autopar.problem.rerun import Rerun, heavy, rerun
 from autopar.problem.saved import Kept, kept
 from autopar.problem.shares import ForwardPrices
 from autopar.problem.types import Net, Node
-from autopar.text import seconds
+from autopar.text import gibibytes, seconds
 
 LEVELS = ("none", "selective", "full")
 """Nothing is run again; all but products, convolutions and attention; everything."""
@@ -62,7 +62,7 @@ def price(model: Model, choice: tuple[int, ...]) -> str:
         return ""
     again, plain = model.problem.price(choice), model.plain.price(choice)
     return (f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
-            f"{(plain.memory_bytes - again.memory_bytes) / 2**30:.3g} GiB per device")
+            f"{gibibytes(plain.memory_bytes - again.memory_bytes)} per device")
 
 
 def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: Kept, after: Kept) -> Node:

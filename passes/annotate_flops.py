@@ -119,6 +119,19 @@ def _einsum(node: fx.Node) -> Size:
     return max(1, 2 * (len(shapes) - 1)) * prod(sizes_of(letters, shapes).values())
 
 
+def _power(node: fx.Node) -> Size:
+    """A square for each binary digit of the exponent but the first, and a product for each further one that is set; a negative one takes the inverse first, which is one more."""
+    given = edit.args_of(node)
+    exponent = abs(given["n"])
+    products = max(0, exponent.bit_length() + exponent.bit_count() - 2) + (given["n"] < 0)
+    return 2 * products * facts.numel(node) * facts.shape(node)[-1]
+
+
+def _cross(node: fx.Node) -> Size:
+    """Each number is the difference of two products."""
+    return 3 * facts.numel(node)
+
+
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.addmm.default: _matmul_added,
     aten.addmv.default: _matmul_added,
@@ -135,11 +148,14 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.conv_transpose3d.input: _transposed_convolution,
     aten.dot.default: _matmul,
     aten.einsum.default: _einsum,
+    aten.linalg_cross.default: _cross,
+    aten.linalg_matrix_power.default: _power,
     aten.linear.default: _matmul,
     ops.affine: _matmul,
     ops.experts: _experts,
     ops.grouped_matmul: _matmul,
     aten.matmul.default: _matmul,
+    aten.matrix_power.default: _power,
     aten.mm.default: _matmul,
     aten.mv.default: _matmul,
     aten.scaled_dot_product_attention.default: _attention,

@@ -109,6 +109,56 @@ def _turned_last(node: fx.Node) -> fx.Node:
     return _as(aten.transpose.int, node, (node.args[0], -2, -1))
 
 
+def _operand(node: fx.Node) -> fx.Node:
+    (operand,) = edit.tensor_operands(node)
+    return operand
+
+
+def _adjoint(node: fx.Node) -> fx.Node:
+    """The last two dims, and complex numbers conjugated, `x.mH`."""
+    turned = edit.call(node.graph, aten.transpose.int, (node.args[0], -2, -1), like=node)
+    return edit.call(node.graph, aten.conj_physical.default, (turned,), like=node) if facts.dtype(node).is_complex else turned
+
+
+def _crossed(node: fx.Node) -> fx.Node:
+    """Along the dim that is named, or else the first one of three numbers, which may be another one where a dim is cut."""
+    given = edit.args_of(node)
+    dim = facts.shape(node).index(3) if given["dim"] is None else given["dim"]
+    return edit.call(node.graph, aten.linalg_cross.default, (given["self"], given["other"]), {"dim": dim}, like=node)
+
+
+def _flipped(dim: int) -> Callable[[fx.Node], fx.Node]:
+    return lambda node: _as(aten.flip.default, node, (node.args[0], [dim]))
+
+
+def _inner(node: fx.Node) -> fx.Node | None:
+    """Of real numbers nothing is conjugated."""
+    return None if facts.dtype(node).is_complex else _as(aten.dot.default, node, node.args)
+
+
+def _side_by_side(node: fx.Node) -> fx.Node:
+    """torch stacks rows, columns or planes, after it has given dims of size 1 to what has too few: as the dims of the result say."""
+    rank, pieces = len(facts.shape(node)), node.args[0]
+    assert isinstance(pieces, (list, tuple))
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    dim = {"dstack": 2, "hstack": min(1, rank - 1), "column_stack": 1}.get(name, 0)
+    wide = []
+    for piece in pieces:
+        while (own := len(facts.shape(piece))) < rank:  # type: ignore[arg-type]
+            in_front = name in ("hstack", "vstack", "row_stack") or own == 0 or (name == "dstack" and own == 1)
+            piece = edit.call(node.graph, aten.unsqueeze.default, (piece, 0 if in_front else own), like=node)
+        wide.append(piece)
+    return _as(aten.cat.default, node, (wide, dim))
+
+
+def _tiled(node: fx.Node) -> fx.Node:
+    """As `repeat`, with a count of one for dims that have none."""
+    operand, counts = node.args
+    assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
+    repeated = _as(aten.repeat.default, node, (operand, [1] * (len(facts.shape(operand)) - len(counts)) + list(counts)))
+    return _repeat(repeated) or repeated
+
+
 def _full(node: fx.Node) -> fx.Node:
     return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
 
@@ -200,21 +250,30 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._to_copy.default: _cast,
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
+    aten.adjoint.default: _adjoint,
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
     aten.embedding.default: _dense,
     aten.expand_as.default: _expanded,
     aten.cat.default: _without_empty,
     aten.concat.default: _same_args(aten.cat.default, 2),
     aten.concatenate.default: _same_args(aten.cat.default, 2),
+    **dict.fromkeys((aten.column_stack.default, aten.dstack.default, aten.hstack.default, aten.row_stack.default, aten.vstack.default), _side_by_side),
+    aten.cross.default: _crossed,
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
+    aten.fliplr.default: _flipped(1),
+    aten.flipud.default: _flipped(0),
+    aten.ger.default: _same_args(aten.outer.default, 2),
     aten.linalg_matmul.default: _same_args(aten.matmul.default, 2),
+    aten.mH.default: _adjoint,
     aten.mT.default: _turned_last,
+    aten.matrix_H.default: _adjoint,
     aten.new_empty.default: _made(aten.zeros.default, 1),
     aten.new_full.default: _made(aten.full.default, 2),
     aten.new_ones.default: _made(aten.ones.default, 1),
     aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
+    aten.positive.default: _operand,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeated,
     aten.squeeze.default: _squeezed,
@@ -222,12 +281,14 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.squeeze.dims: _squeezed,
     aten.swapaxes.default: _same_args(aten.transpose.int, 3),
     aten.swapdims.default: _same_args(aten.transpose.int, 3),
+    aten.tile.default: _tiled,
     aten.to.device: _cast,
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,
     aten.to.other: _cast,
     aten.type_as.default: _cast,
     aten.unflatten.int: _unflattened,
+    aten.vdot.default: _inner,
     aten.view.default: _same_args(aten.reshape.default, 2),
     aten.view_as_complex.default: _same_args(ops.as_complex, 1),
     aten.view_as.default: _as_another,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import given, line, rank_of, replicated, rule, words
+from autopar.rules.arguments import given, line, named, rank_of, replicated, rule, words
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 
@@ -54,7 +54,26 @@ def triangular(call: Call) -> str:
     return "... i! j!, ... i! k -> ... i! k" if given(call)["left"] else "... i! j!, ... k i! -> ... k i!"
 
 
+def solve(call: Call) -> str:
+    """As `triangular`; what it is solved for may be one vector for each matrix."""
+    matrices, wanted = (t.shape for t in call.ins)
+    return "... i! j!, ... i! -> ... i!" if len(wanted) == 1 or wanted == matrices[:-1] else triangular(call)
+
+
+MATRICES = {
+    "... i! j! -> ...": "det.default linalg_det.default logdet.default",
+    "... i! j! -> ..., ...": "linalg_slogdet.default slogdet.default",
+    "... i! j! -> ... k!": "linalg_eigvalsh.default linalg_svdvals.default",
+    "... i! j! -> ... k!, ... x! y!": "linalg_eigh.default",
+    "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
+        linalg_pinv.default matrix_exp.default matrix_power.default pinverse.default""",
+    "... i! j! -> ... x! y!, ... k! l!": "linalg_qr.default",
+    "... i! j! -> ... x! y!, ... z!, ... k! l!": "linalg_svd.default",
+}
+"""What is made of one matrix each."""
+
 RULES: dict[Any, Rule] = {
+    **{op: Rule(text) for text, names in MATRICES.items() for op in named(names)},
     aten.cholesky.default: Rule("... i! j! -> ... i! j!"),
     aten.cholesky_inverse.default: Rule("... i! j! -> ... i! j!"),
     aten.cholesky_solve.default: Rule("... i! k, ... i! j! -> ... i! k", linear="first"),
@@ -64,6 +83,7 @@ RULES: dict[Any, Rule] = {
     aten.diagonal_scatter.default: Rule(diagonal_scatter, linear="all"),
     aten.kron.default: Rule(kron, linear="each"),
     aten.linalg_cholesky.default: Rule("... i! j! -> ... i! j!"),
+    aten.linalg_solve.default: Rule(solve, linear="1"),
     aten.linalg_solve_triangular.default: Rule(triangular, linear="1"),
     aten.trace.default: Rule(replicated, linear="all"),
 }

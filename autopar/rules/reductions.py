@@ -77,15 +77,28 @@ def weight_norm(call: Call) -> str:
     return rule([left, right], [left])
 
 
-def pair_along(name: str) -> Spec:
-    """Two operands that broadcast against each other, reduced along one whole dim (cosine similarity)."""
-    def spec(call: Call) -> str:
-        rank = max(len(t.shape) for t in call.ins)
-        gone = given(call)[name] % rank
-        ins = [[("1" if n == 1 and i != gone else w) for i, (w, n) in
-                enumerate(zip(words(rank, {gone: "y!"})[rank - len(t.shape):], t.shape, strict=True), rank - len(t.shape))] for t in call.ins]
-        return rule([" ".join(w) for w in ins], [line(rank).replace(f"d{gone}", "").strip()])
-    return spec
+def _pair(call: Call, along: int, left: str = "") -> str:
+    """Two operands that broadcast against each other, whole along one dim, of which `left` is there in the result."""
+    rank = max(len(t.shape) for t in call.ins)
+    whole = along % rank
+    ins = [[("1" if n == 1 and i != whole else w) for i, (w, n) in
+            enumerate(zip(words(rank, {whole: "y!"})[rank - len(t.shape):], t.shape, strict=True), rank - len(t.shape))] for t in call.ins]
+    return rule([" ".join(w) for w in ins], [" ".join(word for word in words(rank, {whole: left}) if word)])
+
+
+def cosine(call: Call) -> str:
+    """One number for each pair of vectors along `dim`."""
+    return _pair(call, given(call)["dim"])
+
+
+def distance(call: Call) -> str:
+    """The same along the last dim."""
+    return _pair(call, -1, "1" if given(call)["keepdim"] else "")
+
+
+def cross(call: Call) -> str:
+    """A vector for each pair along `dim`."""
+    return _pair(call, given(call)["dim"], "z!")
 
 
 WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int special_log_softmax.int
@@ -97,7 +110,8 @@ REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.
     max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim var.correction
     var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default norm.ScalarOpt_dim
     aminmax.default all.default any.default max.default min.default median.default prod.default std.default var.default
-    norm.Scalar special_logsumexp.default frobenius_norm.dim"""
+    norm.Scalar special_logsumexp.default frobenius_norm.dim linalg_norm.default linalg_norm.ord_str linalg_matrix_norm.default linalg_matrix_norm.str_ord
+    nanmean.default nanquantile.scalar quantile.scalar"""
 """Reductions that must see all of what they reduce."""
 
 RULES: dict[Any, Rule] = {
@@ -105,14 +119,16 @@ RULES: dict[Any, Rule] = {
     **{op: Rule(reduced("!")) for op in named(REDUCED)},
     aten._weight_norm.default: Rule(weight_norm),
     aten.batch_norm.default: Rule(batch_norm),
-    aten.cosine_similarity.default: Rule(pair_along("dim")),
+    aten.cosine_similarity.default: Rule(cosine),
     aten.count_nonzero.default: Rule(reduced()),
     aten.count_nonzero.dim_IntList: Rule(reduced()),
     aten.cumsum.default: Rule(whole_dim, linear="all"),
     aten.group_norm.default: Rule(group_norm),
     aten.instance_norm.default: Rule(instance_norm),
     aten.layer_norm.default: Rule(layer_norm),
+    aten.linalg_cross.default: Rule(cross, linear="each"),
     aten.mean.default: Rule(reduced("!"), linear="all"),
+    aten.pairwise_distance.default: Rule(distance),
     aten.mean.dim: Rule(reduced("!"), linear="all"),
     aten.nansum.default: Rule(reduced()),
     aten.native_layer_norm.default: Rule(layer_norm),

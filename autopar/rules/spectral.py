@@ -1,10 +1,10 @@
-"""Fourier transforms: transformed dims are whole, all others are cut; and the parts of complex numbers, which any dim is cut of."""
+"""Fourier transforms, of signals in frames too: transformed dims are whole, all others are cut; and the parts of complex numbers, which any dim is cut of."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from autopar.rules.arguments import given, line, overloads, rank_of, rule
+from autopar.rules.arguments import Spec, given, line, named, overloads, rank_of, rule
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 
@@ -23,11 +23,22 @@ def transform(call: Call) -> str:
     return rule([line(rank, {dim: f"x{dim}!" for dim in whole})], [line(rank, {dim: f"y{dim}!" for dim in whole})])
 
 
+def framed(one: int) -> Spec:
+    """A signal, or its frames, with so many dims for one sample, and a window; samples, where there are several, are cut."""
+    def spec(call: Call) -> str:
+        kept = rank_of(call) - one
+        left, right = (line(len(t.shape), {dim: f"{name}{dim}!" for dim in range(kept, len(t.shape))}) for name, t in (("x", call.ins[0]), ("y", call.outs[0])))
+        return rule([left, *("w!" for _ in call.ins[1:])], [right])
+    return spec
+
+
 PARTS = "_conj conj conj_physical imag real resolve_conj"
 """Operators on one complex tensor, each number by itself and linear."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(transform, linear="first") for op in overloads(f"{ONE_DIM} {DIMS} {SHIFTS}")},
+    **{op: Rule(framed(2), linear="first") for op in named("istft.default")},
+    **{op: Rule(framed(1), linear="first") for op in named("stft.default stft.center")},
     **{op: Rule("... -> ...", linear="all") for op in overloads(PARTS)},
     **{op: Rule("..., ... -> ...", linear="all") for op in overloads("complex")},
 }

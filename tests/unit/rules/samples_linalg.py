@@ -14,7 +14,20 @@ def d(*shape: int) -> T:
     return T(shape, "d")
 
 
+SOLVED = [case(d(5, 4, 4), f(5, 4, 6)), case(d(4, 4), f(4, 6)), case(d(5, 4, 4), f(5, 6, 4), left=False), case(d(5, 4, 4), f(5, 4)), case(d(4, 4), f(4)), case(d(4, 4), f(5, 4, 6))]
+MATRICES = [case(d(5, 4, 4)), case(d(4, 4)), case(d(6, 5, 3, 3))]
+OBLONG = [case(f(5, 4, 3)), case(f(4, 6))]
+POWERS = [case(d(5, 4, 4), 3), case(d(4, 4), 2)]
+
 LINALG: Samples = {
+    **dict.fromkeys((aten.det.default, aten.inverse.default, aten.linalg_det.default, aten.linalg_eigvalsh.default, aten.linalg_inv.default, aten.linalg_matrix_exp.default,
+                     aten.linalg_slogdet.default, aten.logdet.default, aten.matrix_exp.default, aten.slogdet.default), MATRICES),
+    **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_qr.default, aten.linalg_svdvals.default, aten.pinverse.default), OBLONG),
+    **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), POWERS),
+    aten.linalg_eigh.default: [case(d(5, 4, 4)), case(d(4, 4), "U")],
+    aten.linalg_pinv.default: [case(f(5, 4, 3), 1e-9)],
+    aten.linalg_solve.default: SOLVED,
+    aten.linalg_svd.default: [case(f(5, 4, 3), False), case(f(4, 4))],
     aten.cholesky.default: [case(d(5, 4, 4)), case(d(4, 4))],
     aten.cholesky_inverse.default: [case(d(5, 4, 4)), case(d(4, 4))],
     aten.cholesky_solve.default: [case(f(5, 4, 6), d(5, 4, 4)), case(f(4, 6), d(4, 4))],

@@ -10,16 +10,30 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture.targets import target_names
+from autopar.errors import CaptureError
+from autopar.text import first_line
 
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:
-    """A meta copy of `model`; of each container in `keep` only the listed children, `{number in the copy: number in the model}`."""
+    """A meta copy of `model`; of each container in `keep` only the listed children, `{number in the copy: number in the model}`.
+
+    Raises CaptureError for a model that holds what cannot be copied.
+    """
+    try:
+        return _shadow(model, keep)
+    except TypeError as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: keep what has no copies (a lock, an open file, "
+                           "a connection, a generator) outside of the model, or give its class a __deepcopy__") from error
+
+
+def _shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None) -> nn.Module:
     memo: dict[int, Any] = {}
     containers = {path: model.get_submodule(path) for path in keep or {}}
     _remember(model, memo, skip=list(containers.values()))
@@ -46,6 +60,8 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
     for value in vars(root).values():
         if isinstance(value, torch.Tensor) and id(value) not in memo:
             memo[id(value)] = _on_meta(value)
+        elif isinstance(value, ModuleType):
+            memo[id(value)] = value  # `self.backend = torch`: a module of Python is there once
     if not any(root is other for other in skip):
         for child in root.children():
             _remember(child, memo, skip)

@@ -15,7 +15,7 @@ from autopar.recipes import roles
 from autopar.recipes.free import space, spaces
 from autopar.recipes.pipelines import PipelineRecipe
 from autopar.recipes.roles import Role
-from autopar.text import times
+from autopar.text import gibibytes, times
 
 Used = tuple[Role, ...]
 MOST_NAMED = 12  # meshes in a message
@@ -41,8 +41,8 @@ class Space:
         """Why the space has no shapes."""
         short = min(((self._rests_bytes(inner, shape), inner.mean_bytes(shape.places)) for shape in self._laid(inner)), key=lambda bytes_: bytes_[0] - bytes_[1], default=None)
         if short is not None:
-            rests, room = (nbytes / 2**30 for nbytes in short)
-            return (f"weights, gradients and optimizer state alone take {rests:.2f} GiB per device, cut as evenly as its axes allow, {room:.2f} GiB are there: "
+            rests, room = (gibibytes(nbytes) for nbytes in short)
+            return (f"weights, gradients and optimizer state alone take {rests} per device, cut as evenly as its axes allow, {room} are there: "
                     "use more or larger devices, or a recipe that cuts them over more ranks")
         return f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on {inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")
 

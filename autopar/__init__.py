@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "compile": "autopar.api",
+    "diff": "autopar.report.difference",
     "load": "autopar.api",
     "Compiled": "autopar.api",
     "Cluster": "autopar.cluster",
@@ -44,6 +45,7 @@ __all__ = [
     "RunError",
     "__version__",
     "compile",
+    "diff",
     "load",
 ]
 
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
         RunError,
     )
     from autopar.plan import Plan
+    from autopar.report.difference import diff
     from autopar.runtime import GradScaler
 
 

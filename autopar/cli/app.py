@@ -125,6 +125,16 @@ def explain(plan: PlanFile,
 
 
 @app.command()
+def diff(old: PlanFile, new: PlanFile,
+         rows: Annotated[int, typer.Option(min=1, help="rows of nodes shown")] = 20,
+         json: Json = None) -> None:
+    """Show what differs between two plans; exit code 0 only if they are the same."""
+    from autopar.cli.differing import diff_command
+
+    raise typer.Exit(diff_command(old, new, rows, json))
+
+
+@app.command()
 def simulate(plan: PlanFile,
              trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write a trace for Perfetto")] = None,
              json: Json = None) -> None:

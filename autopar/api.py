@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -236,7 +236,9 @@ class Compiled:
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        if self.captured is None:  # nothing but plain data, as processes that ranks run in are given it
+            return super().__reduce_ex__(protocol)
         raise PlanError("a compiled model is not pickled, and torch.save does not take it: save(folder) writes the plan and its program, which autopar.load(folder) reads, "
                         "and state_dict() is what a checkpoint has of the weights")
 

@@ -22,8 +22,9 @@ from autopar.memory.within import within
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import balance
 from autopar.pipeline.filling import Cuts
+from autopar.pipeline.once import begun_s
 from autopar.pipeline.orders import StageTime
-from autopar.pipeline.shared import shared_weights
+from autopar.pipeline.shared import Shared, shared_weights
 from autopar.pipeline.shifting import Shifting
 from autopar.pipeline.stretches import Cost, Pieces, memory_bytes, stage_time
 from autopar.pipeline.units import Unit
@@ -191,11 +192,7 @@ def _timed(here: _Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
     seen = views(program, plan) if table.stages > 1 else ()
     times = _times(made.on, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=inner.request.cluster.device.alone)
-    once = [late - more for late, more in zip(_by_place(table, [sum(c.once_s for c in part) for part in parts]), _updated_twice_s(made.on, parts), strict=True)]
-    if table.places > 1 and inner.request.settings.training:
-        for shared in shared_weights(program, plan, seen, ground.places):
-            once = [late + shared.seconds * (place in shared.places) for place, late in enumerate(once)]
-    step_s = max(end + late for end, late in zip(ends, once, strict=True))
+    step_s = max(_done_s(made, ends, shared_weights(program, plan, seen, ground.places) if inner.request.settings.training and table.places > 1 else ()))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
     return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground, made.cuts, program), times
@@ -234,6 +231,19 @@ def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
 def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
     """What the stages of each place have together."""
     return [sum(value for value, at in zip(values, table.at, strict=True) if at == place) for place in range(table.places)]
+
+
+def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
+    """Seconds until each place is done, whose stages are at `ends`: each stage sums its gradients, places those of what they share, when all of them are there; then they are
+    stepped."""
+    table, parts = made.on.table, made.parts
+    update_s = [own - more for own, more in zip(_by_place(table, [sum(c.update_s for c in part) for part in parts]), _updated_twice_s(made.on, parts), strict=True)]
+    sums_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) + begun_s(one for c in part for one in c.sums) for part in parts])
+    summed = [end + own for end, own in zip(ends, sums_s, strict=True)]
+    for each in shared:
+        together = max(summed[place] for place in each.places) + each.seconds
+        summed = [together if place in each.places else end for place, end in enumerate(summed)]
+    return [end + own for end, own in zip(summed, update_s, strict=True)]
 
 
 def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:

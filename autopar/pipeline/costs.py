@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.pipeline.lines import BLOCKS
+from autopar.pipeline.once import merged
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
@@ -72,7 +73,7 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
     once_s = held.update_s + did.once.all_s
     return Cost((seconds[FORWARD] + seconds[BACKWARD]) / count, once_s / count, held.kept_bytes / count, held.halfway_bytes / count, held.rest_bytes / count, held.live_bytes,
-                seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count)
+                seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count, update_s=held.update_s / count, sums=merged(did.sums), each=merged(did.each))
 
 
 def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:

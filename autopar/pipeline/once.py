@@ -1,11 +1,17 @@
-"""The optimizer's step of weights that several pieces read: pieces are priced as if each were on a place of its own (pipeline.costs), but a place
-has such a weight once, though each of its stages sums a gradient of its own (runtime.pipeline)."""
+"""What a place does once per step that is not the sum of what its pieces do.
+
+    updates    of weights that several pieces read: pieces are priced as if each were on a place of its own (pipeline.costs), but a place has such a
+               weight once, though each of its stages sums a gradient of its own (runtime.pipeline)
+    sums       of gradients: pieces are priced with their shares of full buckets, but what a place has less than one begins a collective all the same
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cluster import MeshAxis
+from autopar.cost.comm import collective_s
 from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 
@@ -33,3 +39,35 @@ def shared_updates(once: Model, choice: Sequence[int]) -> list[Update]:
         alone = {name: None for name in pieces if name not in program.runs}
         found.append(Update(alone, once.update_s(at[op.name], choice[at[op.name]])))
     return [update for update in found if len(update.pieces) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Gradients of a piece that travel with all others of the same `kinds`: `nbytes` on a rank, in buckets of `full_bytes`; the collectives in a row, on which axis,
+    each with the seconds that the piece has of full ones."""
+
+    kinds: Hashable
+    nbytes: float
+    full_bytes: float
+    moves: tuple[tuple[str, MeshAxis, float], ...]
+
+
+def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
+    """Those of the same kinds as one."""
+    together: dict[Hashable, list[Sums]] = {}
+    for one in sums:
+        if one.nbytes > 0.0:
+            together.setdefault(one.kinds, []).append(one)
+    return tuple([Sums(kinds, sum(one.nbytes for one in found), found[0].full_bytes,
+                       tuple([(*moves[0][:2], sum(seconds for *_, seconds in moves)) for moves in zip(*(one.moves for one in found), strict=True)]))
+                  for kinds, found in together.items()])
+
+
+def begun_s(place: Iterable[Sums]) -> float:
+    """Seconds that the sums of one place take longer than its pieces' shares of full buckets."""
+    found = 0.0
+    for one in merged(place):
+        for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
+            full_s, own_s = (collective_s(kind, size, axis) for size in (one.full_bytes, one.nbytes))
+            found += seconds * max(0.0, own_s / one.nbytes * one.full_bytes / full_s - 1.0)
+    return found

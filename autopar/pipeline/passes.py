@@ -20,6 +20,7 @@ from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
 from autopar.pipeline.line import Line
 from autopar.pipeline.lines import LAST, Sent, Stop, ends_s
+from autopar.pipeline.once import Sums
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
 from autopar.problem.build import Model
@@ -280,6 +281,9 @@ class Passes:
         routes, count = self.prices.routes, link.count
         together = self._summed_bytes.get((made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
+        moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in split(sums)[1]])
+        ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
+        (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), ratio * self._leaf_bytes(link, made), ratio * min(self.prices.bucket_bytes, together), moves))
         if made.each or not self.late:
             local, moving = split(sums)
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))

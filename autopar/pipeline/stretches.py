@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline.once import Sums, begun_s
 from autopar.pipeline.orders import Flying, StageTime
 from autopar.pipeline.rooms import Need
 
@@ -15,10 +16,10 @@ from autopar.pipeline.rooms import Need
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
-    step, bytes that a microbatch keeps, and more of them while it is halfway through its backward (gradients that wait for the weights' part), bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
+    step (of them `update_s` of the optimizer), bytes that a microbatch keeps, and more of them while it is halfway through its backward (gradients that wait for the weights' part), bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
     of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
     one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
-    where it begins with it. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
+    where it begins with it. `sums` are those of gradients, which `once_s` has with their shares of full buckets, `each` those after every microbatch, in its backward. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -32,6 +33,9 @@ class Cost:
     both_s: float = 0.0
     ends_s: tuple[tuple[float, float, float], ...] = ()
     hidden_s: tuple[float, float] = (0.0, 0.0)
+    update_s: float = 0.0
+    sums: tuple[Sums, ...] = ()
+    each: tuple[Sums, ...] = ()
 
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
@@ -50,11 +54,12 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
     if not blocks:  # there is nothing else to hide under
         begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
-    back_s = first_s + last_s
+    sums_s = begun_s(one for c in part for one in c.each)
+    back_s = first_s + last_s + sums_s
     seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
     if split and training:
-        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + action_s, send_s,
-                         sum(c.both_s for c in part) + action_s)
+        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + sums_s + action_s, send_s,
+                         sum(c.both_s for c in part) + sums_s + action_s)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
 

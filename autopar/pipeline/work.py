@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.pipeline.once import Sums
 from autopar.problem.hiding import Load, Loads, merged, split, together_s
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
@@ -59,10 +60,12 @@ class Pass:
 
 @dataclass(eq=False)
 class Did:
-    """What a piece does in each of the passes, and collectives once per step."""
+    """What a piece does in each of the passes, and collectives once per step; sums of gradients, once per step or after `each` microbatch, also one by one."""
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
     once: Loads = field(default_factory=Loads)
+    sums: list[Sums] = field(default_factory=list)
+    each: list[Sums] = field(default_factory=list)
 
 
 def shows(total: Pass, contention: float, shared: bool) -> float:

@@ -25,7 +25,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.simulate import simulate
-from models import mlp
+from models import gpt, mlp
 from tests.helpers.verify import by_stages, subject
 
 CLOSE = 0.03
@@ -77,6 +77,15 @@ def test_gradients_and_leaves_of_hardly_more_than_one_bucket(recipe: str, conten
     compiled = autopar.compile(model.to("meta"), cluster, batch, recipe=recipe)
     assert compiled.captured is not None
     assert simulate(compiled.captured.gm, compiled.plan).step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("recipe", "mesh", "remat"), [("naive_mp", None, "full"), ("interleaved", None, "full"), ("zero_bubble", None, "auto"), ("pp_zero1", (2,), "auto"), ("pp_zero2", (2,), "auto")])
+def test_stages_of_less_than_one_bucket(recipe: str, mesh: tuple[int, ...] | None, remat: str) -> None:
+    """Each begins its sums of gradients all the same, once per step or after every microbatch; and places that share a weight wait for each other before they are stepped."""
+    with torch.device("meta"):
+        model, batch = gpt.build(gpt.Config(vocab=1024, positions=128, layers=8, heads=4, hidden=256), 32, 128)
+    compiled = autopar.compile(model, "a100-80:2x8", batch, recipe=recipe, mesh=mesh, remat=remat, precision="bf16" if remat == "full" else None, time_limit_s=10.0)
+    assert compiled.plan.places > 1 and compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
 
 
 BOTH = (roles.zero3, roles.zero3)

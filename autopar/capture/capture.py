@@ -23,6 +23,7 @@ from autopar.capture.constants import constants, fleeting
 from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
+from autopar.capture.failures import refuse_sizes_of_values
 from autopar.capture.hooks import refuse_hooks
 from autopar.capture.nested import nested
 from autopar.capture.norms import momenta
@@ -87,6 +88,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     structure, numbers = outputs_of(program)
     left_out |= numbers
     _check_loss(gm, mode, model, left_out)
+    refuse_sizes_of_values(gm, type(model).__name__)
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     with clock("constants"):
         values, valueless = constants(rests or model, gm)

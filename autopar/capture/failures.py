@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar._torch import export_errors
 from autopar.capture.devices import on_meta
@@ -16,6 +16,8 @@ from autopar.capture.lines import source
 from autopar.capture.outer import fake
 from autopar.capture.picking import Picking
 from autopar.capture.valueless import valueless
+from autopar.errors import CaptureError
+from passes import facts
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
@@ -27,6 +29,7 @@ _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() can
 _AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")  # all that torch says of an operator whose result has sizes that depend on values
 _TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
+_WHOLE = "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), or pass what is picked as an input"
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
 
@@ -105,6 +108,17 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
+    """Raise CaptureError, with the line, where a tensor has as many rows as values say."""
+    known = set(facts.symbols(gm).values())
+    for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
+        for node in (node for node in module.graph.nodes if "val" in node.meta):
+            sizes = [facts.as_size(size, module) for tensor in facts.tensors(node) for size in tensor.shape]
+            if other := {name for size in sizes for name in getattr(size, "free_symbols", ())} - known:
+                raise CaptureError(f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the values of a tensor ({', '.join(map(str, other))}: what a mask picks, "
+                                   f"nonzero, unique), and a graph has the sizes of its inputs: {_WHOLE}")
 
 
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:

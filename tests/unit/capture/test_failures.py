@@ -35,6 +35,12 @@ class OnValues(Net):
         return x * 2 if x.sum() > 0 else x  # the line
 
 
+class Picked(Net):
+    def change(self, x):
+        rows = torch.nonzero(x[:, 0] > 0).squeeze(1)  # the line
+        return x.index_add(0, rows, x[rows])
+
+
 class Sized(Net):
     def change(self, x):
         return x[: int(x.sum().item())]  # the line
@@ -93,6 +99,12 @@ def test_control_flow_on_values_is_named_with_its_line(kind, outside):
     said = str(caught.value)
     assert f"{'Sequential' if outside else kind.__name__} cannot be exported" in said and "depends on the values of a tensor" in said
     assert "at test_failures.py:" in said and "# the line" in said and "torch.where" in said
+
+
+def test_sizes_that_values_make_are_named_with_their_line():
+    line = Net.forward.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"Picked cannot be captured: the top module \(test_failures.py:{line}\): nonzero has a size that depends on the values .*torch.where"):
+        capture(Picked(), batch())
 
 
 class LeftOut(Net):

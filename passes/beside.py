@@ -5,10 +5,11 @@ An operator with a row here is not left out where a block is run again, although
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -21,6 +22,8 @@ STATISTIC_BYTES = 4
 """Attention and normalisation keep float32 statistics."""
 COUNT_BYTES = 8
 """Indices and counts are int64."""
+PIVOT_BYTES = 4
+"""LAPACK counts in int32."""
 
 
 def _shape(node: fx.Node) -> tuple[Size, ...]:
@@ -79,6 +82,88 @@ def _second(node: fx.Node) -> Size:
     return facts.nbytes(edit.tensor_operands(node)[1])
 
 
+def _pivots(node: fx.Node) -> Size:
+    """Of matrices their LU factors, and of each row where it is."""
+    matrices = edit.tensor_operands(node)[0]
+    return facts.nbytes(matrices) + PIVOT_BYTES * prod(facts.shape(matrices)[:-1])
+
+
+def _logarithms(node: fx.Node) -> Size:
+    """The determinants, and whether each is below 0."""
+    return _pivots(node) + facts.nbytes(node) + facts.numel(node)
+
+
+def _power(node: fx.Node) -> Size:
+    """The products but the last one; and of a negative power the inverse."""
+    exponent = edit.args_of(node)["n"]
+    products = max(0, abs(exponent).bit_length() + abs(exponent).bit_count() - 2)
+    return (max(0, products - 1) + (exponent < 0)) * _first(node)
+
+
+def _least(one: Size, other: Size) -> Size:
+    """The smaller one of two sizes."""
+    return min(one, other) if isinstance(one, int) and isinstance(other, int) else sympy.Min(one, other)
+
+
+def _vectors(matrices: fx.Node, rows: int, columns: int) -> Size:
+    """Singular vectors of the matrices that are two dims of a tensor, left and right."""
+    sizes = facts.shape(matrices)
+    others = prod(size for dim, size in enumerate(sizes) if dim not in (rows % len(sizes), columns % len(sizes)))
+    return facts.dtype(matrices).itemsize * others * _least(sizes[rows], sizes[columns]) * (sizes[rows] + sizes[columns])
+
+
+def _singular_vectors(node: fx.Node) -> Size:
+    return _vectors(edit.tensor_operands(node)[0], -2, -1)
+
+
+def matrix_dims(given: Mapping[str, Any], rank: int) -> tuple[int, int] | None:
+    """The two dims of the matrices that a norm is of; None where it is of vectors: of all numbers, or of one dim."""
+    dims, order = given["dim"], given["ord"]
+    if dims is None:
+        return (0, 1) if rank == 2 and order is not None else None
+    return (dims[0] % rank, dims[1] % rank) if len(dims) == 2 and order not in (None, "fro") else None
+
+
+SPECTRAL = (2, -2, "nuc")
+"""Norms of matrices that are made of their singular values."""
+
+
+def _matrix_norm(node: fx.Node) -> Size:
+    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular values with their vectors."""
+    given, operand = edit.args_of(node), edit.tensor_operands(node)[0]
+    sizes, order, result = facts.shape(operand), given["ord"], facts.nbytes(node)
+    dims = matrix_dims(given, len(sizes))
+    if dims is None:
+        return result
+    if order not in SPECTRAL:
+        return result + facts.dtype(operand).itemsize * prod(size for dim, size in enumerate(sizes) if dim != dims[abs(order) != 1])
+    others = prod(size for dim, size in enumerate(sizes) if dim not in dims)
+    values = facts.dtype(operand).itemsize * others * _least(*[sizes[dim] for dim in dims])
+    return values + _vectors(operand, *dims) + (0 if order == "nuc" else result)
+
+
+def _quantile(node: fx.Node) -> Size:
+    """The numbers in order, and where each was; of each result two places, and the share between them."""
+    (operand,) = edit.tensor_operands(node)
+    return facts.nbytes(operand) + COUNT_BYTES * facts.numel(operand) + facts.nbytes(node) + 2 * COUNT_BYTES * facts.numel(node)
+
+
+def _frames(node: fx.Node) -> Size:
+    """Of a signal that a window is laid on the frames; of one without, if it is padded, the padded one."""
+    given, (signal, *window) = edit.args_of(node), edit.tensor_operands(node)
+    if window:
+        counted = facts.shape(node) if facts.dtype(node).is_complex else facts.shape(node)[:-1]
+        return facts.dtype(signal).itemsize * prod(counted[:-2]) * counted[-1] * given["n_fft"]
+    return facts.nbytes(signal) // facts.shape(signal)[-1] * (facts.shape(signal)[-1] + given["n_fft"] // 2 * 2) if given.get("center") else 0
+
+
+def _envelope(node: fx.Node) -> Size:
+    """The sum of the squares of windows, and the window where none is given."""
+    given, (frames, *window) = edit.args_of(node), edit.tensor_operands(node)
+    size, hop = given["n_fft"], given["hop_length"] or given["n_fft"] // 4
+    return facts.dtype(node).itemsize * (size + hop * (facts.shape(frames)[-1] - 1) + (0 if window else size))
+
+
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     """Gates and states of each layer at each position."""
     return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
@@ -114,6 +199,16 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.rnn_tanh.input: _recurrent(1),
     aten.rrelu.default: facts.nbytes,
     aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), _pivots),
+    **dict.fromkeys((aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord, aten.linalg_norm.default, aten.linalg_norm.ord_str), _matrix_norm),
+    **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), _power),
+    **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), _quantile),
+    **dict.fromkeys((aten.stft.center, aten.stft.default), _frames),
+    aten.istft.default: _envelope,
+    aten.linalg_eigvalsh.default: _first,  # eigenvectors
+    aten.linalg_svdvals.default: _singular_vectors,
+    aten.logdet.default: _logarithms,
+    aten.nanmean.default: _elements(COUNT_BYTES),
     ops.bag: _bags,
     ops.ragged_bags: _bags,
 }

@@ -1,6 +1,6 @@
 """What autograd keeps from forward to backward, one row per op.
 
-A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next. Taken from torch's
+A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the one behind it. Taken from torch's
 derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
 """
 
@@ -17,7 +17,7 @@ from passes.tables import VIEWS
 
 aten = torch.ops.aten
 
-OUT, SECOND = -1, -2
+OUT, SECOND, THIRD = -1, -2, -3
 Row = Callable[[Sequence[bool]], tuple[int, ...]]
 
 
@@ -138,6 +138,16 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys((aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), _added),
     **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), _last(0, 1)),
     **dict.fromkeys((aten.hinge_embedding_loss.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.triplet_margin_loss.default), NOTHING),
+    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), _fixed(0, OUT)),
+    **dict.fromkeys((aten.inverse.default, aten.linalg_eigvalsh.default, aten.linalg_inv.default, aten.linalg_svdvals.default), RESULT),
+    **dict.fromkeys((aten.linalg_eigh.default, aten.linalg_qr.default), _fixed(OUT, SECOND)),
+    **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default, aten.pinverse.default), _fixed(0, OUT)),
+    **dict.fromkeys((aten.linalg_matrix_exp.default, aten.logdet.default, aten.matrix_exp.default, aten.nanmean.default), OPERAND),
+    **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), NOTHING),
+    aten.istft.default: _indices,
+    aten.linalg_cross.default: _crosswise,
+    aten.linalg_svd.default: _fixed(OUT, SECOND, THIRD),
+    aten.stft.default: lambda grads: (len(grads) - 1,),  # the window, or the signal that frames look at
     aten.addcdiv.default: lambda grads: (1, 2) if grads[2] else (2,),
     aten.cosine_similarity.default: _graded,
     aten.div.Tensor_mode: _quotient,

@@ -14,10 +14,10 @@ from autopar.codegen.edges import Edges, Pair, Reshard
 from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
+from autopar.memory.local import Local
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import COPIED, forward_bytes
 from autopar.memory.shares import Shares, named
-from autopar.memory.temporaries import Local
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.inner import sites

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from autopar.memory.habits import Habits
-from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, Bytes, Local, nothing, reduced, same, taken
+from autopar.memory.local import Bytes, Local, nothing, taken
+from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, reduced, same
 from autopar.problem.graph import Op
 from autopar.problem.looking import looks
 from autopar.rules import tiles

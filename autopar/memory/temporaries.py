@@ -3,81 +3,24 @@
 Mostly the plain operators that a kernel, or a derivative, is made of: those of derivatives.yaml, FunctionsManual.cpp and Loss.cpp, which run on every
 device. The tests measure every operator that has a rule on its samples, so that one without a row shows. What kernels of a CPU take
 alone is in a table of its own (`CPU`).
-
-    2w+m+3o     w: the largest tensor of the call, m: a byte for each of its elements, o: the result, a, b: the first and the second operand
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from autopar.memory import matrices
+from autopar.memory.local import Bytes, Local, nothing, rows, taken
 from autopar.problem.graph import Op
 from autopar.rules import pointwise
 from autopar.rules.arguments import given, named
 from passes import ops
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs on a CPU."""
-
-    op: Op
-    ins: Sequence[float]
-    outs: Sequence[float]
-    extra: float = 0.0
-    on_cpu: bool = False
-
-    @property
-    def out(self) -> float:
-        return self.outs[0] if self.outs else 0.0
-
-    @property
-    def whole(self) -> tuple[float, int]:
-        """Bytes of the largest tensor, of those of floating point numbers where there are any, and of one of its elements."""
-        tensors = list(zip((*self.ins, *self.outs), (*self.op.call.ins, *self.op.call.outs), strict=True))
-        return max([(nbytes, each.itemsize) for nbytes, each in tensors if each.floating] or [(nbytes, each.itemsize) for nbytes, each in tensors], default=(0.0, 1))
-
-    def grad(self, operand: int) -> bool:
-        """Whether an operand is there and has a gradient."""
-        return operand < len(self.op.call.ins) and self.op.call.ins[operand].grad
-
-    @property
-    def grads(self) -> int:
-        """How many operands have gradients."""
-        return sum(each.grad for each in self.op.call.ins)
-
-    def given(self, name: str) -> Any:
-        """An argument of the call."""
-        return given(self.op.call)[name]
-
-
-Bytes = Callable[[Local], float]
-
-
-def nothing(local: Local) -> float:
-    """No bytes."""
-    return 0.0
-
-
-def taken(formula: str) -> Bytes:
-    """The bytes that a formula says."""
-    parts = [(float(times or 1), what) for times, what in re.findall(r"([\d.]*)([wmoab])", formula)]
-
-    def nbytes(local: Local) -> float:
-        whole, itemsize = local.whole
-        sizes = {"w": whole, "m": whole / itemsize, "o": local.out, "a": local.ins[0] if local.ins else 0.0, "b": local.ins[1] if len(local.ins) > 1 else 0.0}
-        return sum(times * sizes[what] for times, what in parts)
-
-    return nbytes
 
 
 FIRST = frozenset(named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default contiguous.default fmod.Scalar fmod.Tensor frac.default
@@ -236,12 +179,6 @@ def _of_mean(rest: Bytes) -> Bytes:
     return lambda local: rest(local) + (taken("w")(local) if local.given("reduction") == MEAN else 0.0)
 
 
-def rows(formulas: Mapping[str, str]) -> dict[Any, Bytes]:
-    """Formula -> names of operators, as target -> bytes."""
-    return {target: taken(formula) for formula, names in formulas.items()
-            for target in named(" ".join(name if "." in name else f"{name}.default" for name in names.split()))}
-
-
 FORWARD: dict[Any, Bytes] = {
     **rows({
         "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
@@ -255,6 +192,7 @@ FORWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named("fft_irfft2.default fft_irfftn.default"), _transform("2a", "a")),
     aten.fft_irfft.default: _along("", "2.5a"),
     aten.fft_hfft.default: _along("a", "3.5a"),
+    **matrices.FORWARD,
     aten.index.Tensor: _masked,
     aten.roll.default: _turns("shifts"),
     aten.abs.default: _complex,
@@ -315,9 +253,11 @@ BACKWARD: dict[Any, Bytes] = {
     aten.diff.default: lambda local: local.ins[0] + FORWARD[aten.diff.default](local),
     aten.group_norm.default: _of_channels,
     **dict.fromkeys(named("fft_irfft.default fft_hfft.default"), _along("", "1.2o")),
+    **matrices.BACKWARD,
     aten.index.Tensor: _masked,
     aten.index_put.default: _put_back,
     aten.kron.default: _for(1, "2w", "w"),
+    aten.linalg_cross.default: _smaller,
     aten.linalg_solve_triangular.default: _for(1, "a", "a+o"),
     aten.masked_fill.Tensor: _for(2, "4w"),
     aten.mul.Tensor: _conjugated,
@@ -389,6 +329,7 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
                     (lambda local: local.out * (len(local.ins) - 1), taken("a+o"))),
     **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec"), (taken("a+o"), nothing)),  # channels last
     **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
+    **matrices.CPU,
     ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),  # one product for each group
     aten.rms_norm.default: (_norm_forward, _norm_back),
     aten.scaled_dot_product_attention.default: (partial(_scores, 1.0), partial(_scores, 2.0)),

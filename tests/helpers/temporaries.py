@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.memory.habits import EMITTED
+from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes, hands_on
-from autopar.memory.temporaries import Local
 from autopar.problem.graph import Op
 from autopar.problem.looking import looks
 from autopar.rules.language import Call

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.memory.habits import EMITTED
+from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes
-from autopar.memory.temporaries import Local
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
 from autopar.rules import tiles

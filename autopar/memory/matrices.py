@@ -1,0 +1,168 @@
+"""What linear algebra of batches of matrices takes for itself, and what norms, quantiles and Fourier transforms of frames do (FunctionsManual.cpp, BatchLinearAlgebra.cpp, SpectralOps.cpp)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autopar.memory.local import Bytes, Local, rows, taken
+from autopar.rules.arguments import given, named
+from passes.beside import SPECTRAL, matrix_dims
+
+aten = torch.ops.aten
+
+
+def _rows(times: float) -> Bytes:
+    """So many numbers for each row of each matrix: pivots, and what is made of them."""
+    return lambda local: times * local.ins[0] / local.op.call.ins[0].sizes[-1]
+
+
+def _oblong(local: Local, dims: tuple[int, int] = (-2, -1)) -> tuple[float, float]:
+    """Of the matrices that are two dims of the first operand, bytes of as many squares with their longer sides, and with their shorter ones."""
+    short, long = sorted(local.op.call.ins[0].sizes[dim] for dim in dims)
+    return local.ins[0] * long / short, local.ins[0] * short / long
+
+
+def _tall(local: Local) -> bool:
+    rows, columns = local.op.call.ins[0].sizes[-2:]
+    return rows > columns
+
+
+def _inverted(local: Local) -> float:
+    """Singular vectors on both sides, of which those of columns as a copy, divided by the values; and the values, and what they are divided into."""
+    _, short = _oblong(local)
+    size = min(local.op.call.ins[0].sizes[-2:])
+    return local.ins[0] + short + (short if _tall(local) else local.ins[0]) + 2 * short / size
+
+
+def _inverted_back(local: Local) -> float:
+    """Nine of the matrices, and three products of them by themselves: squares of rows, where there are more of these two, and one of columns."""
+    long, short = _oblong(local)
+    return 9 * local.ins[0] + (2 * long + short if _tall(local) else 3 * short)
+
+
+def _singular_back(local: Local) -> float:
+    """Four of the matrices, and three of the squares with their shorter sides."""
+    return 4 * local.ins[0] + 3 * _oblong(local)[1]
+
+
+def _factored_back(local: Local) -> float:
+    """Three of the triangles; of matrices with more columns two, the square of rows and the rest of the columns."""
+    return (3 if local.op.call.ins[0].sizes[-2] >= local.op.call.ins[0].sizes[-1] else 2) * local.outs[1]
+
+
+def _solved_back(local: Local) -> float:
+    """Gradients as the result is broadcast, and of the matrices the product that is negated to theirs."""
+    matrices, wanted = (each.sizes for each in local.op.call.ins)
+    size = matrices[-1]
+    vectors = len(wanted) == 1 or tuple(wanted) == tuple(matrices[:-1])
+    columns = 1 if vectors else wanted[-1 if local.given("left") else -2]
+    graded = sum(nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
+    return max(0.0, local.out + 2 * local.grad(0) * local.out * size / columns - graded)
+
+
+def _power(local: Local) -> float:
+    """LU factors of an inverse, where that is the result."""
+    return local.ins[0] if local.given("n") == -1 else 0.0
+
+
+def _power_back(local: Local) -> float:
+    """A product; two where the last one is the gradient of an inverse."""
+    return (0 if 0 <= local.given("n") < 2 else 2 if -3 < local.given("n") < 0 else 1) * local.ins[0]
+
+
+def _matrix_norm(local: Local) -> float:
+    """A copy that singular values are taken of."""
+    dims = matrix_dims(given(local.op.call), len(local.op.call.ins[0].shape))
+    return local.ins[0] if dims is not None and local.given("ord") in SPECTRAL else 0.0
+
+
+def _matrix_norm_back(local: Local) -> float:
+    """Of singular values the vectors of the shorter side, multiplied; of vectors signs or powers, and of their greatest numbers where these are."""
+    dims, order = matrix_dims(given(local.op.call), len(local.op.call.ins[0].shape)), local.given("ord")
+    if dims is not None:
+        return _oblong(local, dims)[1] if order in SPECTRAL else local.ins[0]
+    if order in (math.inf, -math.inf):
+        return taken("3w+m+3o")(local)
+    return taken("2w+m" if isinstance(order, (int, float)) and order < 1 else "w")(local)
+
+
+def _sorted(local: Local) -> float:
+    """Places of one row while it is sorted, and of each result what is between two numbers."""
+    dim, tensor = local.given("dim"), local.op.call.ins[0]
+    count = tensor.sizes[dim] if dim is not None else local.ins[0] / tensor.itemsize
+    return 8 * count + 2 * local.out
+
+
+def _frames(local: Local, spectrum: int) -> float:
+    """Frames of a signal, by their spectrum, which is an operand or a result: of real numbers half of the frequencies."""
+    call = local.op.call
+    (nbytes, sizes) = (local.ins[0], call.ins[0].sizes) if spectrum == 0 else (local.out, call.outs[0].sizes)
+    frequencies = sizes[-2 if spectrum == 0 or local.given("return_complex") else -3]
+    return nbytes * local.given("n_fft") / (2 * frequencies)
+
+
+def _framed(local: Local) -> float:
+    """Frames of several signals are put in order, where no window has been laid on them."""
+    return _frames(local, -1) if len(local.ins) == 1 and math.prod(local.op.call.ins[0].sizes[:-1]) > 1 else 0.0
+
+
+def _framed_back(local: Local) -> float:
+    """All frequencies of each frame, before and behind the transform; that of the signal is made behind them."""
+    return max(0.0, 4 * _frames(local, -1) - local.ins[0])
+
+
+def _joined_frames(local: Local) -> float:
+    """Frames, before and behind the window, and the signal with its ends, from which it is cut out."""
+    frames, count, size = _frames(local, 0), local.op.call.ins[0].sizes[-1], local.given("n_fft")
+    hop = local.given("hop_length") or size // 4
+    return 2 * frames + frames * (size + hop * (count - 1)) / (size * count)
+
+
+def _joined_frames_back(local: Local) -> float:
+    """The frames, when the gradient of the signal is gone."""
+    return max(0.0, _frames(local, 0) - local.out)
+
+
+def _eigen(local: Local) -> float:
+    """What LAPACK's divide and conquer works in, for one matrix after the other: numbers, and places (syevd)."""
+    tensor = local.op.call.ins[0]
+    size = tensor.sizes[-1]
+    return float(tensor.itemsize * (2 * size**2 + 6 * size + 1) + 4 * (5 * size + 3) if tensor.grad or local.op.target is aten.linalg_eigh.default else tensor.itemsize * (2 * size + 1))
+
+
+PSEUDOINVERSES = "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_pinv.default pinverse.default"
+NORMS = "linalg_matrix_norm.default linalg_matrix_norm.str_ord linalg_norm.default linalg_norm.ord_str"
+
+FORWARD: dict[Any, Bytes] = {
+    **rows({"a": "inverse linalg_inv linalg_svd linalg_svdvals", "2a": "nanquantile.scalar", "2w+m": "nanmean", "10a": "linalg_matrix_exp matrix_exp"}),
+    **dict.fromkeys(named("det.default linalg_det.default linalg_slogdet.default logdet.default slogdet.default"), _rows(3)),
+    **dict.fromkeys(named(NORMS), _matrix_norm),
+    **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power),
+    **dict.fromkeys(named(PSEUDOINVERSES), _inverted),
+    **dict.fromkeys(named("stft.center stft.default"), _framed),
+    aten.istft.default: _joined_frames,
+    aten.linalg_qr.default: lambda local: local.outs[1] * _tall(local),
+    aten.quantile.scalar: _sorted,
+}
+"""While the forward runs."""
+
+BACKWARD: dict[Any, Bytes] = {
+    **rows({"a": "linalg_eigvalsh linalg_slogdet logdet slogdet", "2a": "det inverse linalg_det linalg_inv", "3a": "linalg_eigh", "47a": "linalg_matrix_exp matrix_exp", "w+2m": "nanmean"}),
+    **dict.fromkeys(named(NORMS), _matrix_norm_back),
+    **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power_back),
+    **dict.fromkeys(named("nanquantile.scalar quantile.scalar"), lambda local: max(0.0, local.ins[0] - 3 * local.out)),
+    **dict.fromkeys(named(PSEUDOINVERSES), _inverted_back),
+    **dict.fromkeys(named("stft.center stft.default"), _framed_back),
+    aten.istft.default: _joined_frames_back,
+    aten.linalg_qr.default: _factored_back,
+    aten.linalg_solve.default: _solved_back,
+    aten.linalg_svd.default: _singular_back,
+    aten.linalg_svdvals.default: lambda local: _oblong(local)[1],
+}
+"""While the backward runs."""
+
+CPU: dict[Any, tuple[Bytes, Bytes]] = {target: (_eigen, BACKWARD[target]) for target in named("linalg_eigh.default linalg_eigvalsh.default")}
+"""Both of those for which LAPACK takes more."""

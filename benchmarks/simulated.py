@@ -13,9 +13,11 @@ import argparse
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from tabulate import tabulate
@@ -39,6 +41,7 @@ from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import SEARCHES
 from autopar.simulate import simulate
+from autopar.text import first_line
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = "benchmarks/clusters/a100-40-ethernet.toml"
@@ -132,6 +135,7 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
     by_schedule = _by_schedule()
     for way in ways:
         try:
+            inner.restart()
             if way in by_schedule:
                 yield way, staged(inner, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash})
             elif way in TWO_AXES:
@@ -159,13 +163,15 @@ def _shape(plan: Plan) -> str:
     return f"{places}{'x'.join(map(str, plan.mesh))} {plan.schedule} m{plan.microbatches}{again}"
 
 
-def rows(case: Case, ways: list[str], limit_s: float) -> Iterator[Row]:
-    """One row for each way that has a plan."""
+def rows(case: Case, ways: list[str], limit_s: float, refused: Counter[str]) -> Iterator[Row]:
+    """One row for each way that has a plan; those that have none are counted by why that is."""
     captured = captured_of(case)
     name = f"{case.model} {case.batch}x{case.seq} {case.precision} {Path(case.cluster).stem}"
     for way, made in plans(case, captured, ways, limit_s):
         if isinstance(made, Plan):
             yield Row(name, way, _shape(made), made.predicted.step_s, simulate(captured.gm, made).step_s)
+        else:
+            refused[first_line(made)] += 1
 
 
 def main() -> None:
@@ -180,10 +186,13 @@ def main() -> None:
     for case in CASES:
         if case.model in options.models and case.cluster in options.clusters:
             began = time.monotonic()
-            here = list(rows(case, options.ways, options.limit))
+            refused = Counter[str]()
+            here = list(rows(case, options.ways, options.limit, refused))
             found += here
             far = sum(abs(row.off) > CLOSE for row in here)
-            print(f"{case}: {len(here)} plans, {far} further off than {100 * CLOSE:.0f} %, {time.monotonic() - began:.0f} s", flush=True)
+            print(f"{case}: {len(here)} plans, {far} further off than {100 * CLOSE:.0f} %, {time.monotonic() - began:.0f} s; {refused.total()} ways without a plan", flush=True)
+            for why, count in refused.most_common():
+                print(f"    {count}: {shorten(why, 200)}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps([asdict(row) for row in found]))
     found.sort(key=lambda row: -abs(math.log(row.simulated_s / row.priced_s)))

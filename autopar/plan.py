@@ -89,6 +89,11 @@ class Stage:
     place: int = 0
     again: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def spans(self) -> str:
+        """Its blocks in words, `h 0-5`: the first and the last of each run."""
+        return ", ".join(f"{scope} {first}-{stop - 1}" for scope, (first, stop) in self.blocks.items())
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

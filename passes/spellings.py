@@ -140,11 +140,11 @@ def _side_by_side(node: fx.Node) -> fx.Node:
     """torch stacks rows, columns or planes, after it has given dims of size 1 to what has too few: as the dims of the result say."""
     rank, pieces = len(facts.shape(node)), node.args[0]
     assert isinstance(pieces, (list, tuple))
-    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]  # an operator
     dim = {"dstack": 2, "hstack": min(1, rank - 1), "column_stack": 1}.get(name, 0)
     wide = []
     for piece in pieces:
-        while (own := len(facts.shape(piece))) < rank:  # type: ignore[arg-type]
+        while (own := len(facts.shape(piece))) < rank:  # type: ignore[arg-type]  # a list of nodes
             in_front = name in ("hstack", "vstack", "row_stack") or own == 0 or (name == "dstack" and own == 1)
             piece = edit.call(node.graph, aten.unsqueeze.default, (piece, 0 if in_front else own), like=node)
         wide.append(piece)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from autopar.cluster import Cluster
 from autopar.codegen.edges import Pair, options
 from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
 from autopar.memory.habits import EMITTED, Habits
@@ -68,10 +66,10 @@ class Shares:
         """What the plan does with `op`, one option per mesh axis, as rules and prices see it."""
         return options(self.plan.nodes[op.name])
 
-    @cached_property
+    @property
     def on_cpu(self) -> bool:
         """Whether the plan's devices are CPUs: gloo's reduce-scatter sums in a copy."""
-        return Cluster.from_dict(dict(self.plan.cluster)).device.kind == "cpu"
+        return self.plan.device_kind == "cpu"
 
     @property
     def placed_axes(self) -> tuple[int, ...]:

@@ -281,11 +281,12 @@ class Passes:
         routes, count = self.prices.routes, link.count
         together = self._summed_bytes.get((made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
-        moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in split(sums)[1]])
-        ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
-        (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), ratio * self._leaf_bytes(link, made), ratio * min(self.prices.bucket_bytes, together), moves))
+        local, moving = split(sums)
+        if self.late:  # of places that may have less than a bucket
+            moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving])
+            ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
+            (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), ratio * self._leaf_bytes(link, made), ratio * min(self.prices.bucket_bytes, together), moves))
         if made.each or not self.late:
-            local, moving = split(sums)
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
             # the last bucket is half full on average; another collective begins one bucket later
             hidden = [max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]

@@ -116,9 +116,8 @@ def _stages(stages: tuple[Stage, ...]) -> dict[str, Value]:
     """Where each stage is, and the blocks that it has."""
     found: dict[str, Value] = {"stages": len(stages)}
     for number, stage in enumerate(stages):
-        blocks = ", ".join(f"{scope} {first}-{stop - 1}" for scope, (first, stop) in stage.blocks.items())
         again = ", ".join(f"{scope} {count} run again" for scope, count in stage.again.items())
-        found[f"stage {number}"] = "; ".join(filter(None, (f"place {stage.place}", blocks, again)))
+        found[f"stage {number}"] = "; ".join(filter(None, (f"place {stage.place}", stage.spans, again)))
     return found
 
 

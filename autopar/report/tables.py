@@ -55,9 +55,8 @@ def _places(plan: Plan) -> Table:
 def _stages(plan: Plan) -> Table:
     table = grid("pipeline stages", "stage", "place", "blocks", "operators beside them", "from", "to")
     for number, stage in enumerate(plan.stages):
-        blocks = ", ".join(f"{scope} {first}-{stop - 1}" for scope, (first, stop) in stage.blocks.items())
         ends = (stage.nodes[0], stage.nodes[-1]) if stage.nodes else ("", "")
-        table.add_row(str(number), str(stage.place), blocks, str(len(stage.nodes)), *ends)
+        table.add_row(str(number), str(stage.place), stage.spans, str(len(stage.nodes)), *ends)
     return table
 
 

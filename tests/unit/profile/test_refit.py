@@ -80,7 +80,7 @@ def again(cluster: Cluster, real: Cluster, times: int = 1) -> Cluster:
 
 def device(**change: object) -> Cluster:
     cluster = Cluster.parse("cpu:1x4")
-    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **change))  # type: ignore[arg-type]
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **change))  # type: ignore[arg-type]  # fields by name
 
 
 def test_the_peak_is_not_to_blame_for_starts() -> None:

@@ -153,9 +153,10 @@ class Backward:
                   if value.leaf is not None and value.leaf.scope and value.slot is not None}
         whole = [(value, slot) for value, _, slot in leaves.values() if self._scattered(value) and slot.nbytes]
         for _ in range(min(count, math.ceil(SETTLED_BYTES / sum(slot.nbytes for _, slot in whole))) if whole else 0):
+            unit = object()
             for value, slot in whole:
                 self.book.step(f"backward of {blocks.run.scope}")
-                self.buckets.add(self.shares.lies(value.ref), self.book.like(slot, self.book.now))
+                self.buckets.add(self.shares.lies(value.ref), self.book.like(slot, self.book.now), unit)
         for value, op, slot in leaves.values() if self.stay else ():
             self.final.append(self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count))
 
@@ -273,7 +274,7 @@ class Backward:
         scattered = self._scattered(value)
         grad.kind = "whole gradients" if scattered else "gradients"
         if scattered:
-            self.buckets.add(self.shares.lies(value.ref), grad)
+            self.buckets.add(self.shares.lies(value.ref), grad, self.block or object())
         if self.stay:
             self.final.append(self._rests(value, op) if scattered else grad)
 

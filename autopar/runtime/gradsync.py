@@ -2,7 +2,7 @@
 
 Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
 scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
-there, while the backward goes on; where it takes several collectives, the next one begins when buckets behind it have begun. Where branches run side by side
+there, while the backward goes on; where it takes several collectives, the next one begins when buckets of a later block have begun behind it (`runtime.late`). Where branches run side by side
 (`placed`), gradients come in another order on each rank: what they take then begins in the order of buckets, whatever came first. All are finished when
 the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
@@ -25,6 +25,7 @@ from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.late import Queue
+from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
 from autopar.runtime.params import Held
@@ -34,10 +35,11 @@ from autopar.runtime.turns import AS_IS, Gathered
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients take the same collectives (kind, axis), one after the other in the background."""
+    """Parameters whose gradients take the same collectives (kind, axis), one after the other in the background; `block`: whose backward fills it, None outside of blocks."""
 
     moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
+    block: int | None = None
     ready: list[Held] = field(default_factory=list)
     sums: Together | None = None
 
@@ -68,10 +70,11 @@ class Scatter:
 
 
 class GradSync:
-    """Moves gradients of `held` into `param.grad`, summed over the sync axes; works for any `loss.backward()`."""
+    """Moves gradients of `held` into `param.grad`, summed over the sync axes; works for any `loss.backward()`. `blocks` read some of them."""
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, blocks: Iterable[Reader] = ()) -> None:
         self.mesh = mesh
+        self.owners = owners(blocks)
         self.deferred = False  # gradients of several backwards add up in the leaves until `flush`
         self.scattering = True  # whether gradients of gathered weights leave autograd (`sink`)
         self.fill(held, bucket_bytes)
@@ -90,9 +93,9 @@ class GradSync:
         self.orders = Orders(self.of, mesh)
 
     @staticmethod
-    def watching(held: Mapping[str, Held], mesh: Mesh) -> GradSync:
-        """For all of `held`, which get new leaves."""
-        sync = GradSync([h for h in held.values() if h.info.trainable], mesh)
+    def watching(held: Mapping[str, Held], mesh: Mesh, blocks: Iterable[Reader]) -> GradSync:
+        """For all of `held`, which get new leaves; `blocks` read some of them."""
+        sync = GradSync([h for h in held.values() if h.info.trainable], mesh, blocks=blocks)
         for one in held.values():
             one.renew(mesh)
             sync.attach(one)
@@ -101,6 +104,8 @@ class GradSync:
     def fill(self, held: Sequence[Held], bucket_bytes: int) -> None:
         """Deal the gradients of `held` to buckets of so many bytes."""
         self.buckets = _buckets(held, self.mesh, bucket_bytes)
+        for bucket in self.buckets:
+            bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
         self.turns = _turns(held, self.buckets)
 
@@ -263,7 +268,7 @@ class GradSync:
             held.leaf.grad = None
         self.started.append(bucket)
         if bucket.sums.more:
-            self.sums.add(bucket.sums, bucket)
+            self.sums.add(bucket.sums, bucket if bucket.block is None else bucket.block)
 
     @torch.no_grad()
     def _finish(self, *, more: bool | None = None) -> None:

@@ -52,13 +52,13 @@ class Leaves:
     def __init__(self, held: Iterable[Held], blocks: Iterable[Reader], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.mesh = mesh
         blocks = list(blocks)
-        owners = {id(block.w): number for number, block in enumerate(blocks)}
+        numbers = owners(blocks)
         gathered = [h for h in held if h.info.apart]
-        first = {h.name: min(owners.get(id(table), -1) for table, _ in h.readers) for h in gathered}  # -1: the model itself
+        first = {h.name: min(numbers.get(id(table), -1) for table, _ in h.readers) for h in gathered}  # -1: the model itself
         gathered.sort(key=lambda h: first[h.name])
         self.buckets = list(_buckets(gathered, first, mesh, bucket_bytes))
         self.done = len(self.buckets)
-        last = {number: index for index, bucket in enumerate(self.buckets) for h in bucket.members for number in _readers(h, owners)}
+        last = {number: index for index, bucket in enumerate(self.buckets) for h in bucket.members for number in _readers(h, numbers)}
         self.before = last.get(-1, -1)
         for index, bucket in enumerate(self.buckets):
             for h in bucket.members:
@@ -112,14 +112,19 @@ class Leaves:
             held.fill(partial(_copy, whole))
 
 
+def owners(blocks: Iterable[Reader]) -> dict[int, int]:
+    """The number of each block, by the id of its table of leaves."""
+    return {id(block.w): number for number, block in enumerate(blocks)}
+
+
 def _copy(whole: Tensor, leaf: Tensor) -> Any:
     return leaf.copy_(whole)
 
 
-def _readers(held: Held, owners: Mapping[int, int]) -> Iterator[int]:
+def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:
     """The blocks that read `held`, by number; -1 for the model itself."""
     for table, _ in held.readers:
-        yield owners.get(id(table), -1)
+        yield numbers.get(id(table), -1)
 
 
 def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> Iterator[_Bucket]:

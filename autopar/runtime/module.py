@@ -140,7 +140,7 @@ class ShardedModule(Scope):
 
     def _watch(self) -> None:
         """Watch the gradients of all parameters."""
-        self._sync = GradSync.watching(self._held, self.MESH)
+        self._sync = GradSync.watching(self._held, self.MESH, self._blocks())
         self._leaves = Leaves(self._held.values(), self._blocks(), self.MESH)
 
     def declared(self) -> dict[str, Param]:

@@ -120,7 +120,7 @@ class PipelinedModule(ShardedModule):
         self._leaves_of: list[Leaves] = []
         for stage, declared in zip(self.stages, self._declared, strict=True):
             stage.held = {name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()}
-            self._syncs.append(GradSync.watching(stage.held, self.MESH))
+            self._syncs.append(GradSync.watching(stage.held, self.MESH, stage._blocks()))
             self._syncs[-1].deferred = True
             self._leaves_of.append(Leaves(stage.held.values(), stage._blocks(), self.MESH))
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}

@@ -112,12 +112,13 @@ class Scatter(Sums):
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are summed together: (parameter, instance) of each, the sums in a row with the bytes on the rank in front of each; `each`
-    says that they run after every microbatch."""
+    says that they run after every microbatch; `block`: whose backward fills it, None outside of blocks."""
 
     members: tuple[tuple[str, int], ...]
     sums: tuple[Piece, ...]
     held: tuple[float, ...]
     each: bool = False
+    block: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)

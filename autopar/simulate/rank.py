@@ -149,7 +149,7 @@ class Rank:
             sums = Sums(Chain(self, bucket.sums, "sync"), bucket.held)
             self._started[id(bucket)] = sums.chain
             if sums.go_on():
-                self._sums.add(sums, bucket)
+                self._sums.add(sums, bucket.block or bucket)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
         """Wait for all sums of some buckets; those that were not started start now."""

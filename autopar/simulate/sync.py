@@ -80,7 +80,9 @@ class Sync:
         """One bucket: each collective runs once, over the bytes of all members together."""
         sums = [self._together([e.member for e in entries], steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
         held = [sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True)) for steps in zip(*(e.sums for e in entries), strict=True)]
-        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each)
+        name, instance = entries[-1].member
+        block = (self.program.ops[name].scope, instance) if instance >= 0 else None
+        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
 
     def _held_bytes(self, member: Member, step: Step) -> float:
         """Bytes of a gradient on the rank in front of a step."""

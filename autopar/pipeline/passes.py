@@ -247,16 +247,16 @@ class Passes:
         again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
         if self.apart and not link.readers[0][0].scope:  # each stage gathers again what its own readers need
             again *= any(op.needs_again(operand) for op, operand in link.readers if operand >= 0 and self.home[op.name] == name)
-        for way, times in ((FORWARD, count), (BACKWARD, again), (INPUTS, again), (BOTH, again)):
-            first = self.apart and way != FORWARD and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
-            (did.passes[way].hide if gathers and not (opening or first) else did.passes[way].wait)(ahead, times)
+        first = self.apart and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
+        for way, times, begun in ((FORWARD, count, not opening), *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH))):
+            (did.passes[way].hide if gathers and begun else did.passes[way].wait)(ahead, times)
             if gathers and times:
                 self.line.gathers_bytes[self._place(link)[0], way] += link.size_bytes * fraction(asked.value, self.prices.sizes)
-        if gathers and reads and not opening:
-            gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
-            self._takes(reads[0], gathered, ahead, back=False)
-            for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if again else ():
-                self._takes(read, gathered, ahead, back=True)
+        gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
+        for read in reads[:1] if gathers and not opening else ():
+            self._takes(read, gathered, ahead, back=False)
+        for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if gathers and again and link.again_ahead else ():
+            self._takes(read, gathered, ahead, back=True)
         if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)

@@ -65,6 +65,11 @@ class Link:
         """Whether a gather can begin ahead and a gradient be scattered behind (runtime.ahead)."""
         return self.weight and not self.opening
 
+    @property
+    def again_ahead(self) -> bool:
+        """The same of a gather in the backward: something always runs in front of what reads the weight there, or its gather begins with the backward."""
+        return self.weight and self.kind != "feed"
+
     @cached_property
     def opening(self) -> bool:
         """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,

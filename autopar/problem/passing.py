@@ -225,10 +225,11 @@ class Passing:
         grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
         plain_s = prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
         again = over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
-        gathers = prices.routes.gathers(here.forward) & link.ahead
-        for passed, times in ((FORWARD, np.full(cost_s.shape, float(link.count))), (BACKWARD, again)):
-            self._hides(found[passed], ahead, np.where(gathers, times, 0.0))
-            self._waits(found[passed], ahead, np.where(gathers, 0.0, times))
+        moved = prices.routes.gathers(here.forward)
+        gathers = moved & link.ahead
+        for passed, times, begun in ((FORWARD, np.full(cost_s.shape, float(link.count)), gathers), (BACKWARD, again, moved & link.again_ahead)):
+            self._hides(found[passed], ahead, np.where(begun, times, 0.0))
+            self._waits(found[passed], ahead, np.where(begun, 0.0, times))
         if self.shared[link.ref]:
             return
         graded = here.graded * float(link.count)

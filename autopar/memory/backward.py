@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from autopar.cost.memory import itemsize, rests_in
+from autopar.late import Queue
 from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
-from autopar.memory.buckets import Buckets
+from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place, made_whole
@@ -20,21 +19,8 @@ from autopar.memory.shares import named
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
-LATE_BYTES = 2 * BUCKET_BYTES
-"""Whole gradients of other blocks that may be on their way to their shards at once (runtime.gradsync.GradSync.limit_bytes)."""
-
 SETTLED_BYTES = 4 * BUCKET_BYTES
 """Gradients after which as many buckets are on their way as ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A gradient on its way: what the collective that runs takes, and what it brings where others follow, with the bytes of what these bring."""
-
-    held: Storage
-    unit: object
-    coming: Storage | None
-    halfway: Sequence[float]
 
 
 class Backward:
@@ -45,7 +31,7 @@ class Backward:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
-        self.late: deque[Late] = deque()
+        self.late: Queue[Whole] = Queue(2 * BUCKET_BYTES)
         self.buckets = Buckets(self.book, self.shares.on_cpu)
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
@@ -73,7 +59,7 @@ class Backward:
                 self.book.use(value.storage)
             self.book.use(came.get(value))
         self.buckets.drain()
-        for storage in (*self.final, *(storage for late in self.late for storage in (late.held, late.coming) if storage is not None)):
+        for storage in (*self.final, *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
         for ref in self.forward.part.receives:
             self.book.use(self.forward.values[ref].slot)
@@ -213,25 +199,10 @@ class Backward:
         moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
             self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value))
-            self._scatter_later(moved.slot, self.block or object(), halfway(moved_by, value))
+            self.late.add(Whole(self.book, moved.slot, halfway(moved_by, value)), self.block or object())
         else:
             self.book.new("temporaries", node.name, node.where, workspace(back, value))
         self._arrived(source, grad)
-
-    def _scatter_later(self, whole: Storage, unit: object, halfway: Sequence[float] = ()) -> None:
-        """Whole gradients wait for their reduce-scatter: those of one block, and so many bytes more (runtime.late). Then those that are `halfway`
-        there wait for theirs."""
-        self._runs(whole, unit, halfway)
-        while self.late[0].unit != unit and sum(late.held.nbytes for late in self.late) - self.late[0].held.nbytes > LATE_BYTES:
-            late = self.late.popleft()
-            self.book.use(late.held)
-            if late.coming is not None:
-                self._runs(late.coming, unit, late.halfway)
-
-    def _runs(self, held: Storage, unit: object, halfway: Sequence[float]) -> None:
-        """A collective takes what is `held` and brings the first of what is `halfway`."""
-        coming = self.book.new(held.kind, held.node, held.where, halfway[0]) if halfway else None
-        self.late.append(Late(held, unit, coming, halfway[1:]))
 
     def _gathered_again(self, storage: Storage) -> Storage:
         """A weight that the backward gathers again, once for all who need it in one block."""

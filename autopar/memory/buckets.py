@@ -1,24 +1,53 @@
-"""Whole gradients of ZeRO-1 and 2 on their way to where their parameters rest: bucket by bucket, as runtime.gradsync sends them."""
+"""Whole gradients on their way to where their parameters rest; those of ZeRO-1 and 2 bucket by bucket, as runtime.gradsync sends them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from autopar.late import Queue
 from autopar.layout import BUCKET_BYTES
 from autopar.memory.book import Book, Storage
 
 
+class Whole:
+    """A whole gradient, or a flat copy of a bucket of them: what the collective that runs takes (`held`), and what it brings where others follow (`coming`), with the bytes of what these bring."""
+
+    def __init__(self, book: Book, held: Storage, halfway: Sequence[float] = ()) -> None:
+        self.book = book
+        self._runs(held, halfway)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that are there until the collective is over."""
+        return self.held.nbytes
+
+    def go_on(self) -> bool:
+        """The collective is over, and the next one runs if there is one."""
+        self.wait()
+        if self.coming is None:
+            return False
+        self._runs(self.coming, self.halfway)
+        return True
+
+    def wait(self) -> None:
+        """The collective is over."""
+        self.book.use(self.held)
+
+    def _runs(self, held: Storage, halfway: Sequence[float]) -> None:
+        self.held, self.halfway = held, halfway[1:]
+        self.coming = self.book.new(held.kind, held.node, held.where, halfway[0]) if halfway else None
+
+
 @dataclass(eq=False)
 class Buckets:
-    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it (runtime.late). `staged`: another one while
+    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it (autopar.late). `staged`: another one while
     it runs, that gloo sums in; scatters run one by one."""
 
     book: Book
     staged: bool
     filling: dict[Hashable, list[Storage]] = field(default_factory=dict)
-    running: deque[tuple[Storage, object]] = field(default_factory=deque)
+    running: Queue[Whole] = field(default_factory=lambda: Queue(BUCKET_BYTES))
 
     def add(self, together: Hashable, gradient: Storage, unit: object) -> None:
         """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins when it is full."""
@@ -32,16 +61,13 @@ class Buckets:
         for members in self.filling.values():
             self._begin(members, object())
         self.filling = {}
-        for flat, _ in self.running:
-            self.book.use(flat)
+        self.running.drain()
 
     def _begin(self, members: list[Storage], unit: object) -> None:
         """A bucket is copied and sent; those of earlier blocks are waited for when others have begun behind them."""
         for member in members:
             self.book.use(member)
         first, nbytes = members[0], sum(member.nbytes for member in members)
-        self.running.append((self.book.new("whole gradients", first.node, first.where, nbytes), unit))
         if self.staged:
             self.book.new("temporaries", first.node, first.where, nbytes)
-        while self.running[0][1] != unit and sum(flat.nbytes for flat, _ in self.running) - self.running[0][0].nbytes > BUCKET_BYTES:
-            self.book.use(self.running.popleft()[0])
+        self.running.add(Whole(self.book, self.book.new("whole gradients", first.node, first.where, nbytes)), unit)

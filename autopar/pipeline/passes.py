@@ -1,7 +1,7 @@
 """What each piece of a program does in each pass over it, under a solution: compute, collectives that compute waits for, and collectives behind it.
 
     forward    operators and changes of layout; gathers of weights begin ahead (runtime.ahead)
-    backward   the same again, gathers for it included; gradients of gathered weights are scattered behind it (runtime.late)
+    backward   the same again, gathers for it included; gradients of gathered weights are scattered behind it (autopar.late)
     inputs     of a backward that is taken apart: all but what is for weights
     weights    the rest of it; autograd brings gradients to where they rest then, and waits (runtime.stepping)
     both       the two at once, as schedules that take backwards apart have it at times

@@ -2,11 +2,11 @@
 
 Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
 scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
-there, while the backward goes on; where it takes several collectives, the next one begins when buckets of a later block have begun behind it (`runtime.late`). Where branches run side by side
+there, while the backward goes on; where it takes several collectives, the next one begins when buckets of a later block have begun behind it (`autopar.late`). Where branches run side by side
 (`placed`), gradients come in another order on each rank: what they take then begins in the order of buckets, whatever came first. All are finished when
 the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
 accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
-scattered in the background (`runtime.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
+scattered in the background (`autopar.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
 as on one device.
 """
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
 from autopar.errors import RunError
+from autopar.late import Queue
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
 from autopar.runtime.first_order import only_first_order
-from autopar.runtime.late import Queue
 from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
@@ -82,8 +82,8 @@ class GradSync:
         self.held_of = {id(h.leaf): h for h in held}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
-        self.late = Queue(2 * bucket_bytes)
-        self.sums = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
+        self.late: Queue[Scatter] = Queue(2 * bucket_bytes)
+        self.sums: Queue[Together] = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
         self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
         self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends
         self.moved: dict[str, None] = {}

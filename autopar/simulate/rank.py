@@ -5,7 +5,7 @@
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
     in the background   on a stream of their own beside it (runtime.mesh)
     gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
-                        scattered in the background (runtime.late)
+                        scattered in the background (autopar.late)
     leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
     over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket (chains.py)
@@ -24,8 +24,8 @@ from functools import cached_property
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
+from autopar.late import Queue
 from autopar.layout import BUCKET_BYTES
-from autopar.runtime.late import Queue
 from autopar.simulate.chains import Ahead, Bucket, Chain, Fetch, Filling, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
@@ -55,8 +55,8 @@ class Rank:
         self.during, self.instance = "forward", -1
         self._waiting: list[int] = []  # what computes next waits for these
         self._last: dict[Spot | None, int] = {}  # of each lane
-        self._late = Queue(2 * BUCKET_BYTES)
-        self._sums = Queue(BUCKET_BYTES)
+        self._late: Queue[Scatter] = Queue(2 * BUCKET_BYTES)
+        self._sums: Queue[Sums] = Queue(BUCKET_BYTES)
         self._started: dict[int, Chain] = {}
         self._ahead = Ahead(self, [])
         self._leaves = Leaves(self, [])

@@ -1,9 +1,10 @@
-"""Work on its way in the background: whole gradients that are being scattered and sums of them, so many bytes at a time."""
+"""Work on its way in the background: whole gradients that are being scattered and sums of them, so many bytes at a time. One rule for what runs (runtime.gradsync), for the
+simulation of it (simulate.rank) and for the memory that it takes (memory.backward, memory.buckets)."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Late(Protocol):
@@ -20,15 +21,18 @@ class Late(Protocol):
         """Wait for that part, and do no more."""
 
 
-class Queue:
+Kind = TypeVar("Kind", bound=Late)
+
+
+class Queue(Generic[Kind]):
     """Late work, oldest first. What one unit adds goes on when a later one has added `limit_bytes` behind it: a block's scatters hide under all of
     its backward, and whole gradients of hardly more than one block are there. What has another part then waits as if the later unit had added it."""
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
-        self.waiting: deque[tuple[Late, Any]] = deque()
+        self.waiting: deque[tuple[Kind, Any]] = deque()
 
-    def add(self, late: Late, unit: Any) -> None:
+    def add(self, late: Kind, unit: Any) -> None:
         """One more, which belongs to `unit`; what must not wait any longer goes on."""
         self.waiting.append((late, unit))
         while self.waiting[0][1] != unit and sum(other.nbytes for other, _ in self.waiting) - self.waiting[0][0].nbytes > self.limit_bytes:

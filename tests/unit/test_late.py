@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.runtime.late import Queue
+from autopar.late import Queue
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
-from autopar.problem.leaves import share_ahead
+from autopar.problem.leaves import in_a_row, share_ahead
 from autopar.problem.passing import COMPUTE, PASSES, SHOWN, WAITED, Passing
 from autopar.problem.types import Problem
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
@@ -21,12 +21,12 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 @dataclass(frozen=True, eq=False)
 class _Leaves:
-    """Of `count` blocks: of each weight, in the order in which buckets are filled, the node that lays it and by its choice the bytes that are gathered once per step.
+    """Of `count` blocks (problem.leaves.in_a_row): of each weight, in the order in which buckets are filled, the node that lays it and by its choice the bytes that are gathered once per step.
     What of them is ahead is the total `row`."""
 
     nodes: Sequence[int]
     nbytes: Sequence[np.ndarray]
-    count: int
+    count: float
     row: int
 
     def after(self, choice: Sequence[int], v: int = -1) -> np.ndarray:
@@ -62,7 +62,7 @@ class Passed(State):
 
     def _leaves_of(self, scope: str, own: Sequence[int], row: int) -> _Leaves:
         links = [self.passing.model.links[index] for index in own]
-        return _Leaves([link.producer for link in links], [self.passing.gathered(link)[link.row] for link in links], self.passing.model.links[0].program.runs[scope].count, row)
+        return _Leaves([link.producer for link in links], [self.passing.gathered(link)[link.row] for link in links], in_a_row(self.passing.model.links[0].program, scope), row)
 
     @property
     def _added(self) -> int:

@@ -28,7 +28,7 @@ from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, Loads, split
 from autopar.problem.inner import Wait
-from autopar.problem.leaves import share_ahead
+from autopar.problem.leaves import in_a_row, share_ahead
 from autopar.problem.nets import Link
 from autopar.problem.pairs import Pair, synced
 from autopar.problem.prices import Prices
@@ -345,7 +345,7 @@ class Passes:
             made, scope = link.rows[link.row[self.choice[link.producer]]], link.cluster.scope
             if scope and made.value != made.back:
                 leaves.setdefault(scope, []).append(link.size_bytes * fraction(made.value, self.prices.sizes))
-        return {scope: share_ahead(each, self.program.runs[scope].count) for scope, each in leaves.items()}
+        return {scope: share_ahead(each, in_a_row(self.program, scope)) for scope, each in leaves.items()}
 
     @cached_property
     def _summed_bytes(self) -> Mapping[tuple[object, ...], float]:

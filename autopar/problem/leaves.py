@@ -17,15 +17,16 @@ from functools import cache, cached_property
 import numpy as np
 
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
+from autopar.problem.graph import Program
 
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """Of a run of `count` blocks, by weight in that order: its `nbytes` [rows], which are none where it is not gathered once per step, and its `seconds` [rows, columns, axes]."""
+    """Of a run of `count` blocks (`in_a_row`), by weight in that order: its `nbytes` [rows], which are none where it is not gathered once per step, and its `seconds` [rows, columns, axes]."""
 
     nbytes: Sequence[np.ndarray]
     seconds: Sequence[np.ndarray]
-    count: int
+    count: float
 
     @property
     def share(self) -> float:
@@ -59,8 +60,13 @@ class Leaves:
         return np.asarray(seconds - self.share * ahead_s)
 
 
-def share_ahead(each: Sequence[float], count: int) -> float:
-    """Of the leaves of each of `count` blocks, so many bytes each in the order in which they are read (0: not gathered once per step), the share that is on its way before its
+def in_a_row(program: Program, scope: str) -> float:
+    """How many blocks run one after the other, the first with nothing in front of it: all of the run of `scope`; infinitely many where it has another run in front of it."""
+    return program.runs[scope].count if scope == next(iter(program.runs)) else math.inf
+
+
+def share_ahead(each: Sequence[float], count: float) -> float:
+    """Of the leaves of each of `count` blocks (`in_a_row`), so many bytes each in the order in which they are read (0: not gathered once per step), the share that is on its way before its
     block begins: that of the first buckets, which the first block has nothing in front of."""
     whole, filled = sum(each), [0.0]
     for nbytes in each:

@@ -31,7 +31,7 @@ from autopar.problem.between import Between
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Ref
-from autopar.problem.leaves import Leaves
+from autopar.problem.leaves import Leaves, in_a_row
 from autopar.problem.members import Member, Way
 from autopar.problem.moved import Moved, add_to, over
 from autopar.problem.nets import Link
@@ -260,7 +260,7 @@ class Passing:
         for scope, own in self.of_blocks.items():
             seconds = [self._made[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes] for index in own]
             if any(each.any() for each in seconds):
-                found[scope] = Leaves([self.gathered(self.model.links[index]) for index in own], seconds, self.model.links[0].program.runs[scope].count)
+                found[scope] = Leaves([self.gathered(self.model.links[index]) for index in own], seconds, in_a_row(self.model.links[0].program, scope))
         return found
 
     @cached_property

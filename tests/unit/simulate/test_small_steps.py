@@ -76,6 +76,15 @@ def test_scatters_of_large_weights_hide_under_their_block() -> None:
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.02)
 
 
+def test_leaves_of_a_decoder_hide_under_its_encoder() -> None:
+    """Blocks behind others have all of their leaves ahead."""
+    loaded = frontend.load("hf:models/hf/t5.json", batch=32, seq=256, device="meta", dtype=torch.bfloat16, train=True, labels=True)
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, mode="train")
+    request = replace(_request("zero1"), cluster=Cluster.parse("rtx4090:1x4"))
+    made = joint.plan(captured.gm, captured.hints, request, model="t5", graph_hash=captured.graph_hash)
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "zero1"])
 @pytest.mark.parametrize("contention", [0.6, 0.15])
 def test_gradients_and_leaves_of_hardly_more_than_one_bucket(recipe: str, contention: float) -> None:

@@ -72,10 +72,11 @@ def index(call: Call) -> str:
     rank = rank_of(call)
     block = max(len(t.shape) for t in call.ins[1:])
     left = words(rank, {i: f"y{i}!" for i in places})
-    out = _placed(left, places, block, "")
+    sides = [_block(t, block, "") for t in call.ins[1:]]
+    out = _placed(left, places, _joined(sides, block))
     if _has_mask(call) or len(call.outs[0].shape) != len(out):
         return replicated(call)
-    return rule([" ".join(left), *(_block(t, block, "") for t in call.ins[1:])], [" ".join(out)])
+    return rule([" ".join(left), *sides], [" ".join(out)])
 
 
 def index_put(call: Call) -> str:
@@ -85,7 +86,7 @@ def index_put(call: Call) -> str:
     positions, values = call.ins[1:-1], call.ins[-1]
     rank, block = rank_of(call), max(len(t.shape) for t in positions)
     left = words(rank, {i: f"y{i}!" for i in places})
-    out = _placed(left, places, block, "!")
+    out = _placed(left, places, [f"z{i}!" for i in range(block)])
     if _has_mask(call) or len(values.shape) > len(out):
         return replicated(call)
     last = out[len(out) - len(values.shape):]
@@ -104,12 +105,18 @@ def _block(tensor: Tensor, rank: int, mark: str) -> str:
     return " ".join("1" if n == 1 else f"z{extra + i}{mark}" for i, n in enumerate(tensor.shape))
 
 
-def _placed(left: list[str], places: list[int], block: int, mark: str) -> list[str]:
+def _joined(sides: list[str], rank: int) -> list[str]:
+    """The words of the block: of size 1 where all index tensors are."""
+    named = {word for side in sides for word in side.split()}
+    return [word if (word := f"z{i}") in named else "1" for i in range(rank)]
+
+
+def _placed(left: list[str], places: list[int], block: list[str]) -> list[str]:
     """The dims of the result: the block instead of the indexed dims."""
     rest = [w for i, w in enumerate(left) if i not in places]
     neighbours = places == list(range(places[0], places[0] + len(places)))
     at = places[0] if neighbours else 0
-    return [*rest[:at], *(f"z{i}{mark}" for i in range(block)), *rest[at:]]
+    return [*rest[:at], *block, *rest[at:]]
 
 
 def part_write(call: Call) -> str:

@@ -57,7 +57,7 @@ def _in_two_steps(node: fx.Node) -> None:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     before, after = facts.shape(operand), facts.shape(node)
-    if len(after) != 2 or before[-1] == after[-1]:
+    if len(after) != 2 or not before or before[-1] == after[-1]:
         return
     with edit.before(node):
         sizes = _with_last(operand, after[1])

@@ -45,7 +45,7 @@ def _above_loss(gm: fx.GraphModule) -> dict[fx.Node, None]:
     pending, found = [value for value, entry in pairs if entry["kind"] == "loss"], dict[fx.Node, None]()
     while pending:
         node = pending.pop()
-        if node not in found and node.op == "call_function" and facts.is_float(node) and all(size == 1 for size in facts.shape(node)):
+        if node not in found and node.op == "call_function" and facts.is_tensor(node) and facts.is_float(node) and all(size == 1 for size in facts.shape(node)):
             found[node] = None
             pending += edit.tensor_operands(node)
     return found

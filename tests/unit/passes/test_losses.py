@@ -129,3 +129,12 @@ def test_all_labels_ignored():
     """torch divides nothing by nothing."""
     gm = normalized(lambda x, y, c: F.cross_entropy(x, c * 0, SHARES, ignore_index=0, reduction="sum") + F.cross_entropy(x, c * 0, SHARES, ignore_index=0).nan_to_num(7.0))
     assert "weigh_valid" in str(gm.graph)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda x: 1.0 - torch.linalg.slogdet(x.mT @ x)[1], lambda x: x.flatten().max(0).values + 2.0, lambda x: torch.std_mean(x, dim=(0, 1))[0], lambda x: x.aminmax().max,
+])
+def test_a_loss_may_be_one_of_several_results(loss):
+    """Numbers are looked for on the way to it, and an operator of several results has no sizes of its own."""
+    gm = capture(nn.Linear(D, D), (torch.zeros(4, D),), loss_fn=loss).gm
+    assert facts.shape(edit.results(gm)[0]) == ()

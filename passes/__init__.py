@@ -13,6 +13,7 @@ from passes.batch_norm import batch_norm
 from passes.biases import biases
 from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
+from passes.composed import composed
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
 from passes.einsums import einsums
@@ -52,6 +53,7 @@ NORMALIZE: tuple[Pass, ...] = (
     batch_norm,
     inplace,
     spellings,
+    composed,
     drop_noops,
     own_dtypes,
     broadcasts,

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.aliases import ALIASES
 
 aten = torch.ops.aten
 
@@ -28,6 +29,13 @@ def _same_args(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx
         return new
 
     return spell
+
+
+def _by_its_name(node: fx.Node) -> fx.Node:
+    """The same call by the name that the tables have."""
+    new = node.graph.call_function(ALIASES[node.target], node.args, node.kwargs)
+    new.meta.update(node.meta)
+    return new
 
 
 def _cast(node: fx.Node) -> fx.Node:
@@ -97,6 +105,23 @@ def _expanded(node: fx.Node) -> fx.Node:
     kept = len(sizes) - len(before)
     return _as(aten.expand.default, node, (operand, [-1 if dim >= kept and before[dim - kept] == facts.shape(node)[dim] else n
                                                      for dim, n in enumerate(sizes)]))
+
+
+def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
+    """So many dims at least: of size 1, and a matrix is the first two of three dims, a vector the second one."""
+    def spell(node: fx.Node) -> fx.Node:
+        return _operand(node) if len(facts.shape(_operand(node))) >= rank else _reshape(node)
+
+    return spell
+
+
+def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
+    """Statistics of all elements, by how many their count is corrected."""
+    def spell(node: fx.Node) -> fx.Node:
+        given = edit.args_of(node)
+        return edit.call(node.graph, target, (given["self"], None), {"correction": int(given["unbiased"])}, like=node)
+
+    return spell
 
 
 def _turned(node: fx.Node) -> fx.Node:
@@ -244,6 +269,7 @@ def _squeezed(node: fx.Node) -> fx.Node | None:
 
 
 SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    **dict.fromkeys(ALIASES, _by_its_name),
     aten.__and__.Tensor: _same_args(aten.bitwise_and.Tensor, 2),
     aten.__or__.Tensor: _same_args(aten.bitwise_or.Tensor, 2),
     aten._softmax.default: _same_args(aten.softmax.int, 2),
@@ -251,6 +277,9 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.adjoint.default: _adjoint,
+    aten.atleast_1d.default: _with_dims(1),
+    aten.atleast_2d.default: _with_dims(2),
+    aten.atleast_3d.default: _with_dims(3),
     aten.broadcast_to.default: _same_args(aten.expand.default, 2),
     aten.embedding.default: _dense,
     aten.expand_as.default: _expanded,
@@ -274,8 +303,10 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
     aten.positive.default: _operand,
+    aten.ravel.default: _reshape,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeated,
+    aten.std_mean.default: _of_all(aten.std_mean.correction),
     aten.squeeze.default: _squeezed,
     aten.squeeze.dim: _squeezed,
     aten.squeeze.dims: _squeezed,
@@ -288,6 +319,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.to.other: _cast,
     aten.type_as.default: _cast,
     aten.unflatten.int: _unflattened,
+    aten.var_mean.default: _of_all(aten.var_mean.correction),
     aten.vdot.default: _inner,
     aten.view.default: _same_args(aten.reshape.default, 2),
     aten.view_as_complex.default: _same_args(ops.as_complex, 1),

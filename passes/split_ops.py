@@ -16,7 +16,10 @@ from passes import edit, facts
 aten = torch.ops.aten
 
 INT64_MAX = 2**63 - 1
-_CUTS = (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.tensor_split.sections, aten.unbind.int)
+_CUTS = (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.tensor_split.indices, aten.tensor_split.sections, aten.unbind.int, aten.unsafe_chunk.default,
+         aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+_ALONG = {getattr(getattr(aten, name), how): dim for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)) for how in ("array", "int")}
+"""Cuts along the dim of rows, columns or planes, which they do not name."""
 
 
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
@@ -24,7 +27,7 @@ def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
     does: chunk, split, unbind, and slices that together cover one dim of static size, become split_with_sizes.
     gives: cuts read by getitem; those along a symbolic dim, and slices that leave something out, stay.
     """
-    for node in edit.calls(gm, *_CUTS):
+    for node in edit.calls(gm, *_CUTS, *_ALONG):
         _one_cut(node)
     for node in list(gm.graph.nodes):
         _cut_from_slices(node)
@@ -33,12 +36,13 @@ def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _one_cut(node: fx.Node) -> None:
     given = edit.args_of(node)
-    operand, dim = given["self"], given["dim"]
-    dim %= len(facts.shape(operand))
+    operand = given["self"]
+    rank = len(facts.shape(operand))
+    dim = min(_ALONG[node.target], rank - 1) if node.target in _ALONG else given["dim"] % rank
     unbound = node.target is aten.unbind.int
     sizes = [1 if unbound else part.shape[dim] for part in facts.tensors(node)]
-    if not all(isinstance(size, int) for size in sizes):
-        return
+    if not all(isinstance(size, int) for size in sizes) or sum(sizes) != facts.shape(operand)[dim]:
+        return  # indices that do not grow leave something out, or give it twice
     with edit.before(node):
         cut = edit.call(node.graph, aten.split_with_sizes.default, (operand, sizes, dim), like=node)
     if not unbound:

@@ -41,11 +41,6 @@ def _elementwise(call: Call, dim: int, *, ins: tuple[int, ...], out: int, read: 
     return rule(sides, [sides[out]])
 
 
-def take_along_dim(call: Call) -> str:
-    """`gather`, but without a dim everything is flattened and stays whole."""
-    return gather(call) if given(call)["dim"] is not None and len(call.ins[0].shape) == len(call.ins[1].shape) else replicated(call)
-
-
 def index_select(call: Call) -> str:
     """Rows by number: the numbers can be cut."""
     rank = rank_of(call)
@@ -165,6 +160,5 @@ RULES: dict[Any, Rule] = {
     aten.searchsorted.Tensor: Rule(searchsorted),
     aten.select_scatter.default: Rule(part_write, linear="all"),
     aten.slice_scatter.default: Rule(part_write, linear="all"),
-    aten.take_along_dim.default: Rule(take_along_dim, linear="first"),
     ops.fill_rows: Rule("b s! d, b s!, b n! d -> b s! d", linear="0+2"),
 }

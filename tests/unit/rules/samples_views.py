@@ -88,7 +88,6 @@ INDEXING: Samples = {
     aten.searchsorted.Tensor: [case(T((6,), "s"), T((5, 4), "c")), case(T((5, 6), "s"), T((5, 3), "c"))],
     aten.select_scatter.default: [case(f(5, 4, 6), f(5, 6), 1, 2)],
     aten.slice_scatter.default: [case(f(5, 4, 6), f(5, 2, 6), 1, 1, 3)],
-    aten.take_along_dim.default: [case(f(5, 4), i(4, 5, 2), 1), case(f(5, 4), i(20, 3))],
     ops.fill_rows: [case(f(6, 5, 4), T((6, 5), "n2"), f(6, 2, 4))],
 }
 

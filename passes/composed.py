@@ -1,0 +1,167 @@
+"""Operators that are little more than several common ones: written with these, each is cut as these are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.spellings import reshape_sizes
+
+aten = torch.ops.aten
+
+
+def composed(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops with values.
+    does: writes operators of the table below as the common ones that torch makes them of.
+    gives: the same values; what has a dim of samples in its arguments (grids of images) has none there any more.
+    """
+    return edit.rewrite(gm, COMPOSED)
+
+
+def _line(operand: fx.Node, like: fx.Node) -> fx.Node:
+    """All elements of a tensor in one dim."""
+    return edit.call(like.graph, aten.reshape.default, (operand, [-1]), like=like)
+
+
+def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
+    """`operand` with the sizes of `other` where its own are 1, but along `dim`."""
+    pairs = list(zip(facts.shape(operand), facts.shape(other), strict=True))
+    new = [number for number, (own, wanted) in enumerate(pairs) if number != dim and own == 1 and wanted != 1]
+    if not new:
+        return operand
+    sizes = [edit.size(other, number) if number in new else -1 for number in range(len(pairs))]
+    return edit.call(like.graph, aten.expand.default, (operand, sizes), like=like)
+
+
+def _along(node: fx.Node) -> fx.Node:
+    """`gather`, of what is broadcast first; of all elements in line where no dim is named."""
+    given = edit.args_of(node)
+    operand, indices, dim = given["self"], given["indices"], given["dim"]
+    if dim is None:
+        operand, indices, dim = _line(operand, node), _line(indices, node), 0
+    dim %= len(facts.shape(operand))
+    chosen = _wide(operand, indices, dim, node), dim, _wide(indices, operand, dim, node)
+    return edit.call(node.graph, aten.gather.default, chosen, like=node)
+
+
+def _taken(node: fx.Node) -> fx.Node:
+    """Elements by their number in the whole tensor."""
+    return edit.call(node.graph, aten.index.Tensor, (_line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]]), like=node)
+
+
+def _rotated(node: fx.Node) -> fx.Node:
+    """Quarters of a turn: reversed along one dim or both, and for odd ones the dims change places."""
+    given = edit.args_of(node)
+    operand, (first, second), quarters = given["self"], given["dims"], given["k"] % 4
+    reversed_dims: list[int] = [[], [second], [first, second], [first]][quarters]
+    if reversed_dims:
+        operand = edit.call(node.graph, aten.flip.default, (operand, reversed_dims), like=node)
+    return edit.call(node.graph, aten.transpose.int, (operand, first, second), like=node) if quarters % 2 else operand
+
+
+def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
+    """Each matrix as rows with zeros on both sides, one below the other."""
+    matrices: Sequence[fx.Node] = edit.args_of(node)["tensors"]
+    total, before, rows = facts.shape(node)[1], 0, []
+    sizes = [(facts.shape(each) or (1,))[-1] for each in matrices]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    for each, size in zip(matrices, sizes, strict=True):
+        if len(facts.shape(each)) < 2:
+            each = edit.call(node.graph, aten.reshape.default, (each, [1, size]), like=node)
+        if facts.dtype(each) != facts.dtype(node):
+            each = edit.call(node.graph, aten.to.dtype, (each, facts.dtype(node)), like=node)
+        rows.append(edit.call(node.graph, aten.constant_pad_nd.default, (each, [before, total - before - size]), like=node))
+        before += size
+    return edit.call(node.graph, aten.cat.default, (rows, 0), like=node)
+
+
+def _meshed(node: fx.Node) -> None:
+    """Each vector as a dim of its own, expanded along those of the others; of `indexing` "xy" the first two dims change places."""
+    given = edit.args_of(node)
+    vectors = [_line(each, node) for each in given["tensors"]]
+    order = list(range(len(vectors)))
+    if given.get("indexing", "ij") == "xy" and len(vectors) > 1:
+        order[:2] = [1, 0]
+    sizes = [edit.size(vectors[number], 0) for number in order]
+    for user in list(node.users):
+        number = user.args[1]
+        assert user.target is operator.getitem and isinstance(number, int)
+        alone = [-1 if dim == order.index(number) else 1 for dim in range(len(order))]
+        with edit.before(user):
+            dim = edit.call(node.graph, aten.reshape.default, (vectors[number], alone), like=user)
+            edit.replace(user, edit.call(node.graph, aten.expand.default, (dim, sizes), like=user))
+
+
+def _distance(node: fx.Node) -> fx.Node:
+    """The norm of the difference."""
+    given = edit.args_of(node)
+    difference = edit.call(node.graph, aten.sub.Tensor, (given["self"], given["other"]), like=node)
+    return edit.call(node.graph, aten.linalg_vector_norm.default, (difference, given["p"]), like=node)
+
+
+def _inner(node: fx.Node) -> fx.Node | None:
+    """Products summed along a dim; of real numbers nothing is conjugated."""
+    given = edit.args_of(node)
+    if facts.dtype(node).is_complex:
+        return None
+    product = edit.call(node.graph, aten.mul.Tensor, (given["x"], given["y"]), like=node)
+    return edit.call(node.graph, aten.sum.dim_IntList, (product, [given["dim"]]), like=node)
+
+
+def _diagonal(node: fx.Node) -> fx.Node:
+    """A matrix that has all elements on a diagonal."""
+    given = edit.args_of(node)
+    return edit.call(node.graph, aten.diag_embed.default, (_line(given["self"], node), given["offset"]), like=node)
+
+
+def _its_diagonal(node: fx.Node) -> fx.Node:
+    """`diagonal`, of the last two dims where none are named."""
+    given = edit.args_of(node)
+    return edit.call(node.graph, aten.diagonal.default, (given["A"], given["offset"], given["dim1"], given["dim2"]), like=node)
+
+
+def _grid(node: fx.Node) -> fx.Node | None:
+    """Places of pixels times each sample's matrix. Heights and widths that are symbolic stay as they are."""
+    given = edit.args_of(node)
+    theta, sizes, graph = given["theta"], given["size"][2:], node.graph
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    alone = [[size if dim == own else 1 for dim in range(len(sizes))] for own, size in enumerate(sizes)]
+    lines = [edit.call(graph, aten.reshape.default, (_places(size, given["align_corners"], node), shape), like=node) for size, shape in zip(sizes, alone, strict=True)]
+    places = [edit.call(graph, aten.expand.default, (line, list(sizes)), like=node) for line in reversed(lines)]
+    ones = edit.call(graph, aten.ones.default, (list(sizes),), {"dtype": facts.dtype(node)}, like=node)
+    stacked = edit.call(graph, aten.stack.default, ([*places, ones], -1), like=node)
+    rows = edit.call(graph, aten.reshape.default, (stacked, [-1, len(sizes) + 1]), like=node)
+    turned = edit.call(graph, aten.transpose.int, (theta, 1, 2), like=node)
+    product = edit.call(graph, aten.matmul.default, (rows, turned), like=node)
+    return edit.call(graph, aten.reshape.default, (product, reshape_sizes(product, node)), like=node)
+
+
+def _places(size: int, corners: bool, node: fx.Node) -> fx.Node:
+    """Where the pixels of a line are between -1 and 1: from end to end, or the middles of as many pieces."""
+    dtype = {"dtype": facts.dtype(node)}
+    if size == 1:
+        return edit.call(node.graph, aten.zeros.default, ([1],), dtype, like=node)
+    end = 1.0 if corners else (size - 1) / size
+    return edit.call(node.graph, aten.linspace.default, (-end, end, size), dtype, like=node)
+
+
+COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    aten.affine_grid_generator.default: _grid,
+    aten.block_diag.default: _diagonal_blocks,
+    aten.diagflat.default: _diagonal,
+    aten.dist.default: _distance,
+    aten.linalg_diagonal.default: _its_diagonal,
+    aten.linalg_vecdot.default: _inner,
+    aten.meshgrid.default: _meshed,
+    aten.meshgrid.indexing: _meshed,
+    aten.rot90.default: _rotated,
+    aten.take.default: _taken,
+    aten.take_along_dim.default: _along,
+}

@@ -121,9 +121,14 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(node.args[0])
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target in (aten.clone.default, aten.lift_fresh_copy.default):
+    if node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and _copies(node)):
         return False
     return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
+
+
+def _copies(cast: fx.Node) -> bool:
+    """Whether a cast gives memory of its own: to another dtype, or where it is asked for."""
+    return bool(edit.args_of(cast).get("copy")) or facts.dtype(cast) != facts.dtype(cast.args[0])  # type: ignore[arg-type]  # a tensor
 
 
 def _check_root(node: fx.Node, root: fx.Node) -> None:
@@ -238,6 +243,10 @@ def _types(operator: OpOverload) -> list[str]:
     return [str(argument.type) for argument in operator._schema.arguments]
 
 
+CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
+"""What they give is what they got, where nothing about it changes."""
+
+
 def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:
     """`operator`, of the real and imaginary parts where numbers are complex: torch has no gradient for it then."""
     def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
@@ -278,6 +287,7 @@ def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: _identity,
     aten.detach.default: _identity,
+    **dict.fromkeys(CASTS, _identity),
     aten.diagonal.default: _diagonal,
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),

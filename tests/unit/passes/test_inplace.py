@@ -51,3 +51,31 @@ def test_a_diagonal_that_is_filled_is_a_mask() -> None:
 
     gm = normalized(function, data(8, 6), passes=NORMALIZE)
     assert targets(gm).count("aten.masked_fill.Scalar") == 2
+
+
+def _first_is_seen(m: Fn, x: Tensor, y: None) -> Tensor:
+    """A mask as numbers is no view of the truth values."""
+    there = x[..., 0] > 0
+    mask = there.to(x.dtype)
+    mask[:, 0] = 1
+    return (x @ m.w) * mask.unsqueeze(-1) + there.sum()
+
+
+def _as_it_is(m: Fn, x: Tensor, y: None) -> Tensor:
+    """A cast that changes nothing is a view."""
+    h = x @ m.w
+    h.to(x.dtype).mul_(2)
+    h.type_as(x)[:, 1] = 0.5
+    return h
+
+
+def _copied(m: Fn, x: Tensor, y: None) -> Tensor:
+    h = x @ m.w
+    g = h.to(x.dtype, copy=True)
+    g[:, 0] = 3
+    return h + g
+
+
+@pytest.mark.parametrize("function", [_first_is_seen, _as_it_is, _copied])
+def test_what_is_cast_is_a_copy_where_its_dtype_changes(function: Callable[[Fn, Tensor, None], Tensor]) -> None:
+    normalized(function, data(4, 5, 6))

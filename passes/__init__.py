@@ -6,6 +6,7 @@ tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract 
 
 from __future__ import annotations
 
+from passes.alignments import alignments
 from passes.annotate_flops import annotate_flops
 from passes.annotate_memory import annotate_memory
 from passes.bags import bags
@@ -54,6 +55,7 @@ NORMALIZE: tuple[Pass, ...] = (
     inplace,
     spellings,
     composed,
+    alignments,
     drop_noops,
     own_dtypes,
     broadcasts,

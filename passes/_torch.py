@@ -43,5 +43,18 @@ torch.ops.aten.nll_loss.default._dispatch_cache.clear()
 for _loss in (torch.ops.aten.hinge_embedding_loss.default, torch.ops.aten.margin_ranking_loss.default):
     decomposition_table.pop(_loss, None)
 
+
+def _aligned(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels of CTC losses give: a loss for each sample, and for its backward a number for each step and each place among the targets."""
+    steps, samples, _classes = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
+
+
+# torch has none for tensors without values, since the last size of what is kept follows from the lengths of targets: nobody but the backward sees that.
+for _kernel in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
+    torch.library.register_fake(_kernel, _aligned)
+for _kernel in ("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor"):
+    torch.library.register_fake(_kernel, lambda grad, log_probs, *_: torch.empty_like(log_probs))
+
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
            "shape_check", "size_functions"]

@@ -169,6 +169,13 @@ def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
 
 
+def _paths(node: fx.Node) -> Size:
+    """Of each sample and step a number for each target, and for each place around them."""
+    scores, targets = edit.tensor_operands(node)[:2]
+    steps, samples, _ = facts.shape(scores)
+    return facts.dtype(scores).itemsize * steps * samples * (2 * facts.shape(targets)[1] + 1)
+
+
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten._weight_norm.default: _second,
     aten.batch_norm.default: _channels,
@@ -209,6 +216,7 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.linalg_svdvals.default: _singular_vectors,
     aten.logdet.default: _logarithms,
     aten.nanmean.default: _elements(COUNT_BYTES),
+    ops.ctc_each: _paths,
     ops.bag: _bags,
     ops.ragged_bags: _bags,
 }

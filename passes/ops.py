@@ -42,6 +42,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, label_smoo
     )
 
 
+def ctc_each(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    """CTC loss of every sample of `log_probs [t, b, c]` against the first of its `targets [b, s]`, as many as `target_lengths [b]` says, in the first `input_lengths [b]` steps: [b]."""
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+
+
 def noised(x: Tensor, noise: Tensor, keep: float) -> Tensor:
     """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x` instead. Result: as `x`."""
     return x / keep * noise

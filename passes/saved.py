@@ -252,6 +252,7 @@ SAVED: dict[Any, Row] = {
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
     ops.cross_entropy_each: _fixed(0, 1),
     ops.cross_entropy_sum: _fixed(0, 1),
+    ops.ctc_each: _fixed(0, 1, 2, 3, OUT),
     ops.experts: lambda grads: (3, 4) if grads[0] else (4,),  # the first layer for the gradient of tokens; and what autopar.rules.experts says
     ops.fill_rows: _fixed(1),
     ops.grouped_matmul: _crosswise,

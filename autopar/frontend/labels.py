@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.frontend.draw import PASS_THEM, Draw
+from autopar.frontend.draw import PASS_THEM, Draw, number
 
 IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
 HEADS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
@@ -53,6 +53,13 @@ def _places(draw: Draw) -> Made:
     return {name: draw.integers(draw.s, draw.b) for name in ("start_positions", "end_positions")}
 
 
+def _transcripts(draw: Draw) -> Made:
+    """What is said: half as many tokens as there are frames of sound, so that any can be told apart, and none of them the blank, which is padding."""
+    blank = number(draw.config, "pad_token_id")
+    others = draw.integers(number(draw.config, "vocab_size") - 1, draw.b, max(1, draw.s // 2))
+    return {"labels": others + (others >= blank)}
+
+
 LABELS: dict[str, Maker] = {
     "LMHeadModel": _token_ids,
     "ForCausalLM": _token_ids,
@@ -65,6 +72,7 @@ LABELS: dict[str, Maker] = {
     "ForAudioClassification": _classes,
     "ForSemanticSegmentation": _pixel_classes,
     "ForQuestionAnswering": _places,
+    "ForCTC": _transcripts,
 }
 """By how the class name ends: Hugging Face's own convention for heads (its sound classifiers are named ForSequenceClassification)."""
 

@@ -168,6 +168,12 @@ def _divergence_back(local: Local) -> float:
     return taken("2w+3m")(local) if local.grad(1) else _terms(0, 1)(local)
 
 
+def _paths(local: Local) -> float:
+    """Of each sample and step a number for each target, and for each place around them."""
+    scores, targets = local.op.call.ins[:2]
+    return local.ins[0] / scores.sizes[2] * (2 * targets.sizes[1] + 1)
+
+
 def _poisson(local: Local) -> float:
     """The terms; of numbers that are not logarithms with their logarithms; Stirling's formula in eight."""
     kept = 0 if local.given("log_input") else 2 - local.grads
@@ -278,6 +284,7 @@ BACKWARD: dict[Any, Bytes] = {
     aten.poisson_nll_loss.default: _of_mean(taken("w")),
     aten.soft_margin_loss.default: taken("2w"),
     aten.triplet_margin_loss.default: _left(2),
+    ops.ctc_each: _paths,
     ops.cross_entropy_each: taken("a"),  # gradient of the log-softmax, then that of the logits
     ops.cross_entropy_sum: taken("a"),
     ops.experts: lambda local: 0.5 * local.extra,

@@ -67,6 +67,7 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss.default: Rule(classes),
     aten.nll_loss_nd.default: Rule(classes),
     ops.count_valid: Rule("... -> "),
+    ops.ctc_each: Rule("t! b c!, b s!, b, b -> b"),
     ops.cross_entropy_each: Rule(entropies),
     ops.cross_entropy_sum: Rule(entropy),
     ops.weigh_valid: Rule("..., v! -> "),

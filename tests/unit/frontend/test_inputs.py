@@ -167,10 +167,17 @@ def test_other_models_are_refused():
     anything = hugging_face("PerceiverForSequenceClassification", "PerceiverConfig", d_latents=16, num_latents=4, d_model=16, num_blocks=1)
     with pytest.raises(CaptureError, match=r"inputs for PerceiverForSequenceClassification cannot be made .*its forward takes inputs, "):
         inputs_for(anything, batch=2, seq=4)
-    speech = hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL)
-    with pytest.raises(CaptureError, match=r"labels for Wav2Vec2ForCTC cannot be made: wanted a class named .*ForQuestionAnswering whose forward takes labels"):
+    speech = hugging_face("Wav2Vec2ForXVector", "Wav2Vec2Config", **SMALL)
+    with pytest.raises(CaptureError, match=r"labels for Wav2Vec2ForXVector cannot be made: wanted a class named .*ForQuestionAnswering, .* whose forward takes labels"):
         inputs_for(speech, batch=2, seq=4)
     assert list(inputs_for(speech, batch=2, seq=4, labels=False)[1]) == ["input_values"]
+
+
+def test_transcripts_have_half_as_many_tokens_as_frames_and_no_blanks():
+    speech = hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL, pad_token_id=3)
+    labels = inputs_for(speech, batch=2, seq=9, device="cpu")[1]["labels"]
+    assert labels.shape == (2, 4) and not (labels == 3).any() and labels.max() < speech.config.vocab_size
+    assert inputs_for(speech, batch=2, seq=9, device="meta")[1]["labels"].shape == (2, 4)
 
 
 def test_a_decoder_without_a_start_token_makes_its_own_inputs_or_says_that_it_cannot():

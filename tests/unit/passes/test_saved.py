@@ -96,6 +96,7 @@ SAMPLES = {
     aten.topk.default: lambda: (aten.topk.default, (r(40, 50), 3)),
     aten.where.ScalarOther: lambda: (aten.where.ScalarOther, (torch.rand(40, 50) > 0.5, r(40, 50), 0.0)),
     aten.where.self: lambda: (aten.where.self, (torch.rand(40, 50) > 0.5, r(40, 50), r(40, 50))),
+    ops.ctc_each: lambda: (ops.ctc_each, (r(9, 3, 5), torch.arange(6).reshape(3, 2) % 4, torch.full((3,), 9), torch.full((3,), 2), 4, False)),
     ops.cross_entropy_each: lambda: (ops.cross_entropy_each, (r(3, 2, 50), IDS, -100, 0.0)),
     ops.bag: lambda: (ops.bag, (r(4, 50), IDS16, r(16, 2))),
     ops.ragged_bags: lambda: (ops.ragged_bags, (r(4, 50), IDS16.reshape(-1), torch.arange(0, 32, 2), r(32))),
@@ -124,6 +125,7 @@ EXTRA = {
     aten.layer_norm.default: 2 * 8 * 4,
     aten.rms_norm.default: 8 * 50,
     aten.pairwise_distance.default: 8 * 40 * 50,
+    ops.ctc_each: 8 * 3 * 9 * (2 * 2 + 1),  # of each sample and step, its targets and the places around them
     ops.cross_entropy_each: 8,
     ops.cross_entropy_sum: 8,
     ops.bag: 8 * (16 * 2 + 3 * 16),  # of each pair whose it is, and of each token where its pairs are, how many, and a maximum

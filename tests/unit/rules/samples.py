@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 @dataclass(frozen=True)
 class T:
     """A random tensor. `kind`: "f" normal, "p" positive, "u" inside (-1, 1), "c" normal without gradient, "b" booleans,
-    "z" complex, "i7" integers below 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats,
+    "z" complex, "i7" integers below 7, "k7" all 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats,
     "d" symmetric positive definite matrices, "n2" booleans of which 2 in each row are true."""
 
     shape: tuple[int, ...]
@@ -58,6 +58,8 @@ def _tensor(wanted: T) -> torch.Tensor:
         return torch.rand(shape).argsort(-1) < int(kind[1:])
     if kind[0] == "i":
         return torch.randint(0, int(kind[1:]), shape)
+    if kind[0] == "k":
+        return torch.full(shape, int(kind[1:]))
     if kind.startswith("perm"):
         return torch.rand(int(kind[4:]), *shape[1:]).argsort(0)[:shape[0]]
     if kind == "c":

@@ -102,6 +102,7 @@ LOSSES: Samples = {
     aten.soft_margin_loss.default: [case(f(5, 4), U, r) for r in (0, 1, 2)],
     ops.count_valid: [case(i(5, 5, 4), 3, torch.float64)],
     ops.cross_entropy_each: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 4, 7), i(7, 5, 4), 2, 0.1, T((7,), "c"))],
+    ops.ctc_each: [case(f(7, 5, 4), i(3, 5, 2), T((5,), "k7"), T((5,), "k2"), 3, False), case(f(7, 4, 4), i(3, 4, 2), T((4,), "k6"), T((4,), "k2"), 3, True)],
     ops.cross_entropy_sum: [case(f(5, 4, 7), i(7, 5, 4), 2, 0.0), case(f(5, 257), i(257, 5), -100, 0.1), case(f(5, 4, 7), i(7, 5, 4), 2, 0.1, T((7,), "c"))],
     ops.weigh_valid: [case(i(5, 5, 4), T((5,), "c"), 3)],
 }

@@ -11,7 +11,7 @@ MADE = """arange.default arange.start arange.start_step empty.memory_format eye.
     logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default scalar_tensor.default
     tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default"""
 
-DRAWN = "rand.default randint.default randint.low randn.default randperm.default normal.Tensor_float"
+DRAWN = "rand.default randint.default randint.low randn.default randperm.default"
 """As MADE, with random numbers."""
 
 RULES: dict[Any, Rule] = {

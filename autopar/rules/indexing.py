@@ -152,6 +152,7 @@ RULES: dict[Any, Rule] = {
     aten.index_select.default: Rule(index_select, linear="first"),
     aten.isin.Tensor_Tensor: Rule("..., n! -> ..."),
     aten.masked_scatter.default: Rule(replicated),
+    aten.multinomial.default: Rule("... n! -> ... k!", random=True),
     aten.one_hot.default: Rule("... -> ... n!"),
     aten.scatter.src: Rule(scatter, linear=_grows),
     aten.scatter.value: Rule(scatter),

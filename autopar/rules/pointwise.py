@@ -40,7 +40,7 @@ LIKE = "empty_like full_like ones_like zeros_like"
 
 
 RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.default exponential.default geometric.default log_normal.default native_dropout.default
-    normal_functional.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
+    normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor normal_functional.default poisson.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
 """They draw a number per element."""
 
 

@@ -25,6 +25,10 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.bernoulli.p: (aten.full_like.default, lambda x, p: (x, 1.0)),
     **{op: (aten.full_like.default, lambda x, *_: (x, 0.5)) for op in (aten.cauchy.default, aten.exponential.default, aten.log_normal.default,
                                                                       aten.normal_functional.default)},
+    aten.normal.Tensor_Tensor: (aten.full_like.default, lambda mean, std: (mean, 0.5)),
+    aten.normal.Tensor_float: (aten.full_like.default, lambda mean, std=1.0: (mean, 0.5)),
+    aten.normal.float_Tensor: (aten.full_like.default, lambda mean, std: (std, 0.5)),
+    aten.poisson.default: (aten.full_like.default, lambda x: (x, 1.0)),
     aten.geometric.default: (aten.full_like.default, lambda x, p: (x, 1.0)),
     aten.uniform.default: (aten.full_like.default, lambda x, low=0.0, high=1.0: (x, (low + high) / 2)),
 }
@@ -47,7 +51,7 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
                 elif node.target in STILL:
                     stilled.append(node.name)
                     _still(node)
-                elif node.op == "call_function" and (rule := rule_for(node.target)) is not None and rule.random:
+                elif node.op == "call_function" and _draws(node.target):
                     others.append(f"{node.name} ({facts.where(node)})")
             module.recompile()
     notes = [f"dropout is off in this comparison: {len(silenced)} operators ({', '.join(silenced[:3])}"
@@ -59,7 +63,13 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
 def drawn(gm: fx.GraphModule) -> list[str]:
     """The operators of a captured graph that draw random numbers, dropout aside, by name."""
     nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes if node.op == "call_function"]
-    return [node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or ((rule := rule_for(node.target)) is not None and rule.random))]
+    return [node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or _draws(node.target))]
+
+
+def _draws(target: Any) -> bool:
+    """Whether an operator draws random numbers: by its rule, or where it has none by what torch says of it."""
+    rule = rule_for(target)
+    return rule.random if rule is not None else torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _still(node: fx.Node) -> None:

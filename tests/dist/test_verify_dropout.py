@@ -105,6 +105,8 @@ class Paths(nn.Module):
         h = h[:, torch.randperm(WIDTH)] * torch.randint(1, 3, (WIDTH,)) + torch.randint(3, (WIDTH,))
         noise = torch.empty_like(h).exponential_() + torch.empty_like(h).uniform_() + torch.empty_like(h).log_normal_() + torch.empty_like(h).cauchy_()
         noise = noise + torch.empty_like(h).normal_()
+        given = h.detach()
+        noise = noise + torch.normal(given, 2.0) + torch.normal(given, given.abs()) + torch.normal(1.0, given.abs()) + torch.poisson(given.exp())
         h = h * torch.rand(WIDTH) + 0.1 * noise * torch.empty_like(h).geometric_(0.5)
         return (h - y).square().mean()
 

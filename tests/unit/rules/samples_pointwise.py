@@ -24,13 +24,18 @@ KINDS = {
 KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}
 FILLED = (aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default, aten.normal_functional.default,
           aten.uniform.default)
-STILL = (aten.empty_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.randn_like.default, *FILLED)
+NORMAL = (aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+STILL = (aten.empty_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.randn_like.default, aten.poisson.default, *FILLED, *NORMAL)
 
 SPECIAL: Samples = {
     aten.add.Tensor: [case(f(5, 4), f(5, 4), alpha=2), case(f(5, 4), 3.0), case(f(4), f(5, 1))],
     aten.bernoulli.default: [case(T((5, 4), "t"))],
     aten.bernoulli.p: [case(T((5, 4), "c"), 1.0)],
     **{op: [case(T((5, 4), "c"), *([0.5] if op is aten.geometric.default else []))] for op in FILLED},
+    aten.normal.Tensor_Tensor: [case(T((5, 4), "c"), T((4,), "t"))],
+    aten.normal.Tensor_float: [case(T((5, 4), "c"), 2.0)],
+    aten.normal.float_Tensor: [case(1.0, T((5, 4), "t"))],
+    aten.poisson.default: [case(T((5, 4), "t"))],
     aten.clamp.Tensor: [case(f(5, 4), f(4)), case(f(5, 4), None, f(5, 1))],
     aten.clamp.default: [case(f(5, 4), -0.5, 0.5), case(f(5, 4), min=0.0)],
     aten.div.Scalar_mode: [case(f(5, 4), 0.3, rounding_mode="floor")],

@@ -55,7 +55,7 @@ FACTORIES: Samples = {
     aten.hamming_window.default: [case(6)], aten.hann_window.default: [case(6)], aten.linspace.default: [case(0, 1, 5)],
     aten.logspace.default: [case(0, 1, 5)], aten.new_empty.default: [case(f(5, 4), [3, 4])], aten.new_full.default: [case(f(5, 4), [3], 2.0)],
     aten.new_ones.default: [case(f(5, 4), [5, 4])], aten.new_zeros.default: [case(f(5, 4), [5, 2])],
-    aten.normal.Tensor_float: [case(T((5, 4), "c"), 1.0)], aten.ones.default: [case([5])], aten.rand.default: [case([5])],
+    aten.ones.default: [case([5])], aten.rand.default: [case([5])],
     aten.randint.default: [case(7, [5])], aten.randint.low: [case(1, 7, [5])], aten.randn.default: [case([5])], aten.randperm.default: [case(5)],
     aten.scalar_tensor.default: [case(2.0)], aten.tril_indices.default: [case(3, 3)], aten.triu_indices.default: [case(3, 3)],
     aten.zeros.default: [case([5, 4])],
@@ -79,6 +79,7 @@ INDEXING: Samples = {
     aten.index_select.default: [case(f(5, 4, 6), 1, i(4, 7)), case(f(5, 4), -2, i(5, 6)), case(f(), 0, i(1, 1))],
     aten.isin.Tensor_Tensor: [case(i(9, 5, 4), i(9, 3))],
     aten.masked_scatter.default: [case(f(5, 4), B, f(20))],
+    aten.multinomial.default: [case(T((5, 4), "p"), 2, True), case(T((9,), "p"), 3, True)],
     aten.one_hot.default: [case(i(6, 5, 4), 6)],
     aten.scatter.src: [case(f(5, 4), 0, T((5, 4), "perm5"), f(5, 4)), case(f(5, 4), 0, T((3, 4), "perm5"), f(3, 4)),
                        case(f(5, 4, 6), -1, T((5, 2, 6), "perm5"), f(5, 2, 6))],
@@ -91,6 +92,6 @@ INDEXING: Samples = {
     ops.fill_rows: [case(f(6, 5, 4), T((6, 5), "n2"), f(6, 2, 4))],
 }
 
-STILL = (aten.empty.memory_format, aten.new_empty.default, aten.normal.Tensor_float, aten.rand.default, aten.randint.default,
+STILL = (aten.empty.memory_format, aten.multinomial.default, aten.new_empty.default, aten.rand.default, aten.randint.default,
          aten.randint.low, aten.randn.default, aten.randperm.default)
 """Their values are random or undefined: only shapes can be compared."""

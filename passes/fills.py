@@ -20,17 +20,33 @@ aten = torch.ops.aten
 
 def fills(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: flattening reshapes sunk, one spelling of reshapes and expansions.
-    does: finds `masked_scatter` of whole rows of [b, s, d] from features of as many samples.
+    does: finds `masked_scatter` of whole rows of [b, s, d], and `x[mask] = rows`, from features of as many samples.
     gives: `ops.fill_rows`, which can be cut by samples and by width; all others stay as they are.
     """
     for node in edit.calls(gm, aten.masked_scatter.default):
         target, mask, source = node.args
-        rows, which = _by_samples(source, facts.shape(node)), _of_rows(mask, facts.shape(node))
-        if rows is not None and which is not None:
+        which = _of_rows(mask, facts.shape(node))
+        if which is not None:
             with edit.before(node):
-                places = edit.call(gm.graph, aten.squeeze.dim, (which, -1), like=node)
-                edit.replace(node, edit.call(gm.graph, ops.fill_rows, (target, places, rows), like=node))
+                _fill(node, target, edit.call(gm.graph, aten.squeeze.dim, (which, -1), like=node), source)
+    for node in edit.calls(gm, aten.index_put.default):
+        given = edit.args_of(node)
+        if not given["accumulate"] and len(given["indices"]) == 1 and _is_mask(given["indices"][0], facts.shape(node)):
+            with edit.before(node):
+                _fill(node, given["self"], given["indices"][0], given["values"])
     return edit.finish(gm)
+
+
+def _fill(node: fx.Node, target: Any, places: fx.Node, source: Any) -> None:
+    """Puts `ops.fill_rows` for `node` where `source` has rows for each sample."""
+    rows = _by_samples(source, facts.shape(node))
+    if rows is not None:
+        edit.replace(node, edit.call(node.graph, ops.fill_rows, (target, places, rows), like=node))
+
+
+def _is_mask(index: Any, shape: tuple[facts.Size, ...]) -> bool:
+    """Whether an index is a mask [b, s] of the rows of a target of `shape` [b, s, d]."""
+    return isinstance(index, fx.Node) and facts.dtype(index) == torch.bool and len(shape) == 3 and facts.shape(index) == shape[:2]
 
 
 def _by_samples(source: Any, shape: tuple[facts.Size, ...]) -> fx.Node | None:

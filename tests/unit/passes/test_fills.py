@@ -14,13 +14,23 @@ from tests.helpers.export import B, S, assert_same, check_values, export_graph
 N, D, TOKEN = 3, 4, 7
 aten = torch.ops.aten
 
+def _written(x, marks, rows):
+    x[marks] = rows
+    return x
+
+
 FORMS = {
     "three dims": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1), rows),
     "expanded mask": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1).expand_as(x), rows),
     "flattened": lambda x, marks, rows: x.masked_scatter(marks[..., None], rows.reshape(-1, D)),
+    "written to a mask": lambda x, marks, rows: torch.index_put(x, [marks], rows.reshape(-1, D)),
+    "written to a mask, in place": lambda x, marks, rows: _written(x.clone(), marks, rows.view(-1, D)),
     "flattened, in place": lambda x, marks, rows: x.clone().masked_scatter_(marks[..., None], rows.flatten(0, 1)),
 }
 OTHERS = {
+    "added to a mask": lambda x, marks, rows: x.index_put([marks], rows.reshape(-1, D), accumulate=True),
+    "one row for all": lambda x, marks, rows: _written(x.clone(), marks, rows[0, 0]),
+    "a sample's rows": lambda x, marks, rows: x.index_put([marks[:, 0]], rows[:0, :1].expand(0, 8, D)),
     "single numbers": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1) & (x > 0), rows),
     "of another batch": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1), rows[:2]),
     "features of other widths": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1), rows.reshape(-1, N * D)),
@@ -60,7 +70,7 @@ def test_rows_of_features_are_one_op_on_samples_that_stay_apart(form):
 def test_anything_else_stays(form):
     gm, _, _ = normalized(form)
     assert not any(node.target is ops.fill_rows for node in gm.graph.nodes)
-    assert sum(node.target is aten.masked_scatter.default for node in gm.graph.nodes) == 1
+    assert sum(node.target in (aten.masked_scatter.default, aten.index_put.default) for node in gm.graph.nodes) == 1
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2**16))

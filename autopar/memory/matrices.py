@@ -137,7 +137,7 @@ PSEUDOINVERSES = "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linal
 NORMS = "linalg_matrix_norm.default linalg_matrix_norm.str_ord linalg_norm.default linalg_norm.ord_str"
 
 FORWARD: dict[Any, Bytes] = {
-    **rows({"a": "inverse linalg_inv linalg_svd linalg_svdvals", "2a": "nanquantile.scalar", "2w+m": "nanmean", "10a": "linalg_matrix_exp matrix_exp"}),
+    **rows({"a": "inverse linalg_inv linalg_inv_ex linalg_svd linalg_svdvals", "2a": "nanquantile.scalar", "2w+m": "nanmean", "10a": "linalg_matrix_exp matrix_exp"}),
     **dict.fromkeys(named("det.default linalg_det.default linalg_slogdet.default logdet.default slogdet.default"), _rows(3)),
     **dict.fromkeys(named(NORMS), _matrix_norm),
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power),
@@ -150,7 +150,7 @@ FORWARD: dict[Any, Bytes] = {
 """While the forward runs."""
 
 BACKWARD: dict[Any, Bytes] = {
-    **rows({"a": "linalg_eigvalsh linalg_slogdet logdet slogdet", "2a": "det inverse linalg_det linalg_inv", "3a": "linalg_eigh", "47a": "linalg_matrix_exp matrix_exp", "w+2m": "nanmean"}),
+    **rows({"a": "linalg_eigvalsh linalg_slogdet logdet slogdet", "2a": "det inverse linalg_det linalg_inv linalg_inv_ex", "3a": "linalg_cholesky_ex linalg_eigh", "47a": "linalg_matrix_exp matrix_exp", "w+2m": "nanmean"}),
     **dict.fromkeys(named(NORMS), _matrix_norm_back),
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power_back),
     **dict.fromkeys(named("nanquantile.scalar quantile.scalar"), lambda local: max(0.0, local.ins[0] - 3 * local.out)),

@@ -67,6 +67,7 @@ MATRICES = {
     "... i! j! -> ... k!, ... x! y!": "linalg_eigh.default",
     "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
         linalg_pinv.default matrix_exp.default matrix_power.default pinverse.default""",
+    "... i! j! -> ... x! y!, ...": "linalg_cholesky_ex.default linalg_inv_ex.default",
     "... i! j! -> ... x! y!, ... k! l!": "linalg_qr.default",
     "... i! j! -> ... x! y!, ... z!, ... k! l!": "linalg_svd.default",
 }

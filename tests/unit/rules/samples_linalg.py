@@ -21,6 +21,7 @@ POWERS = [case(d(5, 4, 4), 3), case(d(4, 4), 2)]
 
 LINALG: Samples = {
     **dict.fromkeys((aten.det.default, aten.inverse.default, aten.linalg_det.default, aten.linalg_eigvalsh.default, aten.linalg_inv.default, aten.linalg_matrix_exp.default,
+                     aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default,
                      aten.linalg_slogdet.default, aten.logdet.default, aten.matrix_exp.default, aten.slogdet.default), MATRICES),
     **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_qr.default, aten.linalg_svdvals.default, aten.pinverse.default), OBLONG),
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), POWERS),

@@ -140,7 +140,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     text = [
         "", "class Model(ShardedModule):",
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""', "",
-        *interface(context, names),
+        *interface(context, gm, names),
         *parameter_tables(context, _ops(context, "")),
         run_table(context, {scope: (0, run.count) for scope, run in context.program.runs.items()}), "",
         f"{INDENT}def forward(self, {', '.join(writer.names[op.name, 0] for op in inputs)}):",

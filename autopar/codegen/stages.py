@@ -170,7 +170,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
     pieces = [
         "", "class Model(PipelinedModule):",
         f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut, `MICRO` how microbatches share inputs and outputs."""', "",
-        *interface(context, names),
+        *interface(context, gm, names),
         f'{INDENT}PIPELINE = Pipeline("{schedule.torch_name}", {schedule.splits_backward}, {plan.microbatches}, '
         f"{tuple(stage.place for stage in plan.stages)})",
         f"{INDENT}STAGES = {_tuple([f'Stage{i}' for i in range(count)])}",

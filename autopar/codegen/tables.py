@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
 from autopar.codegen.order import compact, order_text, ranked
@@ -16,7 +18,8 @@ from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
 from autopar.problem.resting import EACH
-from passes import facts
+from passes import edit, facts
+from passes.grads import needs_grad
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -88,7 +91,7 @@ def _persistent(context: Context, op: Op) -> str:
     return ", persistent=False" if fleeting else ""
 
 
-def interface(context: Context, names: Names) -> list[str]:
+def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
     """What a model class says of its inputs and outputs."""
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
     layouts = {name: show(out_pair(context.plan, (op.name, 0)).value) for name, op in zip(names.inputs, inputs, strict=True)}
@@ -103,6 +106,7 @@ def interface(context: Context, names: Names) -> list[str]:
         f"{INDENT}DIMS = {_dims(context, names, inputs)!r}",
         *([f"{INDENT}SIZES = {spans!r}"] if (spans := _spans(context, inputs)) else []),
         f"{INDENT}OUTPUTS = {results}",
+        *([f"{INDENT}UNGRADED = {ungraded}"] if (ungraded := _ungraded(context, gm)) else []),
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
         *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
@@ -116,6 +120,16 @@ def _evaluation(context: Context, names: Names) -> list[str]:
     return [*([f"{INDENT}NORMS = {dict(names.momenta)!r}"] if names.momenta else []),
             *([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []),
             *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else [])]
+
+
+def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
+    """The numbers of what is given beside the loss that has a gradient on one device; the forward of a pipeline has none of anything."""
+    if context.plan.mode != "train" or context.plan.pipelined:
+        return ()
+    graded, kinds = needs_grad(gm), [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"]
+    given = list(zip(edit.results(gm), kinds, strict=True))
+    losses = {node for node, kind in given if kind == "loss"}
+    return tuple(number for number, (node, _) in enumerate(given) if graded[node] and node not in losses)
 
 
 def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:

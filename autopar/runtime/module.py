@@ -30,7 +30,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
 from autopar.runtime.nested import Nested
-from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack
+from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack, ungraded
 from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
@@ -108,6 +108,7 @@ class ShardedModule(Scope):
     SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
+    UNGRADED: ClassVar[Sequence[int]] = ()  # numbers of outputs that have a gradient on one device, and no way for it here
     STRUCTURE: ClassVar[Any] = None
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
@@ -168,7 +169,10 @@ class ShardedModule(Scope):
 
         Raises RunError on inputs that the plan does not have, and where the ranks' shapes do not fit together.
         """
-        return self._packed(self._run(args, kwargs))
+        values = self._run(args, kwargs)
+        for number in self.UNGRADED:
+            values[number] = ungraded(values[number], self._results()[number][1])
+        return self._packed(values)
 
     def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
         """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the

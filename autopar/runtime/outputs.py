@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from autopar.errors import RunError
 from autopar.layout import Layout
 
 
@@ -55,3 +59,23 @@ def leaves(outputs: Any) -> list[Any]:
     if isinstance(outputs, (tuple, list)):
         return [leaf for item in outputs for leaf in leaves(item)]
     return [outputs]
+
+
+class _Ungraded(torch.autograd.Function):
+    """An output as it is, with an error in the stead of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RunError(f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: through other outputs ranks would give their weights parts of a gradient, or none. "
+                       "Compute what you make of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and compile it so; where it is only looked at, "
+                       "detach() it")
+
+
+def ungraded(value: Tensor, name: str) -> Tensor:
+    """`value` for whoever looks at it; where autograd records, a backward through it ends in a RunError."""
+    return _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name) if torch.is_grad_enabled() else value

@@ -151,3 +151,46 @@ def _data() -> tuple[bool, bool]:
 def test_data_of_parameters_is_changed_in_place_only() -> None:
     """When this fails, torch heeds assignments too: say so in docs/usage.md."""
     assert on_ranks(2, _data) == [(True, True)] * 2
+
+
+class Several(Model):
+    """Beside its loss: another one, a number that is only looked at, and what the loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(4 * WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = F.gelu(self.up(x))
+        out = self.down(hidden)
+        return {"loss": F.mse_loss(out, y), "second": self.aside(hidden).square().mean(), "seen": out.detach().square().mean(), "out": out}
+
+
+def _outputs(recipe: str) -> dict[str, str]:
+    """One rank: what backwards through other outputs say. A loss with what may be added to it has the gradients of one device, and outputs are those of it."""
+    torch.manual_seed(0)
+    model = Several().double()
+    batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
+    made = autopar.compile(model, "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    mine = made.shard_batch(*batch)
+    wrong = {name: said((made(*mine)["loss"] + made(*mine)[name].sum()).backward) for name in ("second", "out")}
+    made.zero_grad()
+    given = made(*mine)
+    (given["loss"] + given["seen"] + given["second"].detach()).backward()
+    wanted = model(*batch)
+    wanted["loss"].backward()
+    for name, parameter in model.named_parameters():
+        found = made.module.full_grads()[name]
+        assert (found is None) == (parameter.grad is None) and (found is None or torch.allclose(found, parameter.grad)), name
+    whole = made.full(given)
+    assert all(torch.allclose(whole[name], value) for name, value in wanted.items())
+    with torch.no_grad():
+        assert not any(value.requires_grad for value in made(*mine).values())
+    return wrong
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
+def test_gradients_through_other_outputs_than_the_loss(recipe: str) -> None:
+    for wrong in on_ranks(2, _outputs, recipe):
+        for name, text in wrong.items():
+            assert f"a gradient came back to output '{name}', and a plan has ways for the gradient of its loss alone" in text

@@ -34,8 +34,42 @@ def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.op
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
-    """As torch's get_optimizer_state_dict (which gives a fresh optimizer its zero state), in original order."""
-    return _mapped(get_optimizer_state_dict(model, optimizer), held, lambda value, h: unsection(local_of(value), h, mesh))
+    """As torch's get_optimizer_state_dict, in original order. An optimizer that has no state yet gives that with which its first step begins, and stays as it is."""
+    if optimizer.state:
+        found = get_optimizer_state_dict(model, optimizer)
+    else:
+        with _unstepped(optimizer):
+            found = _first(get_optimizer_state_dict(model, optimizer))
+    return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh))
+
+
+@contextmanager
+def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, torch makes the state of an optimizer that has none by a step on gradients of zero, unless there are others; behind it there is no state, and gradients are as before."""
+    gradients = {param: param.grad for group in optimizer.param_groups for param in group["params"]}
+    for param in gradients:
+        param.grad = None
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        for param, gradient in gradients.items():
+            param.grad = gradient
+
+
+FIRST: Mapping[str, Callable[[State], float]] = {"step": lambda group: 0.0, "mu_product": lambda group: 1.0, "eta": lambda group: float(group["lr"])}
+"""Numbers in the state of torch's optimizers that a step without a gradient changes, as they are before the first one."""
+
+
+def _first(made: Mapping[str, Any]) -> State:
+    """State that one step on gradients of zero has made, as it is before it."""
+    groups = {name: group for group in made["param_groups"] for name in group["params"]}
+    return {**made, "state": {name: {key: _as(value, FIRST[key](groups[name])) if key in FIRST else value for key, value in values.items()}
+                              for name, values in made["state"].items()}}
+
+
+def _as(value: Any, number: float) -> Any:
+    return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],

@@ -3,7 +3,9 @@ the next step equals that of one device that never stopped."""
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,40 @@ def test_every_rank_has_the_whole_state_whatever_its_place(how: str) -> None:
             torch.testing.assert_close(value, what[1].weights[name].to(value), rtol=0, atol=0)
         assert grads.keys() == {name for name in state if name not in model.captured.aliases} and all(grad is not None for grad in grads.values())
         assert loss == pytest.approx(again, rel=1e-12)
+
+
+LAZY: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2), "NAdam": lambda p: torch.optim.NAdam(p, 1e-2), "ASGD": lambda p: torch.optim.ASGD(p, torch.tensor(1e-2), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2), "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+}
+
+
+def _before_any_step(what: Emitted, name: str) -> list[dict[str, Tensor]]:
+    """One rank: parameters after two steps of an optimizer that is not asked for its state, of one that is asked, of one that is asked when gradients are there, and of one that is given what the
+    last one said."""
+    found, state = [], dict[str, object]()
+    for when in ("never", "asked", "with gradients", "given"):
+        module = what[1].build(what[0])
+        batch, step = module.shard_batch(**what[1].batch), LAZY[name](module.parameters())
+        if when == "asked":
+            module.optimizer_state_dict(step)
+        if when == "given":
+            module.load_optimizer_state_dict(step, state)
+        for _ in range(2):
+            module.train_step(*batch)
+            if when == "with gradients" and not state:
+                state = copy.deepcopy(module.optimizer_state_dict(step))
+                assert set(state["state"]) == {name for name, _ in module.named_parameters()}  # type: ignore[call-overload]
+            step.step()
+            step.zero_grad()
+        found.append(module.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("how", [((2,), "zero2"), pytest.param(((1,), "single", "1f1b", 1), marks=pytest.mark.slow)], ids=str)
+def test_the_state_of_an_optimizer_that_has_not_stepped_is_that(how: tuple[Sizes, str], name: str) -> None:
+    for never, *others in on_ranks(2, _before_any_step, emitted(*how), name):
+        for other in others:
+            for parameter, value in never.items():
+                torch.testing.assert_close(other[parameter], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=parameter: f"{n}: {m}")  # torch loads NAdam's product in another dtype

@@ -35,6 +35,7 @@ from autopar.runtime.params import Held, Param
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
 from autopar.runtime.told import Told
+from autopar.runtime.tree import Tree
 
 
 class Block(nn.Module):
@@ -130,6 +131,7 @@ class ShardedModule(Scope):
         aliases = {alias: name for alias, name in self.ALIASES.items() if name in declarations.found}
         self._names = declarations.names(aliases, self.ORDER, elsewhere)
         self._held = declarations.register(self, aliases, self._names, self.MESH)
+        self._tree = Tree(self, self._held, aliases, self.MESH)
         self._narrow = is_narrow(self.declared().values())
         self._watch()
         host_state.install(self)
@@ -198,6 +200,7 @@ class ShardedModule(Scope):
         if torch.is_autocast_enabled(self.MESH.device.type):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
+        self._tree.check()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         if torch.is_grad_enabled():
             batch.without_gradient(self.INPUTS, inputs)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import autopar
 from autopar.errors import RunError
@@ -194,3 +195,48 @@ def test_gradients_through_other_outputs_than_the_loss(recipe: str) -> None:
     for wrong in on_ranks(2, _outputs, recipe):
         for name, text in wrong.items():
             assert f"a gradient came back to output '{name}', and a plan has ways for the gradient of its loss alone" in text
+
+
+class Tied(Model):
+    """One weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, 4 * WIDTH)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + self.again(x).square().mean()
+
+
+def _untie(module: nn.Module) -> None:
+    module.again.weight = nn.Parameter(module.up.weight.detach().clone())
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "another part": (lambda module: setattr(module, "down", nn.Linear(4 * WIDTH, WIDTH).double()), "down was replaced or deleted since the model was compiled"),
+    "no part": (lambda module: delattr(module, "down"), "down was replaced or deleted since the model was compiled"),
+    "a parametrization": (lambda module: parametrize.register_parametrization(module.down, "weight", nn.Identity()), "down.weight was deleted since the model was compiled (or made part of a parametrization)"),
+    "a whole weight": (lambda module: setattr(module.up, "bias", nn.Parameter(torch.zeros(4 * WIDTH).double())), "up.bias was replaced by a tensor of which this rank has (32,), wanted (16,)"),
+    "two weights": (_untie, "again.weight and up.weight were one parameter when the model was compiled, and are two now"),
+    "a part beside": (lambda module: setattr(module, "aside", nn.Linear(2, 2)), ""), "the same part": (lambda module: setattr(module, "down", module.down), ""),
+}
+
+
+def _changed(recipe: str) -> dict[str, str]:
+    """One rank: what a step says behind each change of the tree of names."""
+    batch, found = (torch.zeros(ROWS, WIDTH).double(), torch.zeros(ROWS, WIDTH).double()), {}
+    made = autopar.compile(Tied().double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    mine = made.shard_batch(*batch)
+    for name, (change, _) in CHANGES.items():
+        module = copy.deepcopy(made.module)
+        module.train_step(*mine)
+        change(module)
+        found[name] = said(partial(module.train_step, *mine))
+    return found
+
+
+def test_parts_that_no_step_would_see() -> None:
+    for found in on_ranks(2, _changed, "zero3"):
+        for name, text in found.items():
+            assert text.startswith(CHANGES[name][1]) and bool(text) == bool(CHANGES[name][1]), (name, text)

@@ -1,0 +1,52 @@
+"""The tree of names, as users may change it: its parts hold parameters and do not run, so a part that is another one since would change nothing, in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar._torch import local_of
+from autopar.errors import RunError
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.params import Held
+
+INSTEAD = ("What a sharded model computes is in its emitted program, which takes what was registered under this name when the model was compiled. Change the model before compile (new heads, adapters, "
+           "parametrizations, other ties), or write values into what is there: load_full(state_dict), or in place under no_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the tree by its path, and where its parent has it."""
+
+    path: str
+    siblings: Mapping[str, Any]
+    key: str
+    module: nn.Module
+
+
+class Tree:
+    """What is registered in `module`, as it was built: its parts, and under which names they have what is `held`; each of `aliases` is a second name of a parameter."""
+
+    def __init__(self, module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
+        self._parts = [_Part(f"{path}.{key}" if path else key, parent._modules, key, part) for path, parent in module.named_modules() for key, part in parent.named_children()]
+        self._shapes = [(one, one.info.local_shape(mesh)) for one in held.values()]
+        self._tied = [(alias, module.get_submodule(alias.rpartition(".")[0])._parameters, alias.rpartition(".")[2], held[name]) for alias, name in aliases.items()
+                      if isinstance(held[name].tensor, nn.Parameter)]
+
+    def check(self) -> None:
+        """Raise RunError where a part, a parameter or a buffer is gone or another one, whose values no step would see."""
+        for part in self._parts:
+            if part.siblings.get(part.key) is not part.module:
+                raise RunError(f"{part.path} was replaced or deleted since the model was compiled, and no step would see it. {INSTEAD}")
+        for held, shape in self._shapes:
+            found = held.owner.get(held.key)
+            if found is None:
+                raise RunError(f"{held.name} was deleted since the model was compiled (or made part of a parametrization). {INSTEAD}")
+            if local_of(found).shape != shape:
+                raise RunError(f"{held.name} was replaced by a tensor of which this rank has {tuple(local_of(found).shape)}, wanted {shape}, its part of {held.info.shape} under layout {held.info.layout}. {INSTEAD}")
+        for alias, table, key, held in self._tied:
+            if table.get(key) is not held.owner[held.key]:
+                raise RunError(f"{alias} and {held.name} were one parameter when the model was compiled, and are two now, of which one would have no gradient. {INSTEAD}")

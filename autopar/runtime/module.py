@@ -118,6 +118,7 @@ class ShardedModule(Scope):
     UNEVALUATED: ClassVar[str] = ""  # why the program is none of the model in evaluation, if so
     CHANGING: ClassVar[Sequence[str]] = ()  # buffers that change in evaluation, too
 
+    @torch.inference_mode(False)
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
         self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
@@ -243,7 +244,8 @@ class ShardedModule(Scope):
         """A buffer's new value, unless only training changes it. Not in place: the backward may need the old one."""
         if not self.rng.training and held.name not in self.CHANGING:
             return
-        held.owner[held.key] = wrap_like(value.detach().clone(), held.tensor)
+        with torch.inference_mode(False):  # a tensor of inference could not be part of a step later
+            held.owner[held.key] = wrap_like(value.detach().clone(), held.tensor)
 
     def _results(self) -> list[tuple[str, str]]:
         return [(role, name) for role, name in self.OUTPUTS if role != "mutation"]

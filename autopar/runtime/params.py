@@ -142,6 +142,7 @@ class Held:
         """The dtype of the leaf: that of what rests, as users may have cast it, unless the plan names one."""
         return _dtype(self.info.compute) if self.info.compute else self.local.dtype
 
+    @torch.inference_mode(False)
     def renew(self, mesh: Mesh) -> None:
         """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the readers."""
         local = self.local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 
 import pytest
@@ -159,6 +160,33 @@ def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
         if len(stepped) == len(kept):  # all stages are here
             model.load_state_dict({n: t.double() for n, t in stepped.items()})
             torch.testing.assert_close(again, model.eval()(data())[1].detach(), rtol=1e-6, atol=1e-9)
+
+
+def _evaluated_first(source: str, light: Light, mode: Callable[[], AbstractContextManager[None]]) -> dict[str, Tensor]:
+    """One rank: what a module that was built in a mode without gradients, took statistics there and evaluated there when a weight had been frozen, comes to in training."""
+    with mode():
+        module = light.build(source)
+    batch = module.shard_batch(data())
+    with mode():
+        module(*batch)
+    for frozen in (True, False):
+        next(module.parameters()).requires_grad_(not frozen)
+        with mode():
+            module.eval()(*batch)
+        optimizer = torch.optim.AdamW(module.train().parameters(), lr=0.1)
+        module.train_step(*batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.full_state_dict()
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1", "zero3", "naive"])
+def test_what_inference_mode_leaves_can_train(how: str) -> None:
+    who, _ = subject("batch norm")
+    case = case_of(who.captured, _plan(who, how), who.weights, {"x": data()})
+    ran = [living(2).run(_evaluated_first, case.source(), case.light, mode) for mode in (torch.inference_mode, torch.no_grad)]
+    for found, wanted in zip(*ran, strict=True):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 class Noisy(nn.Module):

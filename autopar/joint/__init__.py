@@ -48,11 +48,15 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
-    inner = Inner(gm, hints, request)
+    return fastest(Inner(gm, hints, request), **about)
+
+
+def fastest(inner: Inner, **about: Any) -> Plan:
+    """As `plan`, for the memory of `inner`."""
     with Beside(inner) as proof:
         inner.answered = proof.know
         made = compared(inner, anywhere(inner, **about), best)
-        if request.recipe is not None:
+        if inner.request.recipe is not None:
             return made
         return _proven(inner, replace(made, notes=(*made.notes, *_unsplit(inner))), proof)
 
@@ -71,6 +75,20 @@ def anywhere(inner: Inner, **about: Any) -> Plan:
     return offloading.or_faster(inner, made, about) if free else made
 
 
+def with_proof(inner: Inner, made: Plan, bound_s: float) -> Plan:
+    """`made`, for the memory of `inner`, with what is proven of all plans for that or more memory: `bound_s`, or as close as it gets where that is asked for. Nothing is of a recipe."""
+    if inner.request.recipe is not None:
+        return made
+    step_s = made.predicted.step_s
+    proven = proven_s(inner, step_s, _flat(made)) if inner.request.prove else 0.0
+    return replace(made, predicted=replace(made.predicted, bound_s=min(step_s, max(bound_s, proven))))
+
+
+def _flat(made: Plan) -> tuple[int, ...] | None:
+    """The mesh of a plan of one stage."""
+    return tuple(made.mesh) if len(made.stages) == 1 else None
+
+
 def _unsplit(inner: Inner) -> Iterator[str]:
     """What is to be said of a batch of which no number of ranks that the devices come in can have equal parts."""
     batch, devices = inner.batch, inner.request.cluster.devices
@@ -81,8 +99,7 @@ def _unsplit(inner: Inner) -> Iterator[str]:
 
 def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    timer, step_s = inner.timer, made.predicted.step_s
-    mesh = tuple(made.mesh) if len(made.stages) == 1 else None
+    timer, step_s, mesh = inner.timer, made.predicted.step_s, _flat(made)
     if inner.request.prove:
         bound_s = proven_s(inner, step_s, mesh)
     elif timer.left_s >= timer.limit_s * (1 - MOST):

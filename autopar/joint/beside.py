@@ -36,18 +36,20 @@ class Beside:
         self.inner = inner
         self.prover = Prover(inner, closely=False)
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._over = False
 
     def __enter__(self) -> Beside:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over = True  # a frontier searches on
         if self._process is not None:
             self._process.kill()
             self._process.join()
 
     def know(self, known_s: float) -> None:
         """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for it, and anybody asks: not of a recipe that was asked for."""
-        if math.isinf(known_s) or self.inner.request.prove or self.inner.request.recipe is not None or self.prover.most_looks == 0:
+        if self._over or math.isinf(known_s) or self.inner.request.prove or self.inner.request.recipe is not None or self.prover.most_looks == 0:
             return
         self.prover.board.know(min(known_s, self.prover.board.known_s))
         if self._process is None and able():

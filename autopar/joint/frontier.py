@@ -22,18 +22,19 @@ SHRINK = 0.7  # of the memory of the plan before
 
 def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> list[Plan]:
     """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too, and recipes between what the search finds. Each may take
-    `request.time_limit_s`.
+    `request.time_limit_s`. The first is the plan that there is without a frontier; what is proven of it is proven of those for less memory, and more where the request says so.
 
     Raises InfeasibleError when nothing fits the device, PlanError for what cannot be asked for.
     """
     inner = Inner(gm, hints, request)
-    found = [joint.anywhere(inner, **about)]
+    found = [joint.fastest(inner, **about)]
     while len(found) < POINTS:
         limit_bytes = SHRINK * found[-1].predicted.memory_bytes
         request.say(f"with {limit_bytes / 2**30:.1f} GiB")
         inner.restart()
+        less = inner.limited(limit_bytes)
         try:
-            found.append(joint.anywhere(inner.limited(limit_bytes), **about))
+            found.append(joint.with_proof(less, joint.anywhere(less, **about), found[0].predicted.bound_s))
         except InfeasibleError:
             break
     every = [*found, *_recipes(inner, found, about)]

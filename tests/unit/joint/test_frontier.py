@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.joint import plan
 from autopar.joint.frontier import frontier
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
@@ -32,3 +33,14 @@ def test_less_memory_takes_longer(cluster: Cluster) -> None:
     assert all(plan.cluster == cluster.to_dict() for plan in plans if not cluster.parts)
     report = who.verified(plans[-1])
     assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+@pytest.mark.parametrize("prove", [False, True])
+def test_the_first_plan_is_the_one_without_a_frontier_and_all_are_bounded(prove: bool) -> None:
+    who = subject("mlp")
+    asked = who.captured.gm, who.captured.hints, Request(Cluster.parse("h100:1x2"), Settings("train"), prove=prove)
+    alone, (first, *others) = plan(*asked), frontier(*asked)
+    assert first == alone and first.predicted.gap < 0.02 and others
+    for made in others:
+        assert alone.predicted.bound_s <= made.predicted.bound_s <= made.predicted.step_s
+    assert any(made.predicted.bound_s > alone.predicted.bound_s for made in others) == prove

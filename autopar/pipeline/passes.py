@@ -81,11 +81,25 @@ class Passes:
             shares[""][FORWARD] = self._fetched(scopes, shares[""][FORWARD], contention)
         found = {name: [part.work_s + shown * part.background_s for part, shown in zip(did.passes, shares[name if name in self.program.runs else ""], strict=True)]
                  for name, did in self.did.items()}
+        if self.apart and not shared and not self.program.runs:
+            self._alone(found, contention)
         for way in (FORWARD, BACKWARD) if not self.apart and not shared else ():
             more_s = self.line.more_s(scopes, {scope: each[way] for scope, each in shares.items()}, way, contention, at_once=way == BACKWARD and not self.late)
             for name, own_s in found.items():
                 own_s[way] += more_s * self._moved_s(name, way) / (sum(self._moved_s(other, way) for other in found) or 1.0)
         return found
+
+    def _alone(self, found: dict[str, list[float]], contention: float) -> None:
+        """Of a model without blocks the stages are cut from its own operators, and what one of them moves hides under none on other places: under as much as it computes itself at
+        most, and as those in front of it do, behind which gathers begin and scatters go on."""
+        before_s = [0.0] * len(PASSES)
+        for name, did in self.did.items():
+            for way, part in enumerate(did.passes):
+                own = Pass()
+                own.add(part)
+                own.compute_s = min(part.compute_s, before_s[way])
+                found[name][way] = max(found[name][way], part.work_s + shown_s(own, contention))
+                before_s[way] += part.compute_s
 
     def _moved_s(self, name: str, way: int) -> float:
         """Seconds of what a piece of the model itself moves behind its work."""

@@ -34,6 +34,26 @@ def test_layers(recipe: str | None, widths: tuple[int, ...], batch: int, cluster
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
 
 
+class Scored(nn.Module):
+    """Words of a large table, and a head of some layers: nearly all that is to be summed is of the table, and nearly all work of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(400_000, 64), _layers(64, 512, 2048, 1)
+
+    def forward(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.words(ids).mean(1)), wanted)
+
+
+@pytest.mark.parametrize("recipe", ["1f1b", "pp_zero1", "pp_zero2", "pp_zero3"])
+def test_what_a_place_sums_hides_under_no_other_place(recipe: str) -> None:
+    with torch.device("meta"):
+        model = Scored()
+    compiled = autopar.compile(model, "h100:1x4", (torch.zeros(8192, 4, dtype=torch.long), torch.zeros(8192, 1)), recipe=recipe, time_limit_s=10.0)
+    assert compiled.plan.places > 1
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
+
+
 @cache
 def _gpt2(tied: bool) -> Captured:
     """Four blocks 512 wide: their 50,257 words take more than they do."""

@@ -31,7 +31,7 @@ from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
 from autopar.problem.reading import read
 from autopar.rules import TORCH
-from autopar.text import seconds
+from autopar.text import gibibytes, seconds
 
 RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
 
@@ -80,7 +80,7 @@ def _header(context: Context) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
     return f'''"""{plan.model} on {cluster} | mesh {mesh or "of one device"} | {plan.strategy} | {plan.mode}
 
-predicted {seconds(predicted.step_s)} per step, {predicted.memory_bytes / 2**30:.3g} GiB per device{gap}
+predicted {seconds(predicted.step_s)} per step, {gibibytes(predicted.memory_bytes)} per device{gap}
 planned for {", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"} | graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}
 
 Each operator runs on local shards. The comment behind it is the local size of its result and its layout: one entry per

@@ -15,6 +15,7 @@ from autopar.plan import Plan
 from autopar.recipes import RECIPES
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
+from autopar.text import gibibytes
 
 POINTS = 6
 SHRINK = 0.7  # of the memory of the plan before
@@ -30,7 +31,7 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
     found = [joint.fastest(inner, **about)]
     while len(found) < POINTS:
         limit_bytes = SHRINK * found[-1].predicted.memory_bytes
-        request.say(f"with {limit_bytes / 2**30:.1f} GiB")
+        request.say(f"with {gibibytes(limit_bytes)}")
         inner.restart()
         less = inner.limited(limit_bytes)
         try:

@@ -25,7 +25,7 @@ from autopar.recipes import RECIPES
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
-from autopar.text import seconds
+from autopar.text import gibibytes, seconds
 
 WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradients and optimizer state rest"}
 
@@ -52,7 +52,7 @@ def instead(inner: Inner, failed: InfeasibleError, about: Mapping[str, Any]) -> 
     that does not fit either."""
     inner.request.say("nothing fits the devices: optimizer state on the host")
     inner.restart()
-    missing = f"{failed.missing_bytes / 2**30:.2f} GiB per device are missing" if failed.missing_bytes is not None else "memory is missing"
+    missing = f"{gibibytes(failed.missing_bytes)} per device are missing" if failed.missing_bytes is not None else "memory is missing"
     found, _, why = _fastest(inner, math.inf, f", because nothing else fits: {missing}", about)
     if found is None:
         raise InfeasibleError(f"{failed}\nwith parameters, gradients and optimizer state on the host: {why}", missing_bytes=failed.missing_bytes)
@@ -125,7 +125,7 @@ def _settled(program: Program, made: Plan, why: str) -> Plan:
     """`made` with the names of strategies as they are on the host, and a note. Raises InfeasibleError where hosts have too little memory for it."""
     _fitting(program, made)
     host_bytes = max(hosts.of_places(program, made))
-    note = f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{host_bytes / 2**30:.3g} GiB for each device{why}"
+    note = f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{gibibytes(host_bytes)} for each device{why}"
     others = tuple(replace(other, name=_name(other.name, made.offload)) for other in made.alternatives)
     return replace(made, strategy=_name(made.strategy, made.offload), alternatives=others, notes=(*made.notes, note))
 

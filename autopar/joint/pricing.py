@@ -20,7 +20,7 @@ from autopar.joint.worth import least_s
 from autopar.onestage import CLOSE, FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
-from autopar.text import seconds
+from autopar.text import gibibytes, seconds
 
 T = TypeVar("T")
 OTHERS = 4
@@ -156,7 +156,7 @@ class Pricing:
         """Raises InfeasibleError where nothing at this level can fit."""
         held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
-            raise InfeasibleError(f"cut evenly it holds {held_bytes / 2**30:.2f} GiB per device, {limit_bytes / 2**30:.2f} GiB are there")
+            raise InfeasibleError(f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there")
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
         """Raises Beaten where running everything again at this level leaves nothing as fast as `cutoff_s`, or what goes to the host gains too little."""

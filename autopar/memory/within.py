@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError
+from autopar.text import gibibytes
 
 T = TypeVar("T")
 TRIES = 4
@@ -62,5 +63,5 @@ def _least_bytes(allowed: float, given: float, error: InfeasibleError) -> float:
 
 
 def _over(over: float, limit_bytes: float) -> InfeasibleError:
-    return InfeasibleError(f"the peak of the step is {over / 2**30:.2f} GiB over the {limit_bytes / 2**30:.2f} GiB of a device, with all that lives "
+    return InfeasibleError(f"the peak of the step is {gibibytes(over)} over the {gibibytes(limit_bytes)} of a device, with all that lives "
                            "only for a moment (autopar memory shows what)", missing_bytes=over)

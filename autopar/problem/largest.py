@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from autopar.problem.graph import Op, Program
+from autopar.text import gibibytes
 
 
 def largest(program: Program, count: int = 5) -> list[str]:
-    """The `count` parameters with the most bytes, all instances of a block together: full name, instances and GiB of the weight
+    """The `count` parameters with the most bytes, all instances of a block together: full name, instances and bytes of the weight
     alone (gradients and optimizer state come on top)."""
     params = [op for op in program.ops.values() if op.role == "param"]
     return [_line(op) for op in sorted(params, key=lambda op: (-_bytes(op), op.name))[:count]]
@@ -16,10 +17,10 @@ def largest(program: Program, count: int = 5) -> list[str]:
 
 def _line(op: Op) -> str:
     names = list(op.node.meta.get("fqns") or (op.fqn,))
-    size = _bytes(op) / 2**30
+    size = _bytes(op)
     if len(names) == 1:
-        return f"{names[0]} {size:.2f} GiB"
-    return f"{names[0]} ... {names[-1]} ({len(names)} alike, {size / len(names):.2f} GiB each) {size:.2f} GiB"
+        return f"{names[0]} {gibibytes(size)}"
+    return f"{names[0]} ... {names[-1]} ({len(names)} alike, {gibibytes(size / len(names))} each) {gibibytes(size)}"
 
 
 def _bytes(op: Op) -> float:

@@ -26,6 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.text import gibibytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +166,8 @@ class Problem:
             raise InfeasibleError(f"problem {self.name}: the solution uses a forbidden pair of layouts")
         if cost.memory_bytes > self.memory_limit_bytes * (1 + 1e-9):
             raise InfeasibleError(
-                f"problem {self.name}: the solution needs {cost.memory_bytes / 2**30:.2f} GiB per device, "
-                f"{self.memory_limit_bytes / 2**30:.2f} GiB are there")
+                f"problem {self.name}: the solution needs {gibibytes(cost.memory_bytes)} per device, "
+                f"{gibibytes(self.memory_limit_bytes)} are there")
         return cost
 
     def price(self, choice: tuple[int, ...]) -> Cost:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster, Device
 from autopar.errors import InfeasibleError, PlanError
 from autopar.problem.settings import Settings
+from autopar.text import gibibytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +47,5 @@ def fits(what: str, host_bytes: float, cluster: Cluster) -> None:
     """Raise InfeasibleError where the host has less than the `host_bytes` that `what` takes for each device."""
     there = cluster.device.host_memory_bytes
     if host_bytes > there:
-        raise InfeasibleError(f"{what} needs {host_bytes / 2**30:.2f} GiB of the host for each device, {there / 2**30:.2f} GiB are there: use "
+        raise InfeasibleError(f"{what} needs {gibibytes(host_bytes)} of the host for each device, {gibibytes(there)} are there: use "
                               "more devices, or keep optimizer state on disk (autopar.runtime.disk_state)", missing_bytes=host_bytes - there)

@@ -150,7 +150,7 @@ def test_a_model_that_fits_under_no_plan(here, monkeypatch, capsys) -> None:
     (here / "plan.json").unlink()
     monkeypatch.setattr(Cluster, "parse", staticmethod(lambda text: Cluster.from_dict(small)))
     said = refused(here, monkeypatch, capsys, "plan", "net.py:big", "--cluster", "small", "-o", "plan.json")
-    assert "no plan fits" in said and "GiB" in said and "five largest tensors: 0.weight 0.02 GiB" in said and "use more or larger devices" in said
+    assert "no plan fits" in said and "GiB" in said and "five largest tensors: 0.weight 16 MiB" in said and "use more or larger devices" in said
 
 
 def test_a_plan_for_another_model_or_schema(here, monkeypatch, capsys) -> None:

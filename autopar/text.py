@@ -28,6 +28,14 @@ def gibibytes(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
+def megabytes(value: float) -> str:
+    """Bytes that travel, as links are rated: `33.6 MB`, `3.07 kB`, `4 B`."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= unit * 0.9995:
+            return f"{three(value / unit)} {name}"
+    return f"{value:.0f} B"
+
+
 def numbered(what: str, numbers: Sequence[int]) -> str:
     """`("stage", [3])` -> `stage 3`; `("stage", [0, 2, 3, 4])` -> `stages 0, 2 to 4`. `numbers` rise."""
     runs: list[list[int]] = []

@@ -17,6 +17,7 @@ from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.inner import sites
 from autopar.rules.site import Inner, Site
 from autopar.rules.tiles import tiled
+from autopar.text import megabytes, seconds
 
 _VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
           "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
@@ -113,11 +114,11 @@ class Context:
         """Why a reshard stands there and what it costs, once: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
         size = self.micro_bytes(reshard.ref)
         forward = reshard.forward(self.sizes)
-        parts = [f"{self._words(forward, reshard)}: {_bytes(size * fraction(forward[-1].after, self.sizes))}, "
-                 f"{_seconds(self._steps_s(forward, size))}"] if forward else []
+        parts = [f"{self._words(forward, reshard)}: {megabytes(size * fraction(forward[-1].after, self.sizes))}, "
+                 f"{seconds(self._steps_s(forward, size))}"] if forward else []
         back = reshard.backward(self.sizes)
         if back:
-            parts.append(f"backward {self._words(back, reshard)}, {_seconds(self._steps_s(back, size))}")
+            parts.append(f"backward {self._words(back, reshard)}, {seconds(self._steps_s(back, size))}")
         return "; ".join(parts)
 
     def tiles(self, op: Op) -> str:
@@ -132,8 +133,8 @@ class Context:
 
     def _times(self, inner: Inner, site: Site, count: int) -> str:
         nbytes = inner.nbytes(site)
-        seconds = count * max(collective_s(inner.kind, nbytes, mesh.axes[site.axis]) for mesh in self.meshes)
-        return f"{_VERBS[inner.kind]} on {self.plan.axes[site.axis]}: {count} x {_bytes(nbytes)}, {_seconds(seconds)}"
+        whole_s = count * max(collective_s(inner.kind, nbytes, mesh.axes[site.axis]) for mesh in self.meshes)
+        return f"{_VERBS[inner.kind]} on {self.plan.axes[site.axis]}: {count} x {megabytes(nbytes)}, {seconds(whole_s)}"
 
     def _steps_s(self, steps: tuple[Step, ...], size: float) -> float:
         """Seconds of a way between layouts, on the slowest place."""
@@ -150,17 +151,3 @@ class Context:
                 size = shape[dim_of(entry)]
                 names.append(f"dim {dim_of(entry)}" if isinstance(size, int) else str(size))
         return " " + " to ".join(names) if names else ""
-
-
-def _bytes(size: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
-
-
-def _seconds(value: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value * 1e9:.0f} ns"

@@ -19,6 +19,7 @@ from autopar.profile.label import labelled
 from autopar.profile.predicted import predicted, starts
 from autopar.profile.record import Job, Recorded, record
 from autopar.runtime.launch import launch
+from autopar.text import megabytes
 
 
 @dataclass(frozen=True)
@@ -119,5 +120,5 @@ def _words(plan: Plan, key: Key) -> tuple[str, str]:
         case ("sync", kind, axis):
             return "gradients", f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}"
         case (kind, axis, nbytes):
-            return "collective", f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}, {int(str(nbytes)) / 1e6:.3g} MB"
+            return "collective", f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}, {megabytes(float(str(nbytes)))}"
     raise AssertionError(f"no such key: {key}")

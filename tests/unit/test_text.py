@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.text import gibibytes, numbered, seconds, times
+from autopar.text import gibibytes, megabytes, numbered, seconds, times
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -33,6 +33,11 @@ def test_seconds_are_right_to_three_digits(value: float) -> None:
 ])
 def test_bytes(value: float | None, text: str) -> None:
     assert gibibytes(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(4.0, "4 B"), (3072.0, "3.07 kB"), (999_700.0, "1 MB"), (999_400.0, "999 kB"), (33.55e6, "33.5 MB"), (3.36e9, "3.36 GB"), (123_456e6, "123 GB")])
+def test_bytes_that_travel(value: float, text: str) -> None:
+    assert megabytes(value) == text
 
 
 def test_sizes() -> None:

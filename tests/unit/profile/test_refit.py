@@ -94,3 +94,9 @@ def test_a_slow_peak_is_found_beside_starts() -> None:
     thought = device(launch_s=1e-7)
     slow = dataclasses.replace(thought, device=dataclasses.replace(thought.device, peak_flops={k: v / 4 for k, v in thought.device.peak_flops.items()}))
     assert again(thought, slow).device.peak_flops["float32"] == pytest.approx(slow.device.peak_flops["float32"], rel=0.1)
+
+
+def test_bytes_of_a_collective_have_a_unit_of_their_size() -> None:
+    plan = joint.plan(graph(), {"b": BATCH}, Request(Cluster.parse("cpu:1x4"), recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    keys = [("all_reduce", 0, nbytes) for nbytes in (4, 3072, 33_550_000)]
+    assert [row.name for row in _rows(plan, 0, dict.fromkeys(keys, 1.0), {}, {})] == [f"all-reduce on {plan.axes[0]}, {said}" for said in ("4 B", "3.07 kB", "33.5 MB")]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.cli.console import progress, show, write_json
@@ -69,7 +70,9 @@ def _nodes(parts: Sequence[why.Part]) -> Table:
     return table
 
 
-def _reshards(rows: Sequence[Reshard]) -> Table:
+def _reshards(rows: Sequence[Reshard]) -> RenderableType:
+    if not any(row.step_s > 0 for row in rows):
+        return "no reshards: nothing that costs anything moves between ranks outside of operators"
     table = grid("reshards that cost most", "tensor", "for", "from -> to", "collectives, bytes and price of one run", "runs", "per step")
     for row in rows:
         if row.step_s > 0:

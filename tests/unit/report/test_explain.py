@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from rich.table import Table
 
-from autopar.cli.explaining import _whose
+from autopar.cli.explaining import _reshards, _whose
 from autopar.errors import PlanError
 from autopar.report import explain as why
+from autopar.report.reshards import Row
 from autopar.text import seconds
 from tests.helpers.planned import planned
 
@@ -76,3 +78,9 @@ def test_prices_that_are_not_the_step_of_the_plan_say_so() -> None:
     assert _whose(made, made.predicted.step_s) == []
     (line,) = _whose(made, 2 * made.predicted.step_s)
     assert line.startswith("prices are those of each choice alone") and line.endswith(f"the plan's step {seconds(made.predicted.step_s)}")
+
+
+def test_where_nothing_moves_there_is_no_empty_table() -> None:
+    free = Row("", "x", "R", "S0", "edge", 1, 0.0, "slice", ("up",), "")
+    assert str(_reshards([])).startswith("no reshards") and str(_reshards([free])).startswith("no reshards")
+    assert isinstance(table := _reshards([free, dataclasses.replace(free, step_s=1e-3)]), Table) and table.row_count == 1

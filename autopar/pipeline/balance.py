@@ -3,6 +3,7 @@ place and at its pace."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Seque
         fit = [_fastest(pieces, in_flight, limits, links, at, by_place=by_place) for links in ways]
         made = min((way for way in fit if way is not None), key=Filling.longest_s, default=None if ways else made)
     if made is None:
-        raise _too_little(pieces, in_flight, limits, len(set(at)))
+        raise _too_little(pieces, in_flight, limits, plain, len(set(at)))
     return made.cuts
 
 
@@ -102,8 +103,22 @@ def _least_s(tables: Sequence[Table]) -> tuple[float, float]:
     return float(each.sum()) / len(tables), float(max(each.max(), tables[0].seconds[1], tables[-1].seconds[-1] - tables[-1].seconds[-2]))
 
 
-def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], places: int) -> InfeasibleError:
-    """What is missing for any cut."""
-    whole, there = memory_bytes((pieces[0].again, max(in_flight))) / places, sum(limits) / len(limits)
-    return InfeasibleError(f"no cut into {len(in_flight)} stages fits: they need about {gibibytes(whole)} each, "
-                           f"{gibibytes(there)} are there", missing_bytes=max(0.0, whole - there))
+def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], links: Links, places: int) -> InfeasibleError:
+    """What is missing for any cut: for even stages, or for what no cut takes apart; else none is even enough."""
+    even, there = memory_bytes((pieces[0].again, max(in_flight))) / places, sum(limits) / len(limits)
+    missing, alone, limit = max(_alone(pieces, in_flight, limits, *stretch) for stretch in itertools.pairwise([0, *links.ends(math.inf)]))
+    if missing > max(0.0, even - there):
+        why = f"what no cut takes apart needs {gibibytes(alone)} of one place, {gibibytes(limit)} are there"
+    elif even > there:
+        why = f"they need about {gibibytes(even)} each, {gibibytes(there)} are there"
+    else:
+        why = (f"even ones would need about {gibibytes(even)} each and {gibibytes(there)} are there, but no cut is even enough, with what none takes apart of up to "
+               f"{gibibytes(alone)}")
+    return InfeasibleError(f"no cut into {len(in_flight)} stages fits: {why}", missing_bytes=max(0.0, missing, even - there))
+
+
+def _alone(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], first: int, stop: int) -> tuple[float, float, float]:
+    """Of a stage of `[first, stop)` alone, run again, on the place where it lacks least: the bytes that it lacks (below 0: leaves), takes and has."""
+    stages = {(here.table, flying, limit) for here, flying, limit in zip(pieces, in_flight, limits, strict=True)}
+    needs = [(table.least_bytes(first, stop, flying), limit) for table, flying, limit in stages]
+    return min((nbytes - limit, nbytes, limit) for nbytes, limit in needs)

@@ -102,9 +102,7 @@ class Table:
         held = self.held(first, stop, flying)
         if held + max(self._most_live, spare_bytes) <= limit_bytes or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes:
             return 0
-        most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
-        left = held + most - flying.kept * (self.freed[first + 1:stop + 1] - self.freed[first])
-        fits = np.flatnonzero(left <= limit_bytes)
+        fits = np.flatnonzero(self._rerun_bytes(first, stop, flying, live) <= limit_bytes)
         return int(fits[0]) + 1 if len(fits) else None
 
     def held(self, first: int, stop: int, flying: Flying) -> float:
@@ -115,6 +113,16 @@ class Table:
     def saved(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes that `flying` microbatches keep less where `[first, stop)` is run again."""
         return flying.kept * float(self.freed[stop] - self.freed[first])
+
+    def least_bytes(self, first: int, stop: int, flying: Flying) -> float:
+        """Bytes of a stage of `[first, stop)`, with as many of its first pieces run again as leave fewest."""
+        live = self.live(first, stop)
+        return min(self.held(first, stop, flying) + live, float(self._rerun_bytes(first, stop, flying, live).min()))
+
+    def _rerun_bytes(self, first: int, stop: int, flying: Flying, live: float) -> np.ndarray:
+        """Bytes of a stage of `[first, stop)` with its first piece run again, its first two, ..., and at least `live` for what is there only while one runs."""
+        most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
+        return self.held(first, stop, flying) + most - flying.kept * (self.freed[first + 1:stop + 1] - self.freed[first])
 
     def need(self, flying: Flying, first: int = 0, stop: int | None = None) -> Need:
         """What a stage of `[first, stop)`, or of all pieces, takes; of what is there only while one of them runs that of most of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -132,3 +133,33 @@ def test_a_cut_that_sends_much_is_not_made_where_another_one_is_near() -> None:
     assert balance(alike[:2], _keep(2, 1), [100.0] * 2).bounds == [2]
     assert balance(alike, _keep(3, 2, 1), [100.0] * 3, sends_s=[0.0, 0.1, 0.1, 5.0]).bounds == [1, 2]
     assert balance(alike, _keep(3, 2, 1), [100.0] * 3, sends_s=[5.0, 5.0, 5.0, 5.0]).bounds == balance(alike, _keep(3, 2, 1), [100.0] * 3).bounds
+
+
+MIB = 2.0**20
+
+
+@pytest.mark.parametrize(("rests", "barred", "why", "missing"), [
+    ([4, 4, 4, 4], [], r"they need about 8 MiB each, 6 MiB are there", 2),
+    ([7, 1, 1, 1], [], r"what no cut takes apart needs 7 MiB of one place, 6 MiB are there", 1),
+    ([1, 4, 4, 1], [2], r"what no cut takes apart needs 8 MiB of one place, 6 MiB are there", 2),
+    ([4, 4, 4], [], r"even ones would need about 6 MiB each and 6 MiB are there, but no cut is even enough, with what none takes apart of up to 4 MiB", 0),
+])
+def test_what_is_short_is_said(rests: list[int], barred: list[int], why: str, missing: float) -> None:
+    """Never that stages need less than there is and do not fit."""
+    costs = [Cost(micro_s=1.0, rest_bytes=rest * MIB) for rest in rests]
+    with pytest.raises(InfeasibleError, match=f"no cut into 2 stages fits: {why}") as failed:
+        balance([Pieces(costs, costs)] * 2, _keep(2, 1), [6 * MIB] * 2, barred=barred)
+    assert failed.value.missing_bytes == missing * MIB
+
+
+@given(PIECES, RERUN, st.integers(2, 3), st.integers(6, 60), BARRED)
+def test_what_is_missing_for_a_stretch_is_missing_for_any_cut(costs: list[Cost], more: list[tuple[int, int, int]], stages: int, limit: int, barred: frozenset[int]) -> None:
+    kinds, flying = [_with_rerun(costs, more)] * stages, _keep(*range(stages, 0, -1))
+    with suppress(InfeasibleError):
+        balance(kinds, flying, [float(limit)] * stages, barred=(among := sorted(piece for piece in barred if piece < len(costs))))
+        return
+    with pytest.raises(InfeasibleError) as failed:
+        balance(kinds, flying, [float(limit)] * stages, barred=among)
+    if "no cut takes apart needs" in str(failed.value):
+        with pytest.raises(InfeasibleError):
+            balance(kinds, flying, [limit + 0.99 * (failed.value.missing_bytes or 0.0)] * stages, barred=among)

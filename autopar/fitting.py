@@ -180,10 +180,9 @@ class Survey:
     def _row(self, name: str, plan: Plan | str) -> Row:
         if isinstance(plan, str):
             return Row(name, (), self.limit_bytes, why=plan)
-        mesh = (plan.places, *plan.mesh) if plan.places > 1 else plan.mesh
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
-        return Row(name, mesh, limits[place.number], plan, prediction, place, largest={
+        return Row(name, plan.grid, limits[place.number], plan, prediction, place, largest={
             symbol: self._largest(plan, symbol, limits) for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
             host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
 

@@ -67,13 +67,15 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A recipe that was priced along the way. `step_s` is None where it does not fit, `why` says why."""
+    """A recipe that was priced along the way, on a mesh with the places of a pipeline in front. `step_s` is None where it does not fit, `why` says why.
+    `how` is `Plan.how` of what name and mesh do not tell from others."""
 
     name: str
     mesh: tuple[int, ...]
     step_s: float | None
     memory_bytes: float | None
     why: str = ""
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,19 @@ class Plan:
     def pipelined(self) -> bool:
         """Whether a step runs a pipeline schedule or several microbatches."""
         return len(self.stages) > 1 or self.microbatches > 1
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The mesh of all ranks: the places of a pipeline, if it is one, in front of the mesh of each."""
+        return (self.places, *self.mesh) if self.places > 1 else self.mesh
+
+    @property
+    def how(self) -> str:
+        """In words what strategy and mesh do not say: stages, schedule, microbatches, what is run again; empty where nothing is cut and all is kept."""
+        stages = [f"{len(self.stages)} stages on {self.places} place{'s' * (self.places > 1)}, {self.schedule}"] if len(self.stages) > 1 else []
+        several = [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        again = [f"{', '.join(self.remat)} run again"] if self.run_again else []
+        return ", ".join((*stages, *several, *again))
 
     @property
     def runs(self) -> dict[str, tuple[str, ...]]:

@@ -146,7 +146,7 @@ NODE = record({"ins": listed(pair), "outs": listed(pair), "factors": listed(text
 STAGE = record({"nodes": listed(text), "blocks": table(span), "place": whole(0), "again": table(whole(0))})
 PREDICTED = record({**dict.fromkeys(("step_s", "memory_bytes", "compute_s", "exposed_s", "hidden_s", "bound_s"), amount), "places_bytes": listed(amount)},
                    left_out=("bound_s", "places_bytes"))
-ALTERNATIVE = record({"name": text, "mesh": listed(whole(1)), "step_s": optional(amount), "memory_bytes": optional(amount), "why": text}, left_out=("why",))
+ALTERNATIVE = record({"name": text, "mesh": listed(whole(1)), "step_s": optional(amount), "memory_bytes": optional(amount), "why": text, "how": text}, left_out=("why", "how"))
 
 FIELDS: dict[str, Check] = {
     "model": text, "graph_hash": text, "mode": one_of(("train", "inference")), "precision": one_of(PRECISIONS),

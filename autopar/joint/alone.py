@@ -31,7 +31,7 @@ def compared(inner: Inner, made: Plan, best: Callable[[Inner], Plan]) -> Plan:
         except InfeasibleError:
             continue
         found = alone.predicted
-        others.append(Alternative(f"{part.label} alone", (alone.places, *alone.mesh) if alone.places > 1 else alone.mesh, found.step_s, found.memory_bytes))
+        others.append(Alternative(f"{part.label} alone", alone.grid, found.step_s, found.memory_bytes, how=alone.how))
         if found.step_s < step_s * (1 - CLOSE):
             notes.append(f"{part.label} alone is faster, {seconds(found.step_s)}: the rest of the cluster is in its way")
     return replace(made, alternatives=(*made.alternatives, *others), notes=(*made.notes, *notes))

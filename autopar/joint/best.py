@@ -104,7 +104,7 @@ def _rows(walk: Explorer) -> list[Alternative]:
             best[shape.places] = found
     if not best:
         return [Alternative(walk.space.name, (walk.inner.request.cluster.devices,), None, None, walk.reason)]
-    return [Alternative(walk.space.name, (*((f.shape.places,) if f.shape.places > 1 else ()), *f.shape.mesh), f.step_s, f.memory_bytes) for f in best.values()]
+    return [Alternative(walk.space.name, found.plan.grid, found.step_s, found.memory_bytes, how=found.plan.how) for found in best.values()]
 
 
 def _bound_s(inner: Inner, flat: Plan | None) -> float:

@@ -68,7 +68,7 @@ def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
     found, tried, _ = _fastest(inner, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
         return replace(made, notes=inner.timer.noted(made.notes), alternatives=(*made.alternatives, *tried))
-    others = (*made.alternatives, *tried, Alternative(made.strategy, made.mesh, step_s, made.predicted.memory_bytes))
+    others = (*made.alternatives, *tried, Alternative(made.strategy, made.grid, step_s, made.predicted.memory_bytes, how=made.how))
     proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
     return replace(found, notes=inner.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven)
 

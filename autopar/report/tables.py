@@ -112,14 +112,13 @@ def _alternatives(plan: Plan) -> Table:
     best = plan.predicted.step_s
     for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
         ratio = "-" if other.step_s is None or best <= 0 else f"{other.step_s / best:.2f}"
-        note = shorten(other.why or "does not fit", WHY) if other.step_s is None else "chosen" if _is(other, plan) else ""
+        note = shorten(other.why or "does not fit", WHY) if other.step_s is None else "; ".join(filter(None, ("chosen" * _is(other, plan), other.how)))
         table.add_row(other.name, times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
     return table
 
 
 def _is(other: Alternative, plan: Plan) -> bool:
-    mesh = plan.mesh if plan.places == 1 else (plan.places, *plan.mesh)
-    return (other.name, other.mesh, other.step_s) == (plan.strategy, mesh, plan.predicted.step_s)
+    return (other.name, other.mesh, other.step_s) == (plan.strategy, plan.grid, plan.predicted.step_s)
 
 
 def _weights(rows: Sequence[Weight], plan: Plan, title: str) -> Table:

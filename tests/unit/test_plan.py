@@ -42,7 +42,7 @@ def plans(draw: st.DrawFn) -> Plan:
         optimizer=st.sampled_from(["sgd", "adamw"]), hints=st.dictionaries(TEXT, st.integers(1, 99).map(lambda n: n * microbatches), max_size=2),
         cluster=st.dictionaries(TEXT, JSON, max_size=2), axes=st.just(tuple(f"x{i}" for i in range(len(mesh)))), mesh=st.just(mesh), strategy=TEXT,
         seed=st.integers(0, 99), nodes=st.just(nodes), predicted=st.just(replace(predicted, places_bytes=draw(st.sampled_from([(), (1.0,) * places])))),
-        alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT), max_size=2).map(tuple),
+        alternatives=st.lists(st.builds(Alternative, TEXT, SIZES, st.none() | SECONDS, st.none() | SECONDS, TEXT, TEXT), max_size=2).map(tuple),
         stages=st.tuples(*(st.builds(Stage, TEXTS, blocks, st.just(place)) for place in range(places))), schedule=TEXT, microbatches=st.just(microbatches),
         totals=TEXTS, source=st.dictionaries(TEXT, JSON, max_size=2), notes=TEXTS))
 

@@ -51,7 +51,7 @@ def test_every_field_of_a_node_is_compared(name: str) -> None:
     assert change.nodes == (node,) and change.old != change.new
 
 
-@pytest.mark.parametrize("change", [{"why": "too slow"}, {"memory_bytes": 3.0}, {"step_s": None}])
+@pytest.mark.parametrize("change", [{"why": "too slow"}, {"how": "2 stages"}, {"memory_bytes": 3.0}, {"step_s": None}])
 def test_what_is_told_in_no_row_of_its_own_is_told_as_it_is(change: dict[str, Any]) -> None:
     plan = replace(planned("ddp").plan, alternatives=(Alternative("mine", (4,), 1.0, 2.0),))
     assert diff(plan, replace(plan, alternatives=(replace(plan.alternatives[0], **change),))).facts

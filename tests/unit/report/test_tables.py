@@ -7,11 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
+from autopar import joint
+from autopar.cluster import Cluster
 from autopar.recipes import RECIPES
+from autopar.recipes.pipelines import PIPELINES
 from autopar.report.checks import checked
-from autopar.report.tables import kinds, report
+from autopar.report.tables import kinds, overview, report
+from autopar.request import Request
 from autopar.verify import Report, Row
-from tests.helpers.planned import planned
+from tests.helpers.planned import graph, planned
 
 
 def text(renderable: object) -> str:
@@ -29,6 +33,15 @@ def test_the_whole_plan() -> None:
     for part in ("stack on cpu:1x4, train", "mesh", "b = 2048", "exposed", "no plan is below", *PRICED, "up.weight", "2048x512", "layers.0 ... 3"):
         assert part in shown, part
     assert max(map(len, shown.splitlines())) <= 140
+
+
+def test_no_two_of_what_was_priced_look_alike() -> None:
+    """A mesh of 2x2 may be two places of two ranks, or one place whose step has microbatches."""
+    made = joint.plan(graph(), {"b": 16}, Request(Cluster.parse("cpu:1x4"), time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    priced = [other for other in made.alternatives if other.step_s is not None]
+    assert len({(other.name, other.mesh, other.how) for other in priced}) == len(priced)
+    cut = [other for other in priced if other.name in PIPELINES or "stages" in other.how]
+    assert cut and all(f" stages on {other.mesh[0]} places, " in other.how and other.how in text(overview(made)) for other in cut)
 
 
 def test_a_forced_recipe_has_no_proof() -> None:

@@ -56,6 +56,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "float4", "int8
 """What a device may have a rate of."""
 
 INTEGERS = ("size", "units", "tile", "memory_bytes", "cache_bytes", "members", "host_memory_bytes")
+TABLES = ("peak_flops", "achievable_of")
+"""What has a number for each dtype."""
+
 TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
 
@@ -77,7 +80,7 @@ def check_number(where: str, key: str, value: object, rule: str) -> None:
 def check_fields(obj: object, where: str) -> None:
     """Check every field of a dataclass object that RANGES or TEXTS knows."""
     for key, value in vars(obj).items():
-        if isinstance(value, Mapping) and key in RANGES:
+        if isinstance(value, Mapping) and key in TABLES:
             for name, number in value.items():
                 check_number(where, f"{key}.{name}", number, key)
         elif key in RANGES and not (key in UNKNOWN and value is None):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cluster.check import DTYPES, check_fields, check_name, fail
+from autopar.cluster.check import DTYPES, TABLES, check_fields, check_name, fail
 
 if TYPE_CHECKING:
     from autopar.cluster.mesh import Mesh
@@ -180,7 +180,7 @@ class Device:
             fail(where, "kind", self.kind, "cuda or cpu")
         if "float32" not in self.peak_flops:
             fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")
-        for key in ("peak_flops", "achievable_of"):
+        for key in TABLES:
             if unknown := [dtype for dtype in getattr(self, key) if dtype not in DTYPES]:
                 fail(where, key, unknown, f"dtypes of {', '.join(DTYPES)}")
         if self.attention is not None and not (len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)):

@@ -111,6 +111,8 @@ class Planner:
     def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, planned: Mapping[str, Sequence[str]] | None = None) -> Planner:
         """Read the graph at the planned sizes. The runtime algorithms of `planned` (by node) are among the options, whatever device they were planned for."""
         program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
+        for op in program.ops.values():
+            op.rules = request.rules
         sections = sections_of(program, request.rules)
         whole = table_of(program, 1, sections, request.rules)
         clusters = build_clusters(program, whole)

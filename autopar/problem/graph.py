@@ -7,6 +7,7 @@ Op, its body's placeholders become `port` Ops, and `Run` says how the values go 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx
 from autopar.layout import BUCKET_BYTES
 from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
+from autopar.rules.rule import Rule
 
 ADD, ATTENTION, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.to.dtype
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
@@ -64,6 +66,7 @@ class Op:
     dtype: str = ""  # what it computes in: that of its first floating operand, else of its result
     where: str = ""
     head: bool = False  # its result goes straight into a loss over classes
+    rules: Mapping[Any, Rule] | None = None  # the user's own, by operator
 
     @property
     def target(self) -> Any:

@@ -15,7 +15,7 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.resting import EACH, is_gathered
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
-from autopar.rules import RULES
+from autopar.rules import rule_for
 from autopar.rules.language import Option, parse
 from passes import edit, facts, ops
 
@@ -236,7 +236,8 @@ def _norm_of_tokens(op: Op, ways: int) -> bool:
 
 def over_vocabulary(op: Op) -> bool:
     """Whether `op` looks up rows of a table or takes a loss over classes, and can do so with the rows or the classes cut."""
-    return op.target in OVER_VOCABULARY and bool(parse(RULES[op.target].text(op.call)).runs)
+    rule = rule_for(op.target, op.rules) if op.target in OVER_VOCABULARY else None
+    return rule is not None and bool(parse(rule.text(op.call)).runs)
 
 
 def _vocabulary_size(op: Op) -> int:

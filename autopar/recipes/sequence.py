@@ -45,7 +45,7 @@ def _wishes(ways: int, *wishes: Wish) -> Allow:
     def choose(op: Op) -> Wish:
         if op.role == "port":
             return cuts_sequence if _has_sequence(op, ways) else _still
-        options = options_for(op.call, ways)
+        options = options_for(op.call, ways, rules=op.rules)
         return next((wish for wish in wishes if any(wish(op, option) for option in options)), _still)
 
     def allow(op: Op, option: Option) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+import autopar
 from autopar.plan import NodePlan
 from autopar.problem.reading import read
 from autopar.recipes.attention import ATTENTION
@@ -48,6 +51,36 @@ def test_the_sequence_is_cut_everywhere_and_weights_are_whole(recipe: str) -> No
         names = {made.program.ops[name].target.__name__ for name in whole}  # the attention and what leads to it: rope, views
         assert "scaled_dot_product_attention.default" in names and not names & {"linear.default", "matmul.default", "mean.dim", "silu.default"}, names
         assert all("S" in made.plan.nodes[name].outs[0].split("|")[0] for name in whole), {n: made.plan.nodes[n] for n in whole}
+
+
+@torch.library.custom_op("autopar_test_sequence::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An operator that only the user's rule can cut."""
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Doubling(nn.Module):
+    """Attention of what is doubled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(32, 16), nn.Linear(16, 48)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(doubled(self.embedding(ids))).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("recipe", ["cp", "ulysses"])
+def test_the_sequence_is_cut_in_operators_with_a_rule_of_the_user(recipe: str) -> None:
+    made = autopar.compile(Doubling(), "cpu:1x4", (torch.zeros(2, 32, dtype=torch.long),), mode="inference", recipe=recipe, dynamic_shapes={"ids": {0: "b", 1: "s"}},
+                           rules={torch.ops.autopar_test_sequence.doubled: "b s d -> b s d"})
+    assert made.plan.nodes["doubled"].kinds == (ATTRIBUTE,) and made.plan.nodes["doubled"].outs == ("S1|-",)
 
 
 @pytest.mark.parametrize("model", ["hf-gpt2", "hf-llama", "hf-llama-2kv", "hf-phi3", "hf-neox", "hf-t5"])

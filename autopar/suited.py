@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -39,6 +39,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes.kinds import kind
 from autopar.request import Request
 from autopar.rules.language import Option
+from autopar.rules.rule import Rule
 from autopar.rules.tiles import COUNTS, NAMES, tiles
 from autopar.text import gibibytes
 
@@ -46,10 +47,10 @@ ENDS = ("loss", "output")  # results, which take values as they are made
 UNCUT = "none"  # the schedule of a plan that is not cut
 
 
-def suits(gm: fx.GraphModule, plan: Plan) -> None:
-    """Raises PlanError, with the field, got and wanted, unless `plan` is one of the plans of the captured graph `gm`, already parted as it says;
+def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None = None) -> None:
+    """Raises PlanError, with the field, got and wanted, unless `plan` is one of the plans of the captured graph `gm`, already parted as it says, with these `rules` of the user's;
     ClusterError where its mesh does not lie on its cluster, InfeasibleError where a place has not the memory."""
-    suited = _Suited(gm, plan)
+    suited = _Suited(gm, plan, rules)
     suited.cluster.places(plan.places, plan.mesh)
     suited.check_schedule()
     suited.check_nodes()
@@ -71,6 +72,7 @@ class _Suited:
 
     gm: fx.GraphModule
     plan: Plan
+    rules: Mapping[Any, Rule] | None
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -87,7 +89,7 @@ class _Suited:
         return self.planner if self.plan.microbatches == 1 else self._planner(self.plan.hints)
 
     def _planner(self, hints: Mapping[str, int]) -> Planner:
-        return Planner.of(self.gm, hints, Request(self.cluster, Settings.of(self.plan)), self.plan.runs)
+        return Planner.of(self.gm, hints, Request(self.cluster, Settings.of(self.plan), rules=self.rules), self.plan.runs)
 
     # -- schedule and stages
 

@@ -45,6 +45,7 @@ class Mode(StrEnum):
 
 ModelSpec = Annotated[str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
+RulesFile = Annotated[str, typer.Option("--rules", metavar="FILE.py[:NAME]", help="rules of your own operators: a dict RULES, or NAME, as rules= of autopar.compile takes it")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", callback=lambda where: writable("--json", where), help="write the result as JSON; - is stdout")]
 
 
@@ -71,12 +72,13 @@ def plan(
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
     remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
     prove: Annotated[bool, typer.Option("--prove", help="bound every shape that a plan can have as closely as can be, with the memory there is; takes many times as long as the search")] = False,
+    rules: RulesFile = "",
     json: Json = None,
 ) -> None:
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove),
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules),
                  output, json)
 
 
@@ -157,13 +159,14 @@ def memory(
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     shown: Annotated[int, typer.Option(min=1, help="tensors shown of a plan's peak")] = 16,
+    rules: RulesFile = "",
     json: Json = None,
 ) -> None:
     """Will it fit? Memory per device of one device and of each strategy, and the largest sizes that fit; of a plan, what its peak is made of."""
     from autopar.cli.fitting import memory_command
     from autopar.cli.planning import Asked
 
-    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer), recipe or [], shown, json, _given(context))
+    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules), recipe or [], shown, json, _given(context))
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -46,6 +46,7 @@ class Asked:
     pareto: bool = False
     remat: str = "auto"
     prove: bool = False
+    rules: str = ""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -73,7 +74,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     if str(output) == json == "-":
         raise PlanError("--output and --json are both -, stdout; wanted the name of a file for one of them")
     sizes, began = asked.sizes, time.perf_counter()
-    source = Source(asked.model, asked.batch, asked.seq, asked.seed)
+    source = Source(asked.model, asked.batch, asked.seq, asked.seed, asked.rules)
     training = asked.mode == "train"
     with progress(f"planning {asked.model}") as tell:
         loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training,
@@ -81,7 +82,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
-                           pareto=asked.pareto, remat=asked.remat, prove=asked.prove)
+                           pareto=asked.pareto, remat=asked.remat, prove=asked.prove, rules=frontend.load_rules(asked.rules) or None)
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,23 @@ from autopar.problem.build import Model
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.rules.rule import Rule
 from autopar.suited import suits
 from autopar.wellformed import record, text, whole
 
-SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0)})
+SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",))
 """What `Plan.source` must say."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The MODEL argument and the sizes that gave a plan's model: what `Plan.source` holds for the command line."""
+    """The MODEL argument, the sizes and the --rules that gave a plan: what `Plan.source` holds for the command line."""
 
     model: str
     batch: int
     seq: int
     seed: int = 0
+    rules: str = ""
 
     @staticmethod
     def of(plan: Plan, where: Path) -> Source:
@@ -63,6 +65,7 @@ class Rebuilt:
     source: Source
     loaded: frontend.Loaded
     captured: Captured
+    rules: Mapping[Any, Rule]
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -80,20 +83,21 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     plan = Plan.load(where)
     source = Source.of(plan, where)
     loaded = source.load(plan, device="cpu" if weights else "meta")
+    rules = frontend.load_rules(source.rules)
     captured, _ = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
-    return Rebuilt(plan, source, loaded, met(plan, source, captured))
+    return Rebuilt(plan, source, loaded, met(plan, source, captured, rules), rules)
 
 
-def met(plan: Plan, source: Source, captured: Captured) -> Captured:
+def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:
     """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.suited."""
     plan.check(captured.graph_hash, captured.nodes, source.model)
     if dict(captured.hints) != dict(plan.hints):
         raise PlanError(f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} (source) has "
                         f"{dict(captured.hints)}: plan the model again")
     parted = captured.parted(plan.parted)
-    suits(parted.gm, plan)
+    suits(parted.gm, plan, rules)
     return parted
 
 
@@ -106,11 +110,11 @@ def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), Settings.of(plan)), plan.runs)
+    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), Settings.of(plan), rules=rebuilt.rules), plan.runs)
     planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 
 
 def as_source(source: Source) -> dict[str, Any]:
     """What to put into `Plan.source`."""
-    return {"model": source.model, "batch": source.batch, "seq": source.seq, "seed": source.seed}
+    return {"model": source.model, "batch": source.batch, "seq": source.seq, "seed": source.seed, **({"rules": source.rules} if source.rules else {})}

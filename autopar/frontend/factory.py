@@ -69,7 +69,7 @@ def import_file(path: Path, spec: str) -> ModuleType:
     """Run a Python file as a module. It can import what lies beside it, and the package that it is part of."""
     if not path.is_file():
         raise CaptureError(f"model {spec!r}: no file {path} (looked from {Path.cwd()})")
-    name = f"autopar_model_{path.stem}"
+    name = module_name(path)
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(found)
@@ -78,6 +78,11 @@ def import_file(path: Path, spec: str) -> ModuleType:
     with importable(Path.cwd(), folder, outside_packages(folder)):
         found.loader.exec_module(module)
     return module
+
+
+def module_name(path: Path) -> str:
+    """What a Python file is called as a module."""
+    return f"autopar_model_{path.stem}"
 
 
 def import_module(name: str, spec: str) -> ModuleType:

@@ -171,3 +171,77 @@ def test_a_command_that_is_ended_leaves_no_temporary_folder(tmp_path: Path, numb
         running.send_signal(number)
         assert running.wait(20) == 128 + number
     assert not list((tmp_path / "tmp").glob("autopar-*"))
+
+
+NET = """
+import torch
+from torch import nn
+
+
+@torch.library.custom_op("autopar_test_rules::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda context, gradient: 2 * gradient)
+RULES = {torch.ops.autopar_test_rules.doubled: "b d -> b d"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(doubled(self.up(x))).square().mean()
+
+
+def net(batch=8):
+    return Net(), (torch.randn(batch, 64),)
+"""
+OWN = """
+import torch
+
+ROWS = {torch.ops.autopar_test_rules.doubled: "b d! -> b d"}
+LIST = ["b d -> b d"]
+WRONG = {torch.ops.autopar_test_rules.doubled: "b d => b d"}
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("rules", "kind"), [("net.py", "attribute"), ("own.py:ROWS", "replicate")])
+def test_rules_of_a_file(net: Path, rules: str, kind: str) -> None:
+    """The model's own file or another one; what asks for options later has the same rules."""
+    done = autopar("plan", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "tp", "--rules", rules, "-o", "plan.json", cwd=net)
+    assert done.returncode == 0 and "no sharding rule" not in done.stdout and "were not used" not in done.stdout, done.stderr
+    plan = json.loads((net / "plan.json").read_text())
+    assert plan["source"]["rules"] == rules and plan["nodes"]["doubled"]["kinds"] == [kind]
+    why = json.loads(autopar("explain", "plan.json", "--node", "doubled", "--json", "-", cwd=net).stdout)["alternatives"]
+    assert any(row["result"].startswith("S1") for row in why) == (kind == "attribute") and any(row["result"].startswith("S0") for row in why)
+    assert autopar("verify", "plan.json", cwd=net).returncode == 0
+
+
+@pytest.mark.parametrize(("rules", "said"), [
+    ("nowhere.py", "rules 'nowhere.py': no Python file nowhere.py"), ("net", "wanted path/to/file.py, which has a dict RULES"),
+    ("own.py", "own.py has no RULES; wanted a dict"), ("own.py:LIST", "own.py has LIST, but it is list; wanted a dict"), ("own.py:WRONG", "rule 'b d => b d' must have exactly one '->'"),
+])
+def test_what_is_no_file_of_rules_is_refused(net: Path, rules: str, said: str) -> None:
+    done = autopar("plan", "net.py:net", "--cluster", "cpu:1x2", "--rules", rules, "-o", "plan.json", cwd=net)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr and not (net / "plan.json").exists()
+
+
+def test_memory_takes_rules(net: Path) -> None:
+    whole, cut = (json.loads(autopar("memory", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "ddp", "--batch", "512", *more, "--json", "-", cwd=net).stdout)["rows"][-1]["prediction"]["peak_bytes"]
+                  for more in ((), ("--rules", "net.py")))
+    assert cut < whole

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json as json_text
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from autopar.cli.rebuild import Rebuilt, by_name, rebuild
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
 from autopar.layout import dim_of, divisible, is_shard, parse, ways_of
+from autopar.plan import NodePlan, Plan
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, verify
 
@@ -33,7 +36,7 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
     with progress(f"verifying {where}") as tell:
         rebuilt = rebuild(where, tell, weights=True)
         loaded = loaded_at(rebuilt, batch, seq)
-        check_microbatches(rebuilt, loaded)
+        check_parts(rebuilt, loaded)
         tell("the model against its graph")
         rows, notes = graph_rows(loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train")
         tell(f"{rebuilt.plan.ranks} ranks against one device")
@@ -49,10 +52,24 @@ def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None
     return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
 
 
-def check_microbatches(rebuilt: Rebuilt, loaded: Loaded) -> None:
-    """Raise PlanError where a batch does not fall into the microbatches of the plan on each rank (PipelinedModule says the same on ranks)."""
+def check_parts(rebuilt: Rebuilt, loaded: Loaded) -> None:
+    """Raise PlanError, before ranks start, where a batch does not fall into parts for the ranks of the plan and its microbatches; on ranks the emitted module says the same."""
     plan, given = rebuilt.plan, by_name(loaded, rebuilt.captured.input_names)
     inputs = {node.meta["input"]: plan.nodes[node.name] for node in rebuilt.captured.gm.graph.nodes if node.meta.get("role") == "input"}
+    if plan.microbatches > 1:
+        _check_microbatches(plan, given, inputs)
+    _check_ranks(plan, given, inputs)
+
+
+def _check_ranks(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
+    for name, node in inputs.items():
+        layout = parse(node.outs[0].split("|")[0])
+        for dim, size in enumerate(given[name].shape):
+            if size % (ways := ways_of(layout, dim, plan.mesh)):
+                raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it; use {divisible(size, ways)}, or plan for the batch that you have")
+
+
+def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
     cut = {name: dim_of(node.micro[0]) for name, node in inputs.items() if node.micro and is_shard(node.micro[0])}
     ways = math.lcm(*(ways_of(parse(inputs[name].outs[0].split("|")[0]), dim, plan.mesh) for name, dim in cut.items()))
     step = plan.microbatches * ways

@@ -126,8 +126,9 @@ def test_an_operator_without_a_rule_is_said_with_its_line_and_planned_whole(here
     assert "no sharding rule for autopar_test_cli.shuffle.default" in said and f"net.py:{line_of('h = shuffle(h)')}" in said and "rules=" in said
 
 
-def test_a_batch_that_does_not_divide(here, monkeypatch, capsys) -> None:
+def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(here, monkeypatch, capsys) -> None:
     path = planned(here, monkeypatch)
+    monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))
     said = refused(here, monkeypatch, capsys, "verify", str(path), "--batch", "7")
     assert "input 'ids': dim 0 of size 7 does not divide by the 2 ranks that cut it" in said and "use 6 or 8" in said
 

@@ -26,7 +26,6 @@ from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.agreed import from_first
-from autopar.runtime.batch import bind
 from autopar.runtime.everyones import done_by, together
 from autopar.runtime.rng import new_seed
 from autopar.text import seconds
@@ -202,15 +201,14 @@ class Compiled:
         Raises PlanError where the graph or the weights are not there (`load` has neither, a model on the meta device no weights), RunError where a process group runs, and for
         inputs that the plan does not have.
         """
-        from autopar.verify import case_of, verify
+        from autopar.verify import case_of, inputs_of, verify
 
         captured = self._graph("verify")
         if self._weights is None:
             raise PlanError(f"{self.plan.model} was planned on the meta device, so there are no weights to compare with: verify a plan of the model with weights (a smaller one will do)")
         if together():
             raise RunError("verify starts ranks of its own, and a process group runs here: call it in a script of one process")
-        values = bind(dict.fromkeys(captured.input_names, ""), batch, named, captured.fixed, captured.nested)
-        return verify(case_of(captured, self.plan.on("cpu"), self._weights, dict(zip(captured.input_names, values, strict=True))))
+        return verify(case_of(captured, self.plan.on("cpu"), self._weights, inputs_of(captured, batch, named)))
 
     def _graph(self, command: str) -> Captured:
         """The graph that the plan was made for; `command` does without this object what needs it."""

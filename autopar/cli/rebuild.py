@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.rules.rule import Rule
 from autopar.suited import suits
+from autopar.verify import inputs_of
 from autopar.wellformed import record, text, whole
 
 SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",))
@@ -75,7 +76,7 @@ class Rebuilt:
     @property
     def batch(self) -> dict[str, Any]:
         """The global batch by input name."""
-        return by_name(self.loaded, self.captured.input_names)
+        return inputs_of(self.captured, self.loaded.args, self.loaded.kwargs)
 
 
 def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weights: bool = False) -> Rebuilt:
@@ -99,12 +100,6 @@ def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule
     parted = captured.parted(plan.parted)
     suits(parted.gm, plan, rules)
     return parted
-
-
-def by_name(loaded: frontend.Loaded, names: Sequence[str]) -> dict[str, Any]:
-    """The inputs of a model by the names that its graph has for them."""
-    given = {**dict(zip(names, loaded.args, strict=False)), **loaded.kwargs}
-    return {name: given[name] for name in names}
 
 
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:

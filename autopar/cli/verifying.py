@@ -13,13 +13,13 @@ import torch
 
 from autopar.capture import own_state
 from autopar.cli.console import progress, show, write_json
-from autopar.cli.rebuild import Rebuilt, by_name, rebuild
+from autopar.cli.rebuild import Rebuilt, rebuild
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
 from autopar.layout import dim_of, divisible, is_shard, parse, ways_of
 from autopar.plan import NodePlan, Plan
 from autopar.report.checks import checked
-from autopar.verify import Case, case_of, graph_rows, verify
+from autopar.verify import Case, case_of, graph_rows, inputs_of, verify
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 DEVICES = ("cpu", "cuda")
@@ -54,7 +54,7 @@ def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None
 
 def check_parts(rebuilt: Rebuilt, loaded: Loaded) -> None:
     """Raise PlanError, before ranks start, where a batch does not fall into parts for the ranks of the plan and its microbatches; on ranks the emitted module says the same."""
-    plan, given = rebuilt.plan, by_name(loaded, rebuilt.captured.input_names)
+    plan, given = rebuilt.plan, inputs_of(rebuilt.captured, loaded.args, loaded.kwargs)
     inputs = {node.meta["input"]: plan.nodes[node.name] for node in rebuilt.captured.gm.graph.nodes if node.meta.get("role") == "input"}
     if plan.microbatches > 1:
         _check_microbatches(plan, given, inputs)
@@ -81,4 +81,4 @@ def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[st
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
     """What to verify: the plan on ranks of `device`, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
-    return case_of(rebuilt.captured, rebuilt.plan.on(device), own_state(loaded.model), by_name(loaded, rebuilt.captured.input_names), dtype)
+    return case_of(rebuilt.captured, rebuilt.plan.on(device), own_state(loaded.model), inputs_of(rebuilt.captured, loaded.args, loaded.kwargs), dtype)

@@ -9,9 +9,9 @@ Where something differs, a second run with probes names the first node whose val
 last one in forward order whose gradient does: the first that the backward got wrong.
 """
 
-from autopar.verify.case import Case, case_of
+from autopar.verify.case import Case, case_of, inputs_of
 from autopar.verify.check import verify
 from autopar.verify.origin import graph_rows
 from autopar.verify.report import Report, Row
 
-__all__ = ["Case", "Report", "Row", "case_of", "graph_rows", "verify"]
+__all__ = ["Case", "Report", "Row", "case_of", "graph_rows", "inputs_of", "verify"]

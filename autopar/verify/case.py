@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +19,7 @@ from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
+from autopar.runtime.batch import bind
 from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Results, train_step
 from autopar.verify.step import Light
@@ -77,6 +79,12 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     gm = lift(captured.parted(plan.parted).gm, dtype)
     notes = keep_all(gm)
     return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
+
+
+def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is given by the names that its graph has for inputs, those in arguments that hold several too. Raises RunError for what the graph does not have."""
+    names = captured.input_names
+    return dict(zip(names, bind(dict.fromkeys(names, ""), args, kwargs, captured.fixed, captured.nested), strict=True))
 
 
 def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:

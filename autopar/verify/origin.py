@@ -26,6 +26,7 @@ from autopar.capture.leaves import by_field
 from autopar.capture.lift import lifted
 from autopar.capture.own_backwards import once
 from autopar.text import first_line
+from autopar.verify.case import inputs_of
 from autopar.verify.compare import difference
 from autopar.verify.randomness import drawn, keep_all
 from autopar.verify.reference import train_step
@@ -79,9 +80,8 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     names: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     held = {name: tensor for name, tensor in captured.constants.items() if name in names}
     weights = _cast({**names, **captured.constants}, dtype)
-    batch = {**dict(zip(captured.input_names, args, strict=False)), **kwargs}
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
-    got = train_step(gm, weights, _cast({name: batch[name] for name in captured.input_names}, dtype), training=training)
+    got = train_step(gm, weights, _cast(inputs_of(captured, args, kwargs), dtype), training=training)
     try:
         outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
     except RuntimeError as error:

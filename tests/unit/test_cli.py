@@ -245,3 +245,47 @@ def test_memory_takes_rules(net: Path) -> None:
     whole, cut = (json.loads(autopar("memory", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "ddp", "--batch", "512", *more, "--json", "-", cwd=net).stdout)["rows"][-1]["prediction"]["peak_bytes"]
                   for more in ((), ("--rules", "net.py")))
     assert cut < whole
+
+
+GIVEN = """
+import torch
+from torch import nn
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, batch):
+        return (self.layer(batch["x"]) - batch["y"]).square().mean()
+
+
+class Between(Nested):
+    def forward(self, x, scale, y, squared=True, z=None):
+        return (self.layer(x) * scale - y).square().mean()
+
+
+def inputs(batch):
+    return torch.randn(batch, 8), torch.randn(batch, 8)
+
+
+def nested(batch=8):
+    return Nested(), (dict(zip("xy", inputs(batch))),)
+
+
+def between(batch=8):
+    x, y = inputs(batch)
+    return Between(), (x, 2.0, y), {"squared": True, "z": None}
+"""
+
+
+@pytest.mark.parametrize("model", ["nested", "between"])
+def test_arguments_that_hold_several_inputs_or_none(tmp_path: Path, model: str) -> None:
+    """Tensors in a dict ended in a KeyError; behind a number the next input was taken to be that number."""
+    (tmp_path / "given.py").write_text(GIVEN)
+    assert autopar("plan", f"given.py:{model}", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", cwd=tmp_path).returncode == 0
+    done = autopar("verify", "plan.json", "--batch", "6", cwd=tmp_path)
+    assert done.returncode == 0 and "\nmodel " in done.stdout, done.stdout + done.stderr
+    ran = autopar("run", "plan.json", "--steps", "1", "--json", "-", cwd=tmp_path)
+    assert ran.returncode == 0 and json.loads(ran.stdout)["steps"][0]["loss"] < 10.0, ran.stderr

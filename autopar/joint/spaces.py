@@ -15,7 +15,7 @@ from autopar.recipes import roles
 from autopar.recipes.free import space, spaces
 from autopar.recipes.pipelines import PipelineRecipe
 from autopar.recipes.roles import Role
-from autopar.text import gibibytes, times
+from autopar.text import gibibytes, near, times
 
 Used = tuple[Role, ...]
 MOST_NAMED = 12  # meshes in a message
@@ -85,7 +85,9 @@ SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else spac
 
 
 def of_recipe(recipe: PipelineRecipe) -> Space:
-    """What a named pipeline leaves open: the shape."""
+    """What a named pipeline leaves open: the shape. Raises PlanError where its schedule is none."""
+    if recipe.schedule not in SCHEDULES:
+        raise PlanError(f"recipe {recipe.name}: schedule is {recipe.schedule!r}, wanted one of {', '.join(SCHEDULES)}{near(recipe.schedule, SCHEDULES)}")
     virtual = SCHEDULES[recipe.schedule].virtual or recipe.virtual
     return Space(recipe.name, recipe.roles_on, (Kind(recipe.schedule, virtual),), len(recipe.roles))
 

@@ -16,6 +16,7 @@ class Recipe:
 
     `fewer`: on meshes of fewer axes the recipe is its inner roles alone. `fits` says for which programs it differs from all other
     recipes: for others it is not priced unless asked for, and refused then where it `needs` what they lack, in the words of users.
+    Raises PlanError where `roles` are none.
     """
 
     name: str
@@ -24,6 +25,9 @@ class Recipe:
     fewer: bool = False
     fits: Callable[[Program], bool] = lambda program: True
     needs: str = ""
+
+    def __post_init__(self) -> None:
+        roles.check_roles(self.name, self.roles)
 
     def lacking(self, program: Program) -> str:
         """Why the recipe cannot be for a program that has nothing for it; empty where it can."""

@@ -6,18 +6,26 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Device
 from autopar.errors import InfeasibleError, PlanError
-from autopar.problem.settings import Settings
+from autopar.problem.settings import OFFLOADED, Settings
+from autopar.recipes import RECIPES
 from autopar.text import gibibytes
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`base` is the recipe that says how parameters lie, `held` what is on the host (problem.settings.OFFLOADED); `about` is one line for users."""
+    """`base` is the recipe that says how parameters lie, `held` what is on the host (problem.settings.OFFLOADED); `about` is one line for users.
+    Raises PlanError where there is no such recipe, or nothing that is held so."""
 
     name: str
     base: str
     held: str
     about: str
+
+    def __post_init__(self) -> None:
+        if self.base not in RECIPES:
+            raise PlanError(f"recipe {self.name}: base is {self.base!r}, wanted one of {', '.join(RECIPES)}")
+        if self.held not in OFFLOADED[1:]:
+            raise PlanError(f"recipe {self.name}: held is {self.held!r}, wanted one of {', '.join(OFFLOADED[1:])}")
 
 
 _TABLE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.errors import PlanError
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
 
@@ -11,7 +12,8 @@ from autopar.recipes.roles import Role
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
     """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is `named` for the outer one
-    the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline."""
+    the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline.
+    Raises PlanError where `roles` are none, or `virtual` is no number of stages; an unknown schedule is refused where the row is first used (joint.spaces)."""
 
     name: str
     schedule: str
@@ -20,6 +22,11 @@ class PipelineRecipe:
     virtual: int = 1
     searched: bool = False
     named: bool = False
+
+    def __post_init__(self) -> None:
+        roles.check_roles(self.name, self.roles)
+        if type(self.virtual) is not int or self.virtual < 1:
+            raise PlanError(f"recipe {self.name}: virtual is {self.virtual!r}, wanted a number of stages of at least 1")
 
     def roles_on(self, mesh: tuple[int, ...]) -> tuple[Role, ...] | None:
         """The roles on the mesh of a place; None where it has too many axes."""

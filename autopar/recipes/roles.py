@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from autopar.errors import PlanError
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
 from autopar.problem.resting import EACH, is_gathered
@@ -80,6 +81,12 @@ def _gathered_once(ways: int, run: str) -> Allow:
 
 def _scattered_each(op: Op, option: Option) -> bool:
     return op.role == "param" and option.run == EACH
+
+
+def check_roles(recipe: str, given: object) -> None:
+    """Raise PlanError unless the row called `recipe` has one role or more."""
+    if not isinstance(given, tuple) or not given or not all(map(callable, given)):
+        raise PlanError(f"recipe {recipe}: roles are {given!r}, wanted a tuple of functions, one for each mesh axis, as (autopar.recipes.roles.data,)")
 
 
 BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,18 @@ import pytest
 from autopar.cli import app
 from autopar.cluster import Cluster, presets
 from autopar.codegen.algorithms import ALGORITHM_TEXTS, OPERAND_TEXTS
+from autopar.errors import PlanError
+from autopar.joint.spaces import of_recipe
 from autopar.optimizers import OPTIMIZERS
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes import _TABLE as RECIPE_ROWS
-from autopar.recipes import RECIPES
+from autopar.recipes import RECIPES, Recipe
 from autopar.recipes.offload import _TABLE as OFFLOAD_ROWS
+from autopar.recipes.offload import Offload
 from autopar.recipes.pipelines import _TABLE as PIPELINE_ROWS
+from autopar.recipes.pipelines import PipelineRecipe
+from autopar.recipes.roles import data
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.search import SEARCHES
 
@@ -39,6 +45,21 @@ def test_roles_are_predicates_for_so_many_ranks(row) -> None:
 def test_pipelines_have_schedules_and_offloads_have_recipes() -> None:
     assert {row.schedule for row in PIPELINE_ROWS} <= set(SCHEDULES)
     assert {row.base for row in OFFLOAD_ROWS} <= set(RECIPES) and {row.held for row in OFFLOAD_ROWS} <= set(filter(None, OFFLOADED))
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    (lambda: Recipe("mine", (), ""), r"recipe mine: roles are \(\), wanted a tuple of functions"),
+    (lambda: Recipe("mine", ("data",), ""), r"recipe mine: roles are \('data',\), wanted"),  # type: ignore[arg-type]
+    (lambda: Recipe("mine", data, ""), "recipe mine: roles are <function data"),  # type: ignore[arg-type]
+    (lambda: PipelineRecipe("mine", "1f1b", (), ""), "recipe mine: roles are"),
+    (lambda: PipelineRecipe("mine", "1f1b", (data,), "", virtual=0), "recipe mine: virtual is 0, wanted a number of stages"),
+    (lambda: of_recipe(PipelineRecipe("mine", "1f2b", (data,), "")), r"recipe mine: schedule is '1f2b', wanted one of .*near: 1f1b"),
+    (lambda: Offload("mine", "zero9", "optimizer", ""), "recipe mine: base is 'zero9', wanted one of single, ddp"),
+    (lambda: Offload("mine", "zero1", "gradients", ""), "recipe mine: held is 'gradients', wanted one of optimizer, parameters"),
+])
+def test_a_malformed_row_is_refused_by_its_name(row: Callable[[], object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        row()
 
 
 def test_what_splits_operators_is_written_by_the_emitter() -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar._torch import local_of
 from autopar.bundle import Bundle
@@ -62,7 +61,7 @@ def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
     else:
         torch.cuda.set_device(0)
     if plan.ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=about["rank"], world_size=plan.ranks)
+        dist.init_process_group("fake", rank=about["rank"], world_size=plan.ranks)
         pipeline.everywhere = lambda loss, place, mesh: loss  # the loss of another place: nobody tells it
     step = _stepping(bundle, about["batch"])
     found = dict(zip(("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"), _taken(step, device), strict=True))

@@ -7,12 +7,11 @@ import dataclasses
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -21,7 +20,6 @@ from torch.export import export as torch_export
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree, quietly, without_fake_cache
-from autopar.capture.assigned import assigned, buffers_of, put_back, write_back
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
@@ -29,6 +27,7 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.emptied import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
+from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
 from autopar.capture.guards import passing_guards
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
@@ -58,61 +57,116 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
     Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is because the model does not run.
     """
-    notes: list[str] = []
-    flat, tree = pytree.tree_flatten((args, kwargs))
+    return _Exporting(fresh, args, kwargs, dims, training).exported()
+
+
+@dataclass(eq=False)
+class _Trial:
+    """One attempt: the dims, the inputs with stand-ins for them, the model that is traced, and what tracing tells of it."""
+
+    dims: Dims
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: Any
+    notes: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    taken: Any = None
+
+
+@dataclass(eq=False)
+class _Exporting:
+    """A model on its way through attempts with weaker and weaker dims, and what those before have shown."""
+
+    fresh: Callable[[], nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dims: Dims
+    training: bool
     failure: BaseException | None = None
-    numbers: set[str] = set()  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
-    attempts, least = deque(_weaker(dims)), None  # so many rows, at least, are taken to be picked by any mask
-    while attempts:
-        tried = attempts.popleft()
-        if not numbers.isdisjoint(tried.hints):
-            continue
-        inputs, named = pytree.tree_unflatten(tried.stand_ins(flat), tree)
-        shapes = pytree.tree_unflatten(tried.shapes(flat), tree) if tried.hints else None
-        kept: list[str] = []
-        left_out: dict[str, str] = {}
-        model = fresh()
-        _name_keywords(model, kwargs)
-        _assigned_buffers(model)
-        _one_size(model, tried)
-        _plain_outputs(model, left_out)
-        try:
-            with (quietly(), on_meta(), passing_guards(kept), _no_new_buffers(model), _cache(model), symbolic_lengths(model, *_functions(model)), bags_of_samples(), batched(training=training),
-                  traced_forward() as taken, _as_differentiated(kept) if training else nullcontext(), draws() as drawn, nullcontext() if least is None else Picking(check=shape_check, least=least)):
-                program = torch_export(model, tuple(inputs), named, dynamic_shapes=_spell(model, shapes), strict=False)
-                if drawn:
-                    _refuse_draws(fresh(), tuple(inputs), named)
-        except export_errors() as error:
-            if why := why_untraced(error, taken, dict(inspect.signature(model.forward).bind(*inputs, **named).arguments)):
-                raise CaptureError(f"{_class(model)} cannot be exported: {why}") from error
-            if least != 1 and of_values(error) and (least is None or nothing_of_nothing(fresh(), tuple(inputs), named)):
-                least = 0 if least is None else 1
-                attempts.appendleft(tried)
+    notes: list[str] = field(default_factory=list)
+    numbers: set[str] = field(default_factory=set)  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
+    least: int | None = None  # so many rows, at least, are taken to be picked by any mask
+
+    def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
+        """The first attempt that goes through. Raises CaptureError where none does."""
+        attempts, model = deque(_weaker(self.dims)), None
+        while attempts:
+            dims = attempts.popleft()
+            if not self.numbers.isdisjoint(dims.hints):
                 continue
-            if failure is None:
-                _refuse_what_does_not_run(fresh, ((tuple(inputs), named), (args, kwargs)), dims, error)
-            failure = failure or error
-            numbers |= made_numbers(error)
-            continue
-        if tried.loose:
+            trial = self._trial(dims)
+            model = trial.model
             try:
-                allowed = span(program, tried.of, tried.loose, tried.hints[tried.loose], tried.limits.get(tried.loose))
-            except Fixed:
-                allowed = None
-                numbers.add(tried.loose)
-            if allowed is None:
+                program = self._traced(trial)
+            except export_errors() as error:
+                if self._picks_otherwise(trial, error):
+                    attempts.appendleft(dims)
                 continue
-            notes += [f"{tried.loose} may be {allowed}: {says(failure, dims)}"] if allowed.most < (tried.limits.get(tried.loose) or TRIED) or allowed.step > 1 else []
-            tried = replace(tried, steps={tried.loose: allowed.step} if allowed.step > 1 else {})
-        if least and training:
-            notes.append(UNPICKED)
-        fixed = [name for name in dims.hints if name not in tried.hints]
-        if fixed:
-            notes.append(why_static(failure, fixed, dims, model))
-        return program, tried, notes + kept, left_out
-    assert failure is not None
-    place = source(failure, model)
-    raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, dims)}\n{place}; {advice(failure, place)}") from failure
+            if self._holds(trial, program):
+                return program, trial.dims, self._noted(trial), trial.left_out
+        assert self.failure is not None and model is not None
+        place = source(self.failure, model)
+        raise CaptureError(f"{_class(model)} cannot be exported: {says(self.failure, self.dims)}\n{place}; {advice(self.failure, place)}") from self.failure
+
+    def _trial(self, dims: Dims) -> _Trial:
+        """A model made anew, with a forward that torch.export can take."""
+        flat, tree = pytree.tree_flatten((self.args, self.kwargs))
+        args, kwargs = pytree.tree_unflatten(dims.stand_ins(flat), tree)
+        trial = _Trial(dims, self.fresh(), tuple(args), kwargs, pytree.tree_unflatten(dims.shapes(flat), tree) if dims.hints else None)
+        name_keywords(trial.model, self.kwargs)
+        assigned_buffers(trial.model)
+        one_size(trial.model, dims)
+        _plain_outputs(trial.model, trial.left_out)
+        return trial
+
+    def _traced(self, trial: _Trial) -> ExportedProgram:
+        """What torch.export makes of it. Raises what it raises, and CaptureError where random numbers of Python are drawn."""
+        model = trial.model
+        picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
+        with (quietly(), on_meta(), passing_guards(trial.notes), no_new_buffers(model), _cache(model), symbolic_lengths(model, *functions_of(model)), bags_of_samples(),
+              batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks):
+            program = torch_export(model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False)
+            if drawn:
+                _refuse_draws(self.fresh(), trial.args, trial.kwargs)
+        return program
+
+    def _picks_otherwise(self, trial: _Trial, error: Exception) -> bool:
+        """Whether it is tried with these dims again, with other numbers of rows that masks pick; else `error` is kept. Raises CaptureError where no dims would help."""
+        if why := why_untraced(error, trial.taken, dict(inspect.signature(trial.model.forward).bind(*trial.args, **trial.kwargs).arguments)):
+            raise CaptureError(f"{_class(trial.model)} cannot be exported: {why}") from error
+        if self.least != 1 and of_values(error) and (self.least is None or nothing_of_nothing(self.fresh(), trial.args, trial.kwargs)):
+            self.least = 0 if self.least is None else 1
+            return True
+        if self.failure is None:
+            _refuse_what_does_not_run(self.fresh, ((trial.args, trial.kwargs), (self.args, self.kwargs)), self.dims, error)
+        self.failure = self.failure or error
+        self.numbers |= made_numbers(error)
+        return False
+
+    def _holds(self, trial: _Trial, program: ExportedProgram) -> bool:
+        """Whether the program is for a range of the size that was left to conditions, if one was; the dims of `trial` and a note then say for which."""
+        dims = trial.dims
+        if not dims.loose:
+            return True
+        try:
+            allowed = span(program, dims.of, dims.loose, dims.hints[dims.loose], dims.limits.get(dims.loose))
+        except Fixed:
+            self.numbers.add(dims.loose)
+            return False
+        if allowed is None:
+            return False
+        if allowed.most < (dims.limits.get(dims.loose) or TRIED) or allowed.step > 1:
+            self.notes.append(f"{dims.loose} may be {allowed}: {says(self.failure, self.dims)}")
+        trial.dims = replace(dims, steps={dims.loose: allowed.step} if allowed.step > 1 else {})
+        return True
+
+    def _noted(self, trial: _Trial) -> list[str]:
+        """All that a user should know."""
+        picked = [UNPICKED] if self.least and self.training else []
+        fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
+        static = [why_static(self.failure, fixed, self.dims, trial.model)] if fixed else []
+        return [*self.notes, *picked, *static, *trial.notes]
 
 
 def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], sizes: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]], dims: Dims, failure: Exception) -> None:
@@ -134,57 +188,6 @@ def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
                        f"{where_drawn(model, args, kwargs) or 'where it is traced'}; draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input")
 
 
-def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those twice."""
-    forward, signature = model.forward, inspect.signature(model.forward)
-    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
-    if extra:
-        def named(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
-        kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        _becomes(model, named, signature.replace(parameters=[*kept, *extra]))
-
-
-def _becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Give `model` another forward, with the signature that others are to see."""
-    forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
-    model.forward = forward
-
-
-def _one_size(model: nn.Module, dims: Dims) -> None:
-    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
-    a size of two symbols."""
-    forward = model.forward
-
-    def same(*args: Any, **kwargs: Any) -> Any:
-        flat = pytree.tree_leaves((args, kwargs))
-        for name in dims.hints:
-            first, *others = [flat[index].shape[dim] for index, each in dims.of.items() for dim, named in each.items() if named == name]
-            for size in others:
-                shape_check(size == first)
-        return forward(*args, **kwargs)
-
-    _becomes(model, same, inspect.signature(forward))
-
-
-def _assigned_buffers(model: nn.Module) -> None:
-    """Let `forward` end by writing what it assigned to buffers into them."""
-    forward, functions = model.forward, [function for function in _functions(model) if isinstance(function, nn.Module)]
-
-    def written(*args: Any, **kwargs: Any) -> Any:
-        before, of_functions = buffers_of(model), [buffers_of(function) for function in functions]
-        result = forward(*args, **kwargs)
-        for function, buffers in zip(functions, of_functions, strict=True):
-            if names := list(assigned(function, buffers)):
-                put_back(function, buffers)
-                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it a part of the model, which then gives the loss")
-        write_back(model, before)
-        return result
-
-    _becomes(model, written, inspect.signature(forward))
-
-
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
     """Let `forward` give dicts for dataclasses, and None for what is no tensor and torch.export does not know, and say what it is: caches of keys and values, lists as long as a batch."""
     forward = model.forward
@@ -198,25 +201,7 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
 
         return pytree.tree_map_with_path(known, by_field(forward(*args, **kwargs)))
 
-    _becomes(model, plain, inspect.signature(forward))
-
-
-@contextmanager
-def _no_new_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first input."""
-    register = nn.Module.register_buffer
-
-    def keep(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        if name in module._buffers:
-            register(module, name, tensor, persistent)
-        else:
-            vars(module)[name] = tensor
-
-    for module in model.modules():
-        for name in [name for name, tensor in module._buffers.items() if tensor is None]:
-            vars(module)[name] = module._buffers.pop(name)
-    with mock.patch.object(nn.Module, "register_buffer", keep):
-        yield
+    becomes(model, plain, inspect.signature(forward))
 
 
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
@@ -234,11 +219,6 @@ def _as_differentiated(notes: list[str]) -> Iterator[None]:
 def _class(model: nn.Module) -> str:
     """The user's class, also where a loss function was added."""
     return type(getattr(model, WithLoss.INNER, model)).__name__
-
-
-def _functions(model: nn.Module) -> list[Callable[..., Any]]:
-    """The loss function, where one was added."""
-    return [vars(model)["loss_fn"]] if isinstance(model, WithLoss) else []
 
 
 def _spell(model: nn.Module, shapes: Any) -> Any:
@@ -285,30 +265,34 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
     """The exported graph with the contract's roles, symbols and outputs. Tied parameters become one placeholder."""
     gm = make_graph_module(program.graph_module, program.graph)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    symbols: dict[str, Any] = {}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node in placeholders:
+        node.meta["role"] = _role(node, specs[node.name])
+    _name_held(gm, [(node, specs[node.name]) for node in placeholders if node.meta["role"] != "input"], canonical, requires_grad)
+    given = [(node, specs[node.name]) for node in placeholders if node.meta["role"] == "input"]
+    gm.meta["leaves"] = [node.name for node, _ in given]
+    gm.meta.update(_name_inputs(gm, given, dims), steps=dims.steps)
+    gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
+    _mend_places(gm)
+    gm.meta["outputs"] = _outputs(program, gm)
+    gm.graph = copy.deepcopy(gm.graph)  # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins (`input`) and operators (`mean`) too
+    gm.recompile()
+    return gm
+
+
+def _role(node: fx.Node, spec: Any) -> str:
+    """What a placeholder is. Raises CaptureError for what no graph can hold."""
+    if spec.kind in ROLES:
+        return ROLES[spec.kind]
+    readers = ", ".join(str(user.target) for user in node.users)
+    raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
+                       "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
+
+
+def _name_held(gm: fx.GraphModule, held: Sequence[tuple[fx.Node, Any]], canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> None:
+    """Parameters, buffers and constants by their original names, each once."""
     seen: dict[str, fx.Node] = {}
-    fixed: dict[str, tuple[int, Any]] = {}
-    number, leaves = 0, list[str]()
-    for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
-        spec = specs[node.name]
-        if spec.kind not in ROLES:
-            readers = ", ".join(str(user.target) for user in node.users)
-            raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
-                               "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
-        node.meta["role"] = ROLES[spec.kind]
-        if node.meta["role"] == "input":
-            leaves.append(node.name)
-        if node.meta["role"] == "input" and not isinstance(spec.arg, TensorArgument):
-            fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False): it is part of the graph
-            number += 1
-            gm.graph.erase_node(node)
-            continue
-        if node.meta["role"] == "input":
-            node.meta["input"] = node.name
-            for dim, name in dims.of.get(number, {}).items():
-                symbols.setdefault(name, node.meta["val"].shape[dim].node.expr)
-            number += 1
-            continue
+    for node, spec in held:
         name = canonical(spec.target.removeprefix(INNER))
         node.meta["fqn"] = name
         node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
@@ -320,13 +304,21 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
             gm.graph.erase_node(node)
         else:
             seen[name] = node
-    gm.meta.update(symbols=symbols, fixed=fixed, leaves=leaves, steps=dims.steps)
-    gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
-    _mend_places(gm)
-    gm.meta["outputs"] = _outputs(program, gm)
-    gm.graph = copy.deepcopy(gm.graph)  # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins (`input`) and operators (`mean`) too
-    gm.recompile()
-    return gm
+
+
+def _name_inputs(gm: fx.GraphModule, given: Sequence[tuple[fx.Node, Any]], dims: Dims) -> dict[str, Any]:
+    """Inputs by their names: the symbols of their dims, and what is no tensor, which is part of the graph."""
+    symbols: dict[str, Any] = {}
+    fixed: dict[str, tuple[int, Any]] = {}
+    for number, (node, spec) in enumerate(given):
+        if not isinstance(spec.arg, TensorArgument):
+            fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False)
+            gm.graph.erase_node(node)
+            continue
+        node.meta["input"] = node.name
+        for dim, name in dims.of.get(number, {}).items():
+            symbols.setdefault(name, node.meta["val"].shape[dim].node.expr)
+    return {"symbols": symbols, "fixed": fixed}
 
 
 def _mend_places(gm: fx.GraphModule) -> None:

@@ -1,0 +1,93 @@
+"""What the forward of a model is turned into, before torch.export sees it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture.assigned import assigned, buffers_of, put_back, write_back
+from autopar.capture.dims import Dims
+from autopar.capture.shadow import WithLoss
+from autopar.errors import CaptureError
+from passes._torch import shape_check
+
+
+def name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those twice."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
+    if extra:
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        becomes(model, named, signature.replace(parameters=[*kept, *extra]))
+
+
+def becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Give `model` another forward, with the signature that others are to see."""
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
+    model.forward = forward
+
+
+def one_size(model: nn.Module, dims: Dims) -> None:
+    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
+    a size of two symbols."""
+    forward = model.forward
+
+    def same(*args: Any, **kwargs: Any) -> Any:
+        flat = pytree.tree_leaves((args, kwargs))
+        for name in dims.hints:
+            first, *others = [flat[index].shape[dim] for index, each in dims.of.items() for dim, named in each.items() if named == name]
+            for size in others:
+                shape_check(size == first)
+        return forward(*args, **kwargs)
+
+    becomes(model, same, inspect.signature(forward))
+
+
+def assigned_buffers(model: nn.Module) -> None:
+    """Let `forward` end by writing what it assigned to buffers into them."""
+    forward, functions = model.forward, [function for function in functions_of(model) if isinstance(function, nn.Module)]
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        before, of_functions = buffers_of(model), [buffers_of(function) for function in functions]
+        result = forward(*args, **kwargs)
+        for function, buffers in zip(functions, of_functions, strict=True):
+            if names := list(assigned(function, buffers)):
+                put_back(function, buffers)
+                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it a part of the model, which then gives the loss")
+        write_back(model, before)
+        return result
+
+    becomes(model, written, inspect.signature(forward))
+
+
+@contextmanager
+def no_new_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first input."""
+    register = nn.Module.register_buffer
+
+    def keep(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        if name in module._buffers:
+            register(module, name, tensor, persistent)
+        else:
+            vars(module)[name] = tensor
+
+    for module in model.modules():
+        for name in [name for name, tensor in module._buffers.items() if tensor is None]:
+            vars(module)[name] = module._buffers.pop(name)
+    with mock.patch.object(nn.Module, "register_buffer", keep):
+        yield
+
+
+def functions_of(model: nn.Module) -> list[Callable[..., Any]]:
+    """The loss function, where one was added."""
+    return [vars(model)["loss_fn"]] if isinstance(model, WithLoss) else []

@@ -43,6 +43,13 @@ def draws() -> Iterator[Draws]:
         drawn.undo()
 
 
+def _user(frame: FrameType | None) -> FrameType | None:
+    """The nearest frame of the user's, from this one outwards."""
+    while frame is not None and not users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x = random.random()`; "" where none does."""
     found: list[str] = []
@@ -53,7 +60,7 @@ def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             nonlocal last
             if drawn and not found:
                 found.append(last)
-            last = place_of(frame)
+            last = place_of(_user(frame.f_back) or frame if event == "return" else frame)
             return None if found else line
 
         def call(frame: FrameType, event: str, _: object) -> Any:

@@ -36,8 +36,8 @@ def caller() -> str:
 
 
 def users(path: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor of Python's own library."""
-    return "/torch/" not in path and "/autopar/" not in path and ("/site-packages/" in path or not path.startswith(LIBRARY))
+    """Whether a file is neither torch's, nor ours, nor of Python's own library, some of which is no file (`<frozen abc>`)."""
+    return not path.startswith("<frozen ") and "/torch/" not in path and "/autopar/" not in path and ("/site-packages/" in path or not path.startswith(LIBRARY))
 
 
 def _short(path: str) -> str:

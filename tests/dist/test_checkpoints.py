@@ -17,14 +17,15 @@ from autopar.verify.step import Light
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, by_stages, planned, subject
 
+BATCH = 24  # divides by 3 ranks, and in 4 microbatches by 2
 MODEL = "gpt"  # fused q, k, v (sections at rest under tensor parallelism), a tied head, folded blocks
 Emitted = tuple[str, Light]
 
 
 def emitted(sizes: Sizes, how: str, schedule: str = "", virtual: int = 1) -> Emitted:
     """Source, weights and batch of one plan in float64; with a schedule on two places with that mesh each."""
-    who = subject(MODEL)
-    case = who.case(by_stages(who, sizes, how, 2, 4, schedule, virtual) if schedule else planned(who, sizes, how))
+    who = subject(MODEL, batch=BATCH)
+    case = who.case(by_stages(who, sizes, how, 2, 4, schedule, virtual) if schedule else planned(who, sizes, how), BATCH)
     return case.source(), case.light
 
 
@@ -38,8 +39,8 @@ def alone(steps: int) -> dict[str, Tensor]:
     from autopar.verify.reference import trainable
     from passes.interpret import Interpret
 
-    who = subject(MODEL)
-    case = who.case(planned(who, (4,), "ddp"))
+    who = subject(MODEL, batch=BATCH)
+    case = who.case(planned(who, (4,), "ddp"), BATCH)
     held = {n: w.detach().clone().requires_grad_(n in trainable(case.gm)) for n, w in {**case.weights, **case.constants}.items()}
     step = optimizer([held[n] for n in trainable(case.gm)])
     for _ in range(steps):

@@ -85,9 +85,9 @@ def spec(name: str) -> str:
 
 
 @cache
-def subject(name: str, mode: str = "train") -> Subject:
-    """The tiny model of that name; captured once per process. A name that ends in FROZEN: its batch norms use the statistics that they have."""
-    loaded = load(spec(name), batch=BATCH, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
+def subject(name: str, mode: str = "train", batch: int = BATCH) -> Subject:
+    """The tiny model of that name, for so many samples; captured once per process. A name that ends in FROZEN: its batch norms use the statistics that they have."""
+    loaded = load(spec(name), batch=batch, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
     if name.endswith(FROZEN):
         for module in loaded.model.modules():
             if isinstance(module, nn.BatchNorm2d):

@@ -16,7 +16,7 @@ from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book, Storage
 from autopar.memory.local import Local
 from autopar.memory.moves import fresh, halfway, workspace
-from autopar.memory.operators import COPIED, forward_bytes
+from autopar.memory.operators import copies, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
@@ -251,7 +251,7 @@ class Forward:
         kept: dict[Storage, None] = {}
         for index in op.saves:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]
-            if index == 0 and op.target in COPIED and not self.habits.loss_in_place:
+            if copies(op, index, runs, self.habits):
                 kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
             elif index == 0 and self.habits.kept_bytes and op.scope and op.flops > 0 and op.weight[1:2] == (True,):
                 kept.update(dict.fromkeys(self._narrow(op, real) for real in (value.storage.real if value.storage else ())))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.memory.habits import Habits
-from autopar.memory.local import Bytes, Local, nothing, taken
+from autopar.memory.local import Local, nothing
 from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, reduced, same
 from autopar.problem.graph import Op
 from autopar.problem.looking import looks
@@ -23,8 +23,15 @@ COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
 """Operators that keep a tensor of the size of operand 0, their log-softmax, and not operand 0."""
 
 
-SPLIT_LOSS: tuple[Bytes, Bytes] = (taken("a"), taken("2a"))
-"""Of a loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py): forward and backward."""
+SPLIT_LOSS = "cross_entropy"
+"""A loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py), which keeps operand 0."""
+
+
+def _exponentials(local: Local, *, backward: bool) -> float:
+    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become the gradient."""
+    itemsize = local.op.call.ins[0].itemsize
+    return local.ins[0] * (4 / itemsize if itemsize < 4 else not backward)
+
 
 _ALL = frozenset(named("cat.default stack.default sum.default sum.dim_IntList view_as_real.default"))
 """Operators whose operands have views of it."""
@@ -40,6 +47,11 @@ PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.
 def made_whole(local: Local, gradient_bytes: float) -> float:
     """Bytes of the gradient of a result as rows, where it is that of a sum: one number, seen at full size."""
     return local.out if local.op.target in PRODUCTS and gradient_bytes < local.out else 0.0
+
+
+def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
+    """Whether an operator keeps a tensor of its own in the place of an operand."""
+    return operand == 0 and op.target in COPIED and SPLIT_LOSS not in runs and not habits.loss_in_place
 
 
 def in_place(op: Op, habits: Habits) -> bool:
@@ -79,8 +91,8 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
         return 0.0
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[0]
-    if "cross_entropy" in runs:
-        return SPLIT_LOSS[0](local)
+    if SPLIT_LOSS in runs:
+        return _exponentials(local, backward=False)
     if local.on_cpu and local.op.target in CPU:
         return CPU[local.op.target][0](local)
     return FORWARD.get(local.op.target, nothing)(local)
@@ -90,8 +102,8 @@ def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporaries of the backward of one call."""
     if in_place(local.op, habits):
         return 0.0
-    if "cross_entropy" in runs:
-        return SPLIT_LOSS[1](local)
+    if SPLIT_LOSS in runs:
+        return _exponentials(local, backward=True)
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[1]
     if local.on_cpu and local.op.target in CPU:

@@ -64,6 +64,17 @@ def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batc
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_peak_of_a_loss_over_split_classes_is_counted(precision: str) -> None:
+    """What it keeps are the logits, in their own dtype, and not their exponentials in float32."""
+    torch.manual_seed(0)
+    model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=1, heads=4, hidden=64), 128, 16)
+    made = autopar.compile(model, "cpu:1x2", args, precision=precision, recipe="megatron", time_limit_s=10.0)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True)))[0]
+    assert "cross_entropy" in str(made.plan.nodes["cross_entropy_sum"].runs)
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2"])
 def test_whole_gradients_that_are_scattered_do_not_stay(recipe: str) -> None:
     """Of ZeRO-1 and 2 those of two buckets are there at once, while the backward of 12 layers of 16 MiB goes on: beside the half of each that rests. What gloo has summed one of them in

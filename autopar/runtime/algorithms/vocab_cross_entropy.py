@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.runtime.collectives import all_reduce
 from autopar.runtime.count import record
@@ -29,7 +30,7 @@ def vocab_cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = 
     """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`.
 
     Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"), whose
-    dtype rules it follows: the result has the dtype of the logits.
+    dtype rules it follows: the result has the dtype of the logits. The backward keeps the logits, not their exponentials, which are wider than 16-bit ones.
     """
     out: Tensor = _CrossEntropy.apply(logits, labels, ignore_index, float(label_smoothing), mesh.span(vocab, axes)[0], vocab,
                                       tuple(axes), mesh)
@@ -43,34 +44,47 @@ def _over(x: Tensor, axes: Sequence[int], mesh: Mesh, entry: str) -> Tensor:
     return x
 
 
+def _wide(logits: Tensor) -> Tensor:
+    """Logits in float32 at least: a copy of narrower ones."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _below(wide: Tensor, top: Tensor, logits: Tensor) -> Tensor:
+    """By how much each is below the maximum of its row, in the memory of the copy where `wide` is one."""
+    return wide - top.unsqueeze(-1) if wide is logits else wide.sub_(top.unsqueeze(-1))
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, start: int, vocab: int,
                 axes: tuple[int, ...], mesh: Mesh) -> Tensor:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = _wide(logits)
         valid = labels != ignore_index
         width = logits.shape[-1]
         top = wide.amax(-1) if width else wide.new_full(labels.shape, -math.inf)
         top = _over(top, axes, mesh, "Pmax")
-        exps = (wide - top.unsqueeze(-1)).exp()
-        total = _over(exps.sum(-1), axes, mesh, "P")
         at = labels - start
         here = valid & (at >= 0) & (at < width)
         at = at.where(here, 0)
         part = -(smoothing / vocab) * wide.sum(-1) if smoothing else torch.zeros_like(top)
         if width:
             part = part - (1 - smoothing) * wide.gather(-1, at.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
+        exps = _below(wide, top, logits).exp_()
+        log_total = _over(exps.sum(-1), axes, mesh, "P").log()
         if all(mesh.coord[axis] == 0 for axis in axes):
-            part = part + top + total.log()
-        ctx.save_for_backward(exps, total, at, here, valid)
-        ctx.smoothing, ctx.vocab, ctx.dtype = smoothing, vocab, logits.dtype
+            part = part + top + log_total
+        ctx.save_for_backward(logits, top, log_total, at, here, valid)
+        ctx.smoothing, ctx.vocab = smoothing, vocab
         return part.where(valid, 0.0).sum().to(logits.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exps, total, at, here, valid = ctx.saved_tensors
-        grad = exps / total.unsqueeze(-1) - ctx.smoothing / ctx.vocab
+        logits, top, log_total, at, here, valid = ctx.saved_tensors
+        grad = _below(_wide(logits), top, logits).sub_(log_total.unsqueeze(-1)).exp_()
+        if ctx.smoothing:
+            grad.sub_(ctx.smoothing / ctx.vocab)
         if grad.shape[-1]:
             grad.scatter_add_(-1, at.unsqueeze(-1), (here.to(grad.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
-        grad = grad * (valid * grads[0].to(grad.dtype)).unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None, None, None, None, None, None
+        grad.mul_((valid * grads[0].to(grad.dtype)).unsqueeze(-1))
+        return grad.to(logits.dtype), None, None, None, None, None, None, None

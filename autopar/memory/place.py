@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, workspace
+from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, roots_bytes, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
@@ -193,14 +193,15 @@ class Holding:
         return float(min(together, max([BUCKET_BYTES, *sizes])))
 
     def update_bytes(self) -> float:
-        """What the optimizer's step takes beside what rests: where its state is on the host, that of one parameter, which is brought. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py:
-        _default_to_fused_or_foreach): two tensors of the size of one, the root of the second moment and what it is divided by."""
+        """What the optimizer's step takes beside what rests. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py: _default_to_fused_or_foreach);
+        where their state is on the host they are called for one after the other, which brings that of one and leaves nothing of the one before."""
         offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer].state
         if offload == "parameters":
             return 0.0  # on the host
-        brought = values if offload == "optimizer" else 0
-        temporary = 2 if values > 1 and not self.shares.habits.fused_update else 0  # else in the registers of one kernel
-        return float(brought + temporary) * largest_state(self.shares, self.views)
+        roots = values > 1 and not self.shares.habits.fused_update  # else in the registers of one kernel
+        if offload == "optimizer":
+            return (values + 2 * roots) * largest_state(self.shares, self.views)
+        return roots_bytes(self.shares, self.views) if roots else 0.0
 
     def _waiting(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
         """What `n` microbatches keep, of which so many are `halfway` through their backward; `share` of it is on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -82,10 +83,29 @@ def elements(shares: Shares, op: Op) -> int:
 
 def largest_state(shares: Shares, views: Sequence[View]) -> float:
     """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter works with."""
-    counts = instances(shares, views)
-    return max((float(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision)))
-                for op in shares.program.ops.values()
-                if op.role == "param" and op.call.outs[0].grad and counts[op.name]), default=0.0)
+    return max(_trained(shares, views), default=0.0)
+
+
+def roots_bytes(shares: Shares, views: Sequence[View]) -> float:
+    """The most that torch's Adam makes while it goes from parameter to parameter: the root of a second moment, what that is divided by, and the same of
+    the parameter before, which has its name until then."""
+    return max((before + 2 * nbytes for before, nbytes in itertools.pairwise((0.0, *_trained(shares, views)))), default=0.0)
+
+
+def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
+    """Bytes of trained parameters on this rank, in the order in which they are read first, which is that of most models; those of a run of blocks twice:
+    behind the last of a block comes the first of the next one."""
+    program, counts = shares.program, instances(shares, views)
+    first: dict[str, int] = {}
+    for number, op in enumerate(program.ops.values()):
+        for name, _ in op.operands:
+            first.setdefault(name, number)
+    held = [op for op in program.ops.values() if op.role == "param" and op.call.outs[0].grad and counts[op.name]]
+    for _, block in itertools.groupby(sorted(held, key=lambda op: first.get(op.name, 0)), key=lambda op: op.scope):
+        sizes = [(float(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision))),
+                  counts[op.name] > 1) for op in block]
+        yield from (nbytes for nbytes, _ in sizes)
+        yield from (nbytes for nbytes, several in sizes if several)
 
 
 def workspace(shares: Shares) -> Iterator[Entry]:

@@ -177,6 +177,15 @@ def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: s
     assert beside_state(place, "update") == pytest.approx(counted.update_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+def test_the_update_has_one_more_of_the_parameter_before(layers: int) -> None:
+    """Of alike ones three; blocks that are alike are one run, of layers without biases."""
+    model, x = Loss(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))), torch.randn(4, 256)
+    made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "update") == pytest.approx(counted.update_bytes, rel=0.01) == (layers + 3) * 4 * 256 * 256
+
+
 @pytest.mark.parametrize(("name", "recipe", "level"), [("hf-gpt2", "ddp", "full"), ("hf-llama", "zero3", "selective")])
 def test_the_peak_of_blocks_that_are_run_again_is_counted(name: str, recipe: str, level: str) -> None:
     who = subject(name)

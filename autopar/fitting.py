@@ -2,8 +2,8 @@
 room for.
 
 A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are figures to show. The
-layouts of that plan are then looked at with other sizes; those of a pipeline also with as many microbatches as the batch has, and with all
-blocks run again, because recipes leave both open.
+layouts of that plan are then looked at with other sizes, also with all blocks run again, and those of a pipeline with as many microbatches as the
+batch has, because recipes leave both open.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import fx
 
@@ -27,11 +28,12 @@ from autopar.onestage import meshes_for, undivided
 from autopar.pipeline.orders import PLAIN, orders
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
+from autopar.problem.build import Model
 from autopar.problem.graph import Program
 from autopar.problem.reading import read
 from autopar.problem.remat import levels
 from autopar.problem.types import Problem
-from autopar.recipes import RECIPES, Recipe, roles
+from autopar.recipes import RECIPES, Recipe
 from autopar.recipes import offload as offloads
 from autopar.recipes.offload import OFFLOADS, Offload
 from autopar.recipes.pipelines import PIPELINES
@@ -116,33 +118,43 @@ class Survey:
         return self.request.settings.training and device.kind != "cpu" and not offloads.unknown(device)
 
     def _one_device(self) -> Plan | str:
-        alone = replace(self.request, cluster=self.request.cluster.line(1))
-        planner = Planner.of(self.gm, self.hints, alone)
-        model = planner.model((1,), (roles.nothing,), "one device")
-        solution = ilp.search(replace(model.problem, memory_limit_bytes=math.inf), time_limit_s=SOLVE_S)
-        return bare_plan(planner, alone.cluster.mesh((1,)), model.decode(solution.choice), "one device")
+        alone = replace(self.request, cluster=self.request.cluster.line(1), mesh=None)
+        return self._recipe(Planner.of(self.gm, self.hints, alone), replace(RECIPES["single"], name="one device"))
 
     def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
-        """The recipe on the mesh where it is fastest among those where it fits, or else takes least."""
+        """The recipe on the mesh where it is fastest among those where it fits, with no more run again than it takes to fit, or else where it takes least."""
         if lacking := recipe.lacking(planner.program):
             return lacking
         found: list[tuple[bool, float, Plan]] = []
         why = "the cluster has no such mesh"
-        for sizes in meshes_for(recipe, self.request.cluster, self.request.mesh):
-            if said := undivided(planner.program, recipe, sizes):
-                why = said
-                continue
-            try:
-                model = planner.model(sizes, recipe.roles_on(len(sizes)), recipe.name)
-                choice = _choice(model.problem)
-            except InfeasibleError as error:
-                why = str(error)
-                continue
-            plan = bare_plan(planner, self.request.cluster.mesh(sizes), model.decode(choice), recipe.name)
-            peak = self.predicted(plan).peak_bytes
-            fits = peak <= self.limit_bytes
-            found.append((not fits, model.problem.price(choice).time_s if fits else peak, plan))
+        for level in planner.open_levels:
+            planner.remat = planner.levels(level)
+            for sizes in meshes_for(recipe, planner.request.cluster, planner.request.mesh):
+                if said := undivided(planner.program, recipe, sizes):
+                    why = said
+                    continue
+                try:
+                    found.append(self._on_mesh(planner, recipe, sizes))
+                except InfeasibleError as error:
+                    why = str(error)
+            if any(not over for over, *_ in found):
+                break
         return min(found, key=lambda one: one[:2])[2] if found else why
+
+    def _on_mesh(self, planner: Planner, recipe: Recipe, sizes: tuple[int, ...]) -> tuple[bool, float, Plan]:
+        """Whether a recipe is over the limit on a mesh; its seconds, or its peak where it is; and its plan."""
+        used, mesh = recipe.roles_on(len(sizes)), planner.request.cluster.mesh(sizes)
+
+        def plan(model: Model, choice: tuple[int, ...]) -> Plan:
+            return bare_plan(planner, mesh, model.decode(choice), recipe.name, planner.remat)
+
+        with suppress(InfeasibleError):
+            found = planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=SOLVE_S))
+            return False, found.cost.time_s, plan(found.model, found.solution.choice)
+        model = planner.model(sizes, used, recipe.name)
+        plans = [plan(model, choice) for choice in _outside(model.problem)]
+        peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))
+        return True, peak, plans[least]
 
     def _on_host(self, planner: Planner, offload: Offload) -> Plan | str:
         try:
@@ -188,7 +200,7 @@ class Survey:
 
     def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
         again = {}
-        if plan.places > 1 and plan.mode == "train" and self.request.remat == "auto":
+        if plan.mode == "train" and self.request.remat == "auto":
             again = levels(self._program(self.hints), "full")
         plans = [plan, *([replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))] if again else [])]
         return max(self._largest_of(each, symbol, limits) for each in plans)
@@ -264,9 +276,7 @@ def _runs(plan: Plan, microbatches: int) -> bool:
     return True
 
 
-def _choice(problem: Problem) -> tuple[int, ...]:
-    """The fastest solution that fits, or else the one of least memory, whether it fits or not."""
-    try:
-        return ilp.search(problem, time_limit_s=SOLVE_S).choice
-    except InfeasibleError:
-        return least_memory(replace(problem, memory_limit_bytes=math.inf), time_limit_s=SOLVE_S)
+def _outside(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """The solution of least memory and the fastest one, whether they fit or not: either may have the lower peak."""
+    roomy = replace(problem, memory_limit_bytes=math.inf)
+    return least_memory(roomy, time_limit_s=SOLVE_S), ilp.search(roomy, time_limit_s=SOLVE_S).choice

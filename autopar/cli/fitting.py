@@ -77,6 +77,8 @@ def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
         else:
             table.add_row(row.name, times(row.mesh), *fit_row(row.place, row.limit_bytes, fits=row.fits),
                           *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols))
+    if again := [row.name for row in rows if row.plan is not None and row.plan.remat]:
+        notes.append(f"with blocks that are run again in the backward: {', '.join(again)}")
     return [table, *(["", *notes] if notes else [])]
 
 
@@ -95,5 +97,5 @@ def as_json(survey: Survey, rows: Sequence[Row]) -> dict[str, Any]:
     """The table as data."""
     return {"cluster": survey.request.cluster.label, "hints": dict(survey.hints), "usable_bytes": survey.limit_bytes, "rows": [
         {"name": row.name, "mesh": list(row.mesh), "fits": row.fits, "why": row.why, "largest": dict(row.largest),
-         "host_bytes": row.host_bytes,
+         "host_bytes": row.host_bytes, "remat": {} if row.plan is None else {scope: list(names) for scope, names in row.plan.remat.items()},
          "prediction": None if row.prediction is None else row.prediction.to_dict()} for row in rows]}

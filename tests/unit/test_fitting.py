@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from autopar import onestage
 from autopar.cli.fitting import LOOKED_AT, _size
 from autopar.cluster import Cluster
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.fitting import LARGEST, ROUNDS, Row, Survey, _runs
 from autopar.problem.remat import levels
 from autopar.request import Request
 from tests.helpers.kinds import two_kinds
-from tests.helpers.verify import subject
+from tests.helpers.verify import Subject, subject
 
 
 def survey(memory_bytes: int = 1 << 22) -> Survey:
@@ -44,10 +46,39 @@ def test_there_is_a_row_for_each() -> None:
 def test_the_largest_sizes_fit_and_the_next_ones_do_not(name: str) -> None:
     row, here = rows()[name], survey()
     assert row.plan is not None and row.fits == (row.largest["b"] >= 8)
+    again = replace(row.plan, remat=levels(here._program(here.hints), "full"))
+
+    def peak(**sizes: int) -> float:
+        """The least of the plan and of the same with all blocks run again."""
+        return min(here.predicted(plan, **sizes).peak_bytes for plan in (row.plan, again))
+
     for symbol, step, most in (("b", here._step(row.plan, "b"), 1 << 22), ("s", here._step(row.plan, "s"), 64)):
         size = row.largest[symbol]
-        assert size == 0 or here.predicted(row.plan, **{symbol: size}).peak_bytes <= row.limit_bytes
-        assert size + step > most or here.predicted(row.plan, **{symbol: size + step}).peak_bytes > row.limit_bytes
+        assert size == 0 or peak(**{symbol: size}) <= row.limit_bytes
+        assert size + step > most or peak(**{symbol: size + step}) > row.limit_bytes
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "megatron"])
+def test_a_strategy_fits_where_compile_finds_that_it_does(name: str) -> None:
+    """With blocks run again where nothing else fits, and not where a level of it is asked for."""
+    who, seen = subject("gpt"), set[tuple[bool, bool]]()
+    for memory_bytes in (12 << 20, 6 << 20, 1 << 20):
+        here = survey(memory_bytes)
+        here.hints = {**here.hints, "b": 64}
+        row = next(row for row in here.rows([name]) if row.name == name)
+        assert row.fits == _compiles(replace(here.request, recipe=name, time_limit_s=5.0), who, here.hints), memory_bytes
+        seen.add((row.fits, bool(row.plan.remat)))
+        plain = Survey(here.gm, here.hints, replace(here.request, remat="none"))
+        assert not any(row.plan.remat for row in plain.rows([name]))
+    assert {(True, False), (True, True)} <= seen and any(not fits for fits, _ in seen)
+
+
+def _compiles(request: Request, who: Subject, hints: Mapping[str, int]) -> bool:
+    try:
+        onestage.plan(who.captured.gm, hints, request)
+    except InfeasibleError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])

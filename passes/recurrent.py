@@ -185,12 +185,12 @@ def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
     wide, hidden, _ = found.sizes(weights)
     assert isinstance(wide, int) and isinstance(hidden, int)  # as those of weights are
     across = max(wide, hidden)
-    position = itemsize * (_line(4 * hidden, itemsize) + _line(hidden, itemsize))
-    state = itemsize * 2 * (_line(across, itemsize) + hidden) + WIDE * (4 * _line(across, WIDE) + 2 * hidden)
+    position = itemsize * (line(4 * hidden, itemsize) + line(hidden, itemsize))
+    state = itemsize * 2 * (line(across, itemsize) + hidden) + WIDE * (4 * line(across, WIDE) + 2 * hidden)
     return found.samples * (found.steps * position + (found.steps + 1) * state + itemsize * 2 * hidden)
 
 
-def _line(numbers: int, itemsize: int) -> int:
+def line(numbers: int, itemsize: int) -> int:
     """Numbers of a row in oneDNN's memory: whole lines of the cache, and not all at the same place in it."""
     line = 64 // itemsize
     rounded = -(-numbers // line) * line

@@ -40,7 +40,7 @@ _COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, ate
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
 
 
-PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, ops.affine)
+PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.lstm.input, ops.affine)
 """Operators whose kernels read the gradient as rows in memory."""
 
 

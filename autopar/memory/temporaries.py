@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.memory import matrices
+from autopar.memory import matrices, recurrent
 from autopar.memory.local import Bytes, Local, nothing, rows, taken
 from autopar.problem.graph import Op
 from autopar.rules import pointwise
@@ -337,6 +337,7 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec"), (taken("a+o"), nothing)),  # channels last
     **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
     **matrices.CPU,
+    **recurrent.CPU,
     ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),  # one product for each group
     aten.rms_norm.default: (_norm_forward, _norm_back),
     aten.scaled_dot_product_attention.default: (partial(_scores, 1.0), partial(_scores, 2.0)),

@@ -111,10 +111,10 @@ class Squared(nn.Module):
         return self.square(self.first(x)).mean()
 
 
-def _is_counted(build: Callable[[], nn.Module], precision: str | None = None) -> None:
-    """The peak of a step on 2048 rows of one device, beside what rests, is what the allocator counts."""
+def _is_counted(build: Callable[[], nn.Module], precision: str | None = None, rows: int = 2048) -> None:
+    """The peak of a step on so many rows of one device, beside what rests, is what the allocator counts."""
     torch.manual_seed(0)
-    model, x = build(), torch.randn(2048, 128)
+    model, x = build(), torch.randn(rows, 128)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
     counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
@@ -168,6 +168,24 @@ class Normed(nn.Module):
 def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> None:
     """A CPU runs RMSNorm as plain operators, each of which takes memory."""
     _is_counted(lambda: Normed(norm, count), precision)
+
+
+class Recurrent(nn.Module):
+    """The mean of what a recurrent network gives."""
+
+    def __init__(self, name: str, layers: int, both: bool) -> None:
+        super().__init__()
+        self.network = getattr(nn, name)(64, 64, layers, batch_first=True, bidirectional=both)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.unflatten(1, (2, 64)).repeat(1, 4, 1))[0].mean()
+
+
+@pytest.mark.parametrize(("name", "layers", "both"), [("LSTM", 1, False), ("LSTM", 2, True), ("GRU", 2, False), ("RNN", 1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("LSTM", 1, True), ("LSTM", 2, False), ("GRU", 1, True), ("RNN", 2, False)))])
+def test_the_peak_of_recurrent_networks_is_counted(name: str, layers: int, both: bool) -> None:
+    """Gates of all positions are there at once, beside what is kept."""
+    _is_counted(lambda: Recurrent(name, layers, both), rows=256)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])

@@ -1,0 +1,64 @@
+"""What recurrent networks take for themselves on a CPU, beside what they keep (passes/recurrent.py): of one direction of one layer after the other.
+
+The products of all that comes in with the first matrix are made at once, for all positions: `gates`. Plain operators then go from position to position, and join
+what both directions give; oneDNN's LSTM works in the memory of the gates both ways, on a copy of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.memory.local import Bytes, Local
+from autopar.rules.arguments import named
+from passes.recurrent import ONEDNN, line
+
+aten = torch.ops.aten
+
+STATES = 6
+"""So many more than it keeps has the backward of oneDNN of states of one position."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one direction of the last layer on one rank: what it gives, its gates, its weights and its states of one position."""
+
+    given: float
+    gates: float
+    weights: float
+    state: float
+    ways: int
+    fused: bool
+
+    @staticmethod
+    def of(local: Local) -> Layer:
+        """That of a call."""
+        ways, params = 2 if local.given("bidirectional") else 1, local.given("params")
+        count = ways * local.given("num_layers")
+        rows, numbers = params[1].sizes
+        fused = local.op.target is aten.lstm.input and local.op.out_dtypes[0] in ONEDNN and rows == 4 * numbers
+        gates = line(rows, local.op.call.outs[0].itemsize) if fused else rows
+        return Layer(local.out / ways, local.out / ways * gates / numbers, sum(local.ins[-len(params):]) / count, local.outs[1] / count, ways, fused)
+
+
+def _forward(local: Local) -> float:
+    """Both directions apart, and joined in the result: oneDNN keeps them, and has the result behind the last gates."""
+    layer = Layer.of(local)
+    if layer.fused:
+        return max(0.0, layer.gates + layer.weights - local.out * (layer.ways > 1))
+    return layer.gates + local.out * (layer.ways > 1)
+
+
+def _backward(local: Local) -> float:
+    """Of plain operators less than what they let go. Beside the gates oneDNN makes the gradient of what comes in to each layer, whether anybody wants it or not, one from each direction."""
+    layer = Layer.of(local)
+    if not layer.fused:
+        return 0.0
+    inward = 0.0 if local.grad(0) else layer.given if local.given("num_layers") > 1 else local.ins[0]
+    return layer.gates + layer.weights + STATES * layer.state + inward + (layer.ways - 1) * layer.given
+
+
+CPU: dict[Any, tuple[Bytes, Bytes]] = dict.fromkeys(named("gru.input lstm.input rnn_relu.input rnn_tanh.input"), (_forward, _backward))
+"""Both ways."""

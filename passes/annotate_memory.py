@@ -91,13 +91,15 @@ def _looked_up(node: fx.Node, written: Size) -> Size:
 def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
     """Where the fused kernel of the CPU refuses, as it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp), attention as plain
     products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a batch of
-    products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too."""
+    products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too. All in float32 at least."""
     given = edit.args_of(node)
     if not (any(grads[3:]) or given["dropout_p"]):
         return None
     itemsize = facts.dtype(node).itemsize
-    scores = itemsize * prod((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
-    return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1))
+    wide = max(torch.float32.itemsize, itemsize)
+    scores = wide * prod((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
+    wider = (wide - itemsize) * sum(facts.numel(given[name]) for name in ("query", "key", "value"))
+    return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1) + wider)
 
 
 def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:

@@ -292,6 +292,7 @@ BACKWARD: dict[Any, Bytes] = {
 }
 """Bytes beside gradients of operands and results, while the backward runs."""
 
+WIDE = 4  # bytes of a float32
 POINT = (1, 1)  # a kernel of one pixel is a product
 
 
@@ -300,15 +301,35 @@ def _blocks(formula: str, local: Local) -> float:
     return 0.0 if tuple(local.op.call.ins[1].sizes[2:]) == POINT else taken(formula)(local)
 
 
-def _scores(times: float, local: Local) -> float:
-    """Of attention that is not fused, which keeps its scores: as many again."""
-    return times * local.extra if local.op.copies else 0.0
+def _scores(local: Local) -> float:
+    """Of attention that is not fused one tensor of scores, in float32 at least."""
+    _, key, value = local.op.call.ins[:3]
+    return _wide(local) * key.sizes[-2] / value.sizes[-1] if local.op.copies else 0.0
+
+
+def _scored(local: Local) -> float:
+    """The scores before the softmax, where nothing is dropped of it. Of narrower tensors queries, keys and values in float32, before they are scaled and put in order; then the
+    softmax and the result are cast back."""
+    scores, dropped = _scores(local), bool(local.given("dropout_p"))
+    if local.op.call.outs[0].itemsize >= WIDE:
+        return scores * (not dropped)
+    wide = sum(local.ins[:3]) * WIDE / local.op.call.outs[0].itemsize if local.op.copies else 0.0
+    return wide + max(scores * (not dropped), 0.5 * scores + _wide(local) * (wide > 0))
+
+
+def _scored_back(local: Local) -> float:
+    """The gradient of the softmax, and that of the scores where nothing is dropped, which lets go of as much. Of the gradients of operands that of values is there by then."""
+    times, made = WIDE / min(WIDE, local.op.call.outs[0].itemsize), sum(local.ins[i] for i in range(3) if local.grad(i))
+    if not local.op.copies:
+        return 0.0
+    if local.given("dropout_p"):
+        return max(0.0, _scores(local) + local.ins[2] * times + _wide(local) * (times > 1) - made)
+    return max(0.0, 2 * _scores(local) - made)
 
 
 def _wide(local: Local) -> float:
     """Rows in the dtype in which the plain operators of a norm compute: float32 at least."""
-    itemsize = local.op.call.outs[0].itemsize
-    return local.out * max(1.0, 4 / itemsize)
+    return local.out * max(1.0, WIDE / local.op.call.outs[0].itemsize)
 
 
 def _norm(local: Local) -> float:
@@ -340,6 +361,6 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     **recurrent.CPU,
     ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),  # one product for each group
     aten.rms_norm.default: (_norm_forward, _norm_back),
-    aten.scaled_dot_product_attention.default: (partial(_scores, 1.0), partial(_scores, 2.0)),
+    aten.scaled_dot_product_attention.default: (_scored, _scored_back),
 }
 """Both of operators whose kernels on a CPU are made of several, or copy what they are given."""

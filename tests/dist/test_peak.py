@@ -170,6 +170,24 @@ def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> 
     _is_counted(lambda: Normed(norm, count), precision)
 
 
+class Attending(nn.Module):
+    """Attention that a CPU runs as plain products: some of it is dropped, or its mask has a gradient."""
+
+    def __init__(self, dropped: float) -> None:
+        super().__init__()
+        self.dropped, self.parts, self.mask = dropped, nn.Linear(128, 3 * 128), nn.Parameter(torch.zeros(128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.parts(x).view(-1, 128, 3, 8, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, self.mask, self.dropped).mean()
+
+
+@pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])
+def test_the_peak_of_attention_as_products_is_counted(dropped: float, precision: str) -> None:
+    """In float32, whatever it is given."""
+    _is_counted(lambda: Attending(dropped), precision)
+
+
 class Recurrent(nn.Module):
     """The mean of what a recurrent network gives."""
 

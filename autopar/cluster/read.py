@@ -87,7 +87,7 @@ def read_file(path: Path) -> Cluster:
 
 
 def _rebase(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` laid over its base preset: device keys one by one, levels by their name."""
+    """`data` laid over its base preset: device keys and the entries of its tables one by one, levels by their name."""
     check_keys(data, "the file", ("base", "name"), ("device", "levels"))
     if not isinstance(data["base"], str) or data["base"].endswith(".toml") or "+" in data["base"]:
         fail("the file", "base", data["base"], "a preset, for example 'h100:4x8'")
@@ -95,7 +95,7 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     device = data.get("device", {})
     check_keys(device, "device", (), _names(Device))
     for key, value in device.items():
-        merged["device"][key] = merged["device"][key] | value if isinstance(value, dict) else value
+        merged["device"][key] = _laid_over(merged["device"][key], value) if isinstance(value, dict) else value
     levels, seen = {level["name"]: level for level in merged["levels"]}, dict[str, None]()
     for change in data.get("levels", []):
         check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
@@ -150,6 +150,11 @@ def to_dict(cluster: Cluster) -> dict[str, Any]:
         return _plain({key: value for key, value in dataclasses.asdict(cluster).items() if key in ("name", "levels", "device")})
     link = {} if cluster.link is None else {"link": _plain(dataclasses.asdict(cluster.link))}
     return {"name": cluster.name, "parts": [to_dict(part) for part in cluster.parts], **link}
+
+
+def _laid_over(table: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """`table` with the entries of `change`, without those that it says are `false`."""
+    return {key: value for key, value in (table | change).items() if value is not False}
 
 
 def _plain(value: Any) -> Any:

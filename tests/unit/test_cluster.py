@@ -109,6 +109,14 @@ def test_a_file_over_a_base_changes_only_what_it_names(tmp_path: Path) -> None:
     assert mine.device.flops("bfloat16") == base.device.flops("bfloat16")
 
 
+def test_a_file_takes_away_what_its_device_has_not(tmp_path: Path) -> None:
+    """Ampere's tensor cores have no float8: presets listed it at the rate of bfloat16."""
+    path = write(tmp_path, 'name = "mine"\nbase = "h100:4x8"\n[device]\npeak_flops = {float8 = false}\nachievable_of = {float8 = false}\n')
+    mine = Cluster.parse(str(path)).device
+    assert mine.flops("float8") == mine.flops("float32") and mine.best_share("float8") == mine.achievable
+    assert all("float8" not in Cluster.parse(name).device.peak_flops for name in ("a100-80", "a10g", "rtx-a6000"))
+
+
 def test_a_level_may_state_only_a_latency(tmp_path: Path) -> None:
     path = write(tmp_path, 'name = "mine"\nbase = "h100"\n[[levels]]\nname = "node"\nsize = 2\nlatency_s = 30e-6\n')
     level = Cluster.parse(path).levels[0]

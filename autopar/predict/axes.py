@@ -29,18 +29,19 @@ RESTS: dict[int, Role] = {0: roles.data, 1: roles.zero1, 2: roles.zero2, 3: role
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of `ways` ranks with its role."""
+    """An axis of `ways` ranks with its role; `name` is the field of Setup whose ranks cut the work of a block over it."""
 
     ways: int
     role: Role
+    name: str = ""
 
 
 def axes(setup: Setup) -> list[Axis]:
     """The axes of a place, outermost first, those of one rank left out: copies of shards, data, experts, context, tensor. What is cut
     at rest over data is so over experts' and context's ranks too, which all have the same of it."""
     rests = RESTS[setup.zero]
-    found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.expert_ways, rests), Axis(setup.expert_ways, resting(roles.experts, rests)),
-             Axis(setup.cp, resting(sequence.context, rests)), Axis(setup.tp, tensor_role(setup))]
+    found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.expert_ways, rests), Axis(setup.expert_ways, resting(roles.experts, rests), "ep"),
+             Axis(setup.cp, resting(sequence.context, rests), "cp"), Axis(setup.tp, tensor_role(setup), "tp")]
     return [axis for axis in found if axis.ways > 1] or [Axis(1, roles.nothing)]
 
 

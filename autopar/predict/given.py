@@ -18,6 +18,7 @@ from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import axes, rerun_levels
 from autopar.predict.setup import Setup
 from autopar.predict.sizes import sizes
+from autopar.predict.whole import check_cut
 from autopar.problem.build import build
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
@@ -45,7 +46,7 @@ def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: st
     """The plan of a configuration of a captured model, all its blocks in the graph. `precision` as Settings has it.
 
     Microbatches behind the first few rounds of a pipeline are left out: they take what those before them took. Raises PlanError where
-    the configuration cannot be planned (stages without a block, a batch that cannot be cut).
+    the configuration cannot be planned (stages without a block, a batch that cannot be cut, heads that tensor-parallel ranks do not divide).
     """
     kept = replace(setup, microbatches=_few(setup))
     used = axes(kept)
@@ -57,6 +58,7 @@ def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: st
     joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, Prices(mesh, place.device, settings, planner.kernels), NO_LIMIT_BYTES, "given")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
+    check_cut(planner.program, decisions, used)
     flat = bare_plan(planner, mesh, decisions, "given", rerun_levels(planner.program, kept))
     return Given(planner.program, _staged(planner, flat, kept))
 

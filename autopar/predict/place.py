@@ -21,6 +21,7 @@ from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
 from autopar.predict.setup import WHOLE, Setup
 from autopar.predict.sizes import sizes
+from autopar.predict.whole import check_cut
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
@@ -97,7 +98,7 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
-    """Settle what the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, or the device is no faster in the dtype of matmuls."""
+    """Settle what the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, an axis does not divide what it is to cut, or the device is no faster in the dtype of matmuls."""
     device, matmul = cluster.device, setup.software.matmul
     if matmul and device.peak_flops.get(matmul, 0.0) <= device.flops(precision):
         raise PlanError(f"setup: matmuls in {matmul} on {device.name}: its rates are {', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; "
@@ -114,6 +115,7 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
     joints = [planner.joints(axis.role, axis.ways) for axis in used]
     model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")
     decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
+    check_cut(planner.program, decisions, used)
     return Decided(planner, mesh, settings, decisions)
 
 

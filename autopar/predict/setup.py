@@ -71,7 +71,7 @@ class Setup:
 
     `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
-    `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly); `again`: how many of them run again.
+    `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly, at least one to each); `again`: how many of them run again.
     """
 
     micro_batch: int
@@ -106,18 +106,22 @@ class Setup:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"setup: zero is {self.zero}; wanted 0, 1, 2 or 3")
         for name, dealt in (("blocks", self.blocks), ("again", self.again)):
-            if dealt and len(dealt) != self.pp * self.vpp:
+            if dealt and (len(dealt) != self.pp * self.vpp or min(dealt) < 0):
                 raise PlanError(f"setup: {name} is {dealt}; wanted a number for each of {self.pp * self.vpp} stages")
+        if 0 in self.blocks[1:-1]:
+            raise PlanError(f"setup: blocks is {self.blocks}; wanted none without a block but the first stage, which has the embedding, and the last, which has the head")
         if self.whole_experts and self.ep % self.tp:
             raise PlanError(f"setup: ep is {self.ep}; wanted a multiple of tp {self.tp}, whose ranks have experts of their own")
         if self.dp % self.expert_ways or self.dp % self.replicas:
             raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep}{f' / tp {self.tp}' * self.whole_experts} and of replicas {self.replicas}")
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
-        """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them."""
+        """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them, or there are fewer than stages to deal them to."""
         if self.blocks and sum(self.blocks) != layers:
             raise PlanError(f"setup: blocks is {self.blocks}; wanted {layers} in all")
         count = self.pp * self.vpp
+        if layers < count and not self.blocks:
+            raise PlanError(f"setup: pp {self.pp} x vpp {self.vpp} are {count} stages for {layers} layers; wanted a layer for each stage, or `blocks`, of which the first and the last may be 0")
         return self.blocks or tuple(layers // count + (1 if stage < layers % count else 0) for stage in range(count))
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
+from autopar.errors import PlanError
 from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.owners import Owners, line
@@ -85,7 +86,10 @@ class Layers:
 
 
 def predict(place: Place, layers: int | Layers, setup: Setup, cluster: Cluster) -> Prediction:
-    """The step of a model of so many layers under `setup`; a number of them is of layers that are all alike, or evenly like the runs of blocks of `place`."""
+    """The step of a model of so many layers under `setup`; a number of them is of layers that are all alike, or evenly like the runs of blocks of `place`. Raises PlanError
+    where the cluster has too few devices, or the layers cannot be dealt to the stages."""
+    if setup.devices > cluster.devices:
+        raise PlanError(f"setup: tp {setup.tp} x cp {setup.cp} x dp {setup.dp} x pp {setup.pp} are {setup.devices} ranks on the {cluster.devices} devices of {cluster.label}; wanted a cluster of as many")
     return _Step(place, layers if isinstance(layers, Layers) else Layers(layers), setup, cluster).prediction()
 
 

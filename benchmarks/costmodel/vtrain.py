@@ -51,6 +51,6 @@ def padded(vocabulary: int, tp: int) -> int:
 
 def a100(gpus: int) -> Cluster:
     """Nodes of 8 with that project's network."""
-    cluster = Cluster.parse(f"a100-80:{max(1, gpus // 8)}x{min(8, gpus)}")
+    cluster = Cluster.parse(f"a100-80:{-(-gpus // 8)}x{min(8, gpus)}")
     outer, *inner = cluster.levels
     return replace(cluster, levels=(replace(outer, bandwidth_bytes_s=NETWORK_BYTES_S), *inner))

@@ -11,7 +11,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.layout import most_elements
-from autopar.predict import decide, price
+from autopar.predict import decide, peak, price
 from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
 from autopar.predict.setup import Setup, Software
 from autopar.problem.kernels import multiplies
@@ -66,6 +66,22 @@ def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, kn
     setup = Setup(1, 1, 256, software=Software(matmul=matmul))
     with nullcontext() if known else pytest.raises(PlanError, match=f"wanted a device that is faster in {matmul} than in bfloat16"):
         price(captured(sizes, "bfloat16"), setup, Cluster.parse(cluster), "bfloat16")
+
+
+@pytest.mark.parametrize("sizes, change, why", [
+    ({"heads": 6, "kv_heads": 6}, {"tp": 4}, "tp over 4 ranks, each of which would compute .* whole; wanted a number of ranks that divides the heads"),
+    ({"heads": 6, "kv_heads": 6, "fused_attention": False}, {"tp": 4}, "tp over 4 ranks"), ({"kv_heads": 2}, {"tp": 4}, "those of keys and values too"),
+    ({}, {"cp": 4, "seq": 250}, "cp over 4 ranks, .* divides the sequence"), ({"experts": 6, "top_k": 2, "expert_ffn": 128}, {"ep": 4, "dp": 4}, "ep over 4 ranks, .* divides the experts"),
+    ({"experts": 8, "top_k": 2, "expert_ffn": 128}, {"ep": 4, "dp": 4}, ""), ({}, {"tp": 4, "cp": 2}, ""),
+])
+def test_what_an_axis_does_not_cut_is_refused(sizes: dict[str, int], change: dict[str, int], why: str) -> None:
+    """It was priced as computed whole on every rank, without a word."""
+    config = Config(**{"vocab": 512, "positions": 256, "layers": 3, "heads": 8, "kv_heads": 8, "head_dim": 32, "hidden": 256, "ffn": 512, "rms": True, "gated": True, "rotary": True,
+                       "bias": False, "tied": False} | sizes)
+    gm, setup, cluster = captured(config, "bfloat16"), replace(Setup(1, 1, 256), **change), Cluster.parse("h100:1x8")
+    for run in (lambda: price(gm, setup, cluster, "bfloat16"), lambda: peak(gm, setup, cluster)):
+        with pytest.raises(PlanError, match=why) if why else nullcontext():
+            run()
 
 
 def test_the_graph_is_one_of_the_sizes_that_are_priced() -> None:

@@ -62,6 +62,16 @@ def test_blocks_are_dealt_and_run_again_as_stated() -> None:
         step(blocks=(1, 1, 1, 1))
 
 
+def test_only_ends_may_have_no_block() -> None:
+    """Stages without anything were priced, as if a pipeline of fewer were one of more."""
+    with pytest.raises(PlanError, match="pp 4 x vpp 4 are 16 stages for 8 layers; wanted a layer for each"):
+        step(vpp=4)
+    with pytest.raises(PlanError, match="wanted none without a block but the first stage"):
+        step(blocks=(4, 0, 2, 2))
+    ends, inner = step(blocks=(0, 4, 4, 0)), step(blocks=(2, 4, 2, 0))
+    assert ends.compute_s == pytest.approx(inner.compute_s)  # of the fullest place, which has four in both
+
+
 def test_layers_of_each_kind_are_where_they_are_in_the_model() -> None:
     layers, stages = Layers(9, leading=2), Setup(1, 8, 1024, pp=4).blocks_of(9)
     found = [layers.shares(["dense", "experts"], sum(stages[:at]), count) for at, count in enumerate(stages)]
@@ -145,6 +155,11 @@ def test_the_slowest_of_more_is_slower() -> None:
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         replace(SETUP, **change)  # type: ignore[arg-type]
+
+
+def test_a_cluster_has_as_many_devices_as_there_are_ranks() -> None:
+    with pytest.raises(PlanError, match=r"tp 2 x cp 1 x dp 8 x pp 4 are 64 ranks on the 32 devices of a100-80:4x8"):
+        step(dp=8)
 
 
 def test_shards_are_waited_for_where_nothing_overlaps() -> None:

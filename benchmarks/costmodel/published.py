@@ -87,9 +87,9 @@ def _row(line: Line, name: str) -> Row:
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     recompute, share, parts = _recompute(line)
-    ep = _int(line, "ep", 1)
+    ep, vpp = _int(line, "ep", 1), _int(line, "vpp", 1) if pp > 1 else 1
     setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=ep, whole_experts=_whole_experts(line, known, tp, ep, dp), dp=dp, pp=pp,
-                  vpp=_int(line, "vpp", 1) if pp > 1 else 1, sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
+                  vpp=vpp, blocks=_dealt(model.layers, pp * vpp), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
                   recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1))
     step_s, peaks = _step_s(line, gpus), _peaks(line)
     if step_s is None and not peaks:
@@ -139,6 +139,15 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, window=_window(about, _int(line, "seq_len")), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+
+
+def _dealt(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where layers are two short of as many for each: embedding and head count as a layer then (Megatron-Core,
+    account_for_embedding_in_pipeline_split; torchtitan, generate_llm_fqn_per_model_part; https://arxiv.org/abs/2407.21783, section 3.3.2). Else none, which is evenly."""
+    if layers % stages == 0 or (layers + 2) % stages:
+        return ()
+    each = (layers + 2) // stages
+    return (each - 1, *[each] * (stages - 2), each - 1)
 
 
 def _kv_heads(published: int, heads: int, tp: int) -> int:

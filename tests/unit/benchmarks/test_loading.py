@@ -183,6 +183,12 @@ def test_ranks_have_a_whole_head_of_keys_each(tmp_path: Path, kv: str, tp: str, 
     assert row.model.kv_heads == wanted
 
 
+@pytest.mark.parametrize("layers, pp, vpp, dealt", [("126", "8", "1", (15, *[16] * 6, 15)), ("30", "4", "8", (0, *[1] * 30, 0)), ("32", "2", "4", ()), ("61", "4", "4", ()), ("126", "1", "", ())])
+def test_embedding_and_head_count_as_layers_where_these_are_two_short(tmp_path: Path, layers: str, pp: str, vpp: str, dealt: tuple[int, ...]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"n_layers": layers, "pp": pp, "vpp": vpp, "tp": "1", "dp": ""}])).rows
+    assert row.setup.blocks == dealt
+
+
 @pytest.mark.parametrize("seq, window", [("1024", 0), ("4096", 0), ("8192", 0), ("16384", 4096), ("12288", 4096), ("10240", None)])
 def test_windows_are_shorter_than_sequences(tmp_path: Path, seq: str, window: int | None) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"arch_source": "sliding-window 4096", "seq_len": seq}]))

@@ -95,6 +95,8 @@ def _again(made: Plan, setup: Setup) -> Plan:
 
 
 def _schedule(setup: Setup) -> str:
+    if setup.schedule:
+        return setup.schedule
     if setup.vpp > 1:
         return "interleaved_1f1b"
     if setup.microbatches >= setup.pp:

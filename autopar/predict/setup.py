@@ -8,12 +8,16 @@ from dataclasses import dataclass, fields
 from autopar.errors import PlanError
 from autopar.memory import Habits
 from autopar.memory.habits import EMITTED
+from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 RECOMPUTE = ("none", "selective", "full")
 WHOLE = ("attention", "mlp", "experts")
 """Parts of a block that run again whole: attention from scores on, the feed-forward layer, the layer of experts."""
 
 PARTS = (*WHOLE, "operators")
+
+APART: dict[str, Schedule] = {name: schedule for name, schedule in SCHEDULES.items() if schedule.splits_backward}
+"""Schedules whose gradients of weights run behind those of inputs, where they have time."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `vpp`: stages per place. `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
+    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `vpp`: stages per place. `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
     `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly, at least one to each); `again`: how many of them run again.
     """
@@ -84,6 +88,7 @@ class Setup:
     dp: int = 1
     pp: int = 1
     vpp: int = 1
+    schedule: str = ""
     sequence_parallel: bool = False
     zero: int = 0
     replicas: int = 1
@@ -101,6 +106,10 @@ class Setup:
                 raise PlanError(f"setup: {each.name} is {value}; wanted at least 1")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"setup: recompute is {self.recompute!r}; wanted one of {', '.join(RECOMPUTE)}")
+        if self.schedule and self.schedule not in APART:
+            raise PlanError(f"setup: schedule is {self.schedule!r}; wanted one of {', '.join(APART)}, or none for 1F1B")
+        if self.schedule and APART[self.schedule].virtual not in (None, self.vpp):
+            raise PlanError(f"setup: vpp is {self.vpp}; wanted {APART[self.schedule].virtual}, the stages of a place under {self.schedule}")
         if any(part not in PARTS for part in self.parts):
             raise PlanError(f"setup: parts is {self.parts}; wanted some of {', '.join(PARTS)}")
         if self.zero not in (0, 1, 2, 3):
@@ -123,6 +132,10 @@ class Setup:
         if layers < count and not self.blocks:
             raise PlanError(f"setup: pp {self.pp} x vpp {self.vpp} are {count} stages for {layers} layers; wanted a layer for each stage, or `blocks`, of which the first and the last may be 0")
         return self.blocks or tuple(layers // count + (1 if stage < layers % count else 0) for stage in range(count))
+
+    def place_of(self, stage: int) -> int:
+        """The place of a stage: stages go round the places, or back where the schedule is a V."""
+        return APART[self.schedule].place(stage, self.pp) if self.schedule else stage % self.pp
 
     @property
     def expert_ways(self) -> int:

@@ -65,6 +65,7 @@ class _Times:
     shards_s: float = 0.0
     pace_forward_s: float = 0.0
     pace_backward_s: float = 0.0
+    pace_weights_s: float = 0.0
     trained: float = 0.0
     expert_trained: float = 0.0
 
@@ -109,7 +110,7 @@ class _Step:
     def prediction(self) -> Prediction:
         """The step by part."""
         stages = self._stages()
-        places = [index % self.setup.pp for index in range(len(stages))]
+        places = [self.setup.place_of(index) for index in range(len(stages))]
         busy = [sum(_pace(t) for t, at in zip(stages, places, strict=True) if at == p) for p in range(self.setup.pp)]
         worst = max(range(self.setup.pp), key=busy.__getitem__)
         mine = [t for t, at in zip(stages, places, strict=True) if at == worst]
@@ -174,6 +175,7 @@ class _Step:
         times.shards_s += count * sum(shown)
         times.pace_forward_s += count * (forward + forward_comm + late + shown[0])
         times.pace_backward_s += count * (back + back_comm + again_s + again_comm + late_back + shown[1])
+        times.pace_weights_s += count * (self.slowest * unit.weights_s + self._accumulate_s(unit))
         times.trained += count * unit.trained
         times.expert_trained += count * unit.expert_trained
 
@@ -210,9 +212,9 @@ class _Step:
         if setup.pp == 1:
             return setup.microbatches * sum(_pace(t) for t in stages)
         send = collective_s("send", self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp), self.stages)
-        times = [StageTime(t.pace_forward_s, t.pace_backward_s, 0.0, send) for t in stages]
+        times = [StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, send) for t in stages]
         count, p = setup.microbatches, setup.pp
-        if count < 2 * p or (count <= 4 * p and (setup.vpp == 1 or count % p == 0)):
+        if count < 2 * p or (count <= 4 * p and ((setup.vpp == 1 and not setup.schedule) or count % p == 0)):
             return step_s(_order(setup, count), times, places)
         few = min(count // p, 4) * p  # in the steady state every round of the pipeline takes as long
         short, shorter = (step_s(_order(setup, n), times, places) for n in (few, few - p))
@@ -256,6 +258,8 @@ class _Step:
 def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of each place. Fewer microbatches than places, or no multiple of them under interleaving, which torch's schedules
     refuse and others run: as many forwards ahead as there are."""
+    if setup.schedule:
+        return orders(setup.schedule, setup.pp, setup.pp * setup.vpp, microbatches)
     if setup.vpp > 1 and microbatches % setup.pp == 0:
         return orders("interleaved_1f1b", setup.pp, setup.pp * setup.vpp, microbatches)
     if setup.vpp == 1 and microbatches >= setup.pp:

@@ -11,9 +11,10 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
+from benchmarks.costmodel.ranks import Ranks
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
-from benchmarks.costmodel.tables import Line, Refused, positive, rows_of
+from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
 
 DEVICES = {
     "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "A100-80GB-PCIE": "a100-80-pcie", "A10G-24GB": "a10g", "A6000-48GB": "rtx-a6000",
@@ -59,9 +60,6 @@ STAGES = ((2, r"shard_grad_op|zero[- ]?(stage )?2|reduce-scatter allowed"), (3, 
 
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
-OTHER_SCHEDULES = r"(?i)zero[- ]?bubble|\bzb|dual[- ]?pipe|chimera"
-"""Those that take a backward apart, or run two ways at once: a step of 1F1B is longer."""
-
 
 def load(path: Path) -> Loaded:
     """The rows of the table."""
@@ -71,44 +69,28 @@ def load(path: Path) -> Loaded:
 def _row(line: Line, name: str) -> Row:
     if line["status"].lower() not in ("ok", ""):
         raise Refused(f"status {line['status']}: nothing was measured")
-    gpus, tp, cp, pp = (_int(line, key, default) for key, default in (("n_gpus", None), ("tp", 1), ("cp", 1), ("pp", 1)))
-    if gpus % (tp * cp * pp):
-        raise Refused(f"{gpus} GPUs are no multiple of tp {tp} x cp {cp} x pp {pp}")
-    dp = gpus // (tp * cp * pp)
+    ranks = Ranks.of(line)
+    tp, dp = ranks.tp, ranks.dp
     zero, replicas = _zero(line["zero_fsdp"], dp)
     notes, sequence = f"{line['notes']} {line['checks']}", _sequence(line["sp"], tp)
-    if re.search(OTHER_SCHEDULES, line["schedule"]):
-        raise Refused(f"schedule {line['schedule']} is not priced")
     known = facts(line["source_id"], f"{notes} {line['model']}", zero, sequence and tp > 1)
     zero = zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
-    micro, batch = _int(line, "micro_batch"), _int(line, "global_batch")
+    micro, batch = count(line, "micro_batch"), count(line, "global_batch")
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     recompute, share, parts = _recompute(line)
-    ep, vpp = _int(line, "ep", 1), _int(line, "vpp", 1) if pp > 1 else 1
-    setup = Setup(micro, batch // micro // dp, _int(line, "seq_len"), tp=tp, cp=cp, ep=ep, whole_experts=_whole_experts(line, known, tp, ep, dp), dp=dp, pp=pp,
-                  vpp=vpp, blocks=_dealt(model.layers, pp * vpp), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
-                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1))
-    step_s, peaks = _step_s(line, gpus), _peaks(line)
+    ep = count(line, "ep", 1)
+    setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=_whole_experts(line, known, tp, ep, dp), dp=dp, pp=ranks.pp,
+                  vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
+                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
+    step_s, peaks = _step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
     if step_s is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
-    return Row(name, line["source_id"], model, setup, _cluster(line, gpus), precision, step_s, peaks,
+    return Row(name, line["source_id"], model, setup, _cluster(line, ranks.gpus), precision, step_s, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
-
-
-def _int(line: Line, key: str, default: int | None = None) -> int:
-    text = line[key]
-    if not text:
-        if default is None:
-            raise Refused(f"{key} was not published")
-        return default
-    number = float(text)
-    if not (number >= 1 and number.is_integer()):
-        raise Refused(f"{key} is {text}; wanted a positive whole number")
-    return int(number)
 
 
 def _model(line: Line, known: Facts, tp: int) -> Config:
@@ -119,35 +101,26 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         raise Refused("training from the memory of the host is not priced")
     if "QLoRA" in line["model"]:
         raise Refused("weights in 4 bits are not built")
-    hidden, heads, layers = (_int(line, key) for key in ("hidden", "n_heads", "n_layers"))
+    hidden, heads, layers = (count(line, key) for key in ("hidden", "n_heads", "n_layers"))
     width = re.search(r"head_dim (\d+)", about)
     if not width and hidden % heads:
         raise Refused(f"hidden {hidden} is no multiple of {heads} heads, and no head_dim was published")
     head_dim = int(width[1]) if width else hidden // heads
-    ffn = _int(line, "ffn_hidden", 4 * hidden)
+    ffn = count(line, "ffn_hidden", 4 * hidden)
     gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)  # a gated feed-forward is narrower, for it has a third matrix
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
     tied = (gpt and not squared and "untied" not in notes) or ("tied embeddings" in about and "untied" not in about)
     adapters = known.adapters if "LoRA" in line["model"] else Adapters(0, ())
-    vocab = -(-_int(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
+    vocab = -(-count(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
-    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_kv_heads(_int(line, "n_kv_heads", heads), heads, tp), head_dim=head_dim,
+    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_kv_heads(count(line, "n_kv_heads", heads), heads, tp), head_dim=head_dim,
                   hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
-                  fused_attention=known.flash, window=_window(about, _int(line, "seq_len")), latent=_latent(about, heads, hidden),
+                  fused_attention=known.flash, window=_window(about, count(line, "seq_len")), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
-
-
-def _dealt(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage where layers are two short of as many for each: embedding and head count as a layer then (Megatron-Core,
-    account_for_embedding_in_pipeline_split; torchtitan, generate_llm_fqn_per_model_part; https://arxiv.org/abs/2407.21783, section 3.3.2). Else none, which is evenly."""
-    if layers % stages == 0 or (layers + 2) % stages:
-        return ()
-    each = (layers + 2) // stages
-    return (each - 1, *[each] * (stages - 2), each - 1)
 
 
 def _kv_heads(published: int, heads: int, tp: int) -> int:
@@ -182,10 +155,10 @@ def _latent(about: str, heads: int, hidden: int) -> Latent | None:
 
 def _experts(line: Line, known: Facts) -> dict[str, Any]:
     """What a model with experts has beside a dense one."""
-    about, width = line["arch_source"].replace("first layer dense", "1 dense layer"), _int(line, "moe_ffn")
+    about, width = line["arch_source"].replace("first layer dense", "1 dense layer"), count(line, "moe_ffn")
     dense = _number(r"first (\d+) layers dense", about) or _number(r"(\d+) dense layer", about)
     ahead = known.ahead and re.search(PREDICTS_AHEAD, line["model"]) is not None
-    return {"experts": _int(line, "n_experts"), "top_k": _int(line, "moe_topk"), "expert_ffn": width, "shared": width * _number(r"(\d+) shared expert", about), "dense": dense, "ahead": ahead}
+    return {"experts": count(line, "n_experts"), "top_k": count(line, "moe_topk"), "expert_ffn": width, "shared": width * _number(r"(\d+) shared expert", about), "dense": dense, "ahead": ahead}
 
 
 def _precision(line: Line) -> tuple[str, str]:
@@ -230,12 +203,13 @@ def _whole_experts(line: Line, known: Facts, tp: int, ep: int, dp: int) -> bool:
     return tp > 1 and ep > 1 and ep % tp == 0 and (said or dp % ep > 0)
 
 
-def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool) -> Software:
-    """What the software does, matmuls in `matmul`, on the device of a line."""
+def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
+    """What the software does, matmuls in `matmul`, on the device of a line. DualPipe runs one microbatch's tokens to experts and back beside another's compute
+    (https://arxiv.org/abs/2412.19437, section 3.2.1)."""
     in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"])
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
     return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits,
-                   captured=known.software.captured or in_graph)
+                   captured=known.software.captured or in_graph, hidden_tensor=1.0 if ranks.schedule == "dualpipev" and ranks.tp == 1 else known.software.hidden_tensor)
 
 
 def _step_s(line: Line, gpus: int) -> float | None:
@@ -244,7 +218,7 @@ def _step_s(line: Line, gpus: int) -> float | None:
     if line["step_time_s"]:
         seconds = float(line["step_time_s"])
     elif line["tokens_s_gpu"]:
-        seconds = _int(line, "global_batch") * _int(line, "seq_len") / (positive(line["tokens_s_gpu"], "tokens_s_gpu") * gpus)
+        seconds = count(line, "global_batch") * count(line, "seq_len") / (positive(line["tokens_s_gpu"], "tokens_s_gpu") * gpus)
     elif line["tflops_gpu"] and line["tflops_kind"].startswith("hardware-style: 96"):
         seconds = _counted_flops(line) / (positive(line["tflops_gpu"], "tflops_gpu") * 1e12 * gpus)
     else:
@@ -256,7 +230,7 @@ def _step_s(line: Line, gpus: int) -> float | None:
 
 def _counted_flops(line: Line) -> float:
     """96 B s L h^2 (1 + s / 6h + V / 16 L h): the formula of https://arxiv.org/abs/2104.04473, which that column names."""
-    batch, seq, layers, hidden, vocab = (_int(line, key) for key in ("global_batch", "seq_len", "n_layers", "hidden", "vocab"))
+    batch, seq, layers, hidden, vocab = (count(line, key) for key in ("global_batch", "seq_len", "n_layers", "hidden", "vocab"))
     return 96.0 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
@@ -274,7 +248,7 @@ def _cluster(line: Line, gpus: int) -> Cluster:
     gpu = gpu if gpu in DEVICES else gpu.partition("-")[0]  # of devices that there are in one form only tables may say the memory
     if gpu not in DEVICES:
         raise Refused(f"there is no preset for {line['gpu']}")
-    inside = RACK if "NVL72" in line["interconnect"] else _int(line, "gpus_per_node", 8)
+    inside = RACK if "NVL72" in line["interconnect"] else count(line, "gpus_per_node", 8)
     preset = NODES.get((DEVICES[gpu], inside), DEVICES[gpu])
     cluster = Cluster.parse(f"{preset}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
     outer, *inner = cluster.levels

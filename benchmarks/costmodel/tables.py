@@ -52,3 +52,16 @@ def positive(text: str, what: str) -> float:
     if not 0 < number < math.inf:
         raise Refused(f"{what} is {text}; wanted a positive number")
     return number
+
+
+def count(line: Line, key: str, default: int | None = None) -> int:
+    """The positive whole number in a column, or `default` where it is empty. Raises Refused where it is none, or empty without a default."""
+    text = line[key]
+    if not text:
+        if default is None:
+            raise Refused(f"{key} was not published")
+        return default
+    number = float(text)
+    if not (number >= 1 and number.is_integer()):
+        raise Refused(f"{key} is {text}; wanted a positive whole number")
+    return int(number)

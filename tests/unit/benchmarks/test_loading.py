@@ -32,7 +32,7 @@ RUN = {
     "row_id": "7", "source_id": "somebody", "config_complete": "full", "model": "m", "model_type": "dense-llama", "n_layers": "32", "hidden": "4096",
     "ffn_hidden": "14336", "n_heads": "32", "n_kv_heads": "8", "vocab": "128256", "n_experts": "", "moe_topk": "", "moe_ffn": "", "arch_source": "",
     "seq_len": "8192", "gpu": "H100-80GB-SXM", "n_gpus": "64", "gpus_per_node": "8", "interconnect": "8x400Gb IB", "dtype": "bf16", "tp": "4",
-    "sp": "y", "cp": "1", "pp": "2", "vpp": "4", "ep": "1", "dp": "8", "zero_fsdp": "distributed optimizer (ZeRO-1)", "micro_batch": "1",
+    "sp": "y", "cp": "1", "pp": "2", "vpp": "4", "ep": "1", "dp": "", "zero_fsdp": "distributed optimizer (ZeRO-1)", "micro_batch": "1",
     "global_batch": "64", "recompute": "none", "recompute_detail": "", "schedule": "interleaved 1F1B", "metric_name": "", "metric_value": "",
     "metric_unit": "", "status": "ok", "tokens_s_gpu": "2000", "tflops_gpu": "", "tflops_kind": "", "step_time_s": "", "peak_mem_value": "50",
     "peak_mem_unit": "GiB", "peak_mem_kind": "torch max_memory_allocated", "checks": "", "notes": "", "source_table": "",
@@ -351,11 +351,32 @@ def test_tables_that_lack_columns_or_end_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"tokens_s_gpu": "0"}, "tokens_s_gpu is 0"), ({"step_time_s": "inf"}, "a step of inf s"), ({"peak_mem_value": "-1"}, "peak_mem_value is -1"), ({"zero_fsdp": "FSDP over 0"}, "over 0 ranks"),
-    ({"zero_fsdp": "FSDP over 3"}, "over 3 ranks, of which 8"), ({"hidden": "4100"}, "4100 is no multiple of 32 heads"), ({"sp": "some"}, "sp is some"), ({"schedule": "zero-bubble"}, "zero-bubble is not priced"),
+    ({"zero_fsdp": "FSDP over 3"}, "over 3 ranks, of which 8"), ({"hidden": "4100"}, "4100 is no multiple of 32 heads"), ({"sp": "some"}, "sp is some"), ({"schedule": "ZB-H2"}, "ZB-H2 is not priced"), ({"schedule": "Chimera"}, "Chimera is not priced"),
+    ({"schedule": "ZB-V"}, "vpp is 4, and places have 2"), ({"schedule": "DualPipe", "pp": "1", "tp": "1", "n_gpus": ""}, "n_gpus was not published"),
+    ({"dp": "4"}, "dp is 4, and 64 GPUs in tp 4 x cp 1 x pp 2 are 8"), ({"n_gpus": "", "dp": "0"}, "dp is 0"),
 ])
 def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, str], why: str) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | change, RUN]))
     assert len(found.rows) == 1 and why in found.refused[0]
+
+
+def test_ranks_that_are_not_stated_are_those_that_the_others_leave(tmp_path: Path) -> None:
+    """The column of data-parallel ranks was not read; it may count context-parallel ones."""
+    lines = [RUN, RUN | {"dp": "8"}, RUN | {"dp": "8", "n_gpus": ""}, RUN | {"cp": "2", "dp": "4"}, RUN | {"cp": "2", "dp": "8"}]
+    one, *same, four, eight = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert same == [one, one] and four == eight and (four.setup.dp, four.setup.cp) == (4, 2)
+
+
+@pytest.mark.parametrize("name, vpp, schedule, sizes", [
+    ("ZB-H1", "1", "interleaved_zero_bubble", (2, 1, 8, 8)), ("zero bubble (ZB-1p)", "4", "interleaved_zero_bubble", (2, 4, 8, 8)), ("ZB-V", "", "zbv_zero_bubble", (2, 2, 8, 8)),
+    ("DualPipeV", "2", "dualpipev", (2, 2, 8, 8)), ("DualPipe", "1", "dualpipev", (1, 2, 16, 4)), ("1F1B", "1", "", (2, 1, 8, 8)),
+])
+def test_schedules_that_take_a_backward_apart(tmp_path: Path, name: str, vpp: str, schedule: str, sizes: tuple[int, ...]) -> None:
+    """A pipeline that microbatches enter from both ends is as two of half as many places, which turn back."""
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"schedule": name, "vpp": vpp}]))
+    (row,) = found.rows
+    assert row.setup.schedule == schedule and (row.setup.pp, row.setup.vpp, row.setup.dp, row.setup.microbatches) == sizes
+    assert bool(row.peaks) == (name != "DualPipe")  # whose places have the weights of two stages
 
 
 def test_other_spellings_are_read(tmp_path: Path) -> None:

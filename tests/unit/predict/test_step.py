@@ -136,6 +136,18 @@ def test_long_runs_go_on_as_they_began() -> None:
     assert most - more == pytest.approx(more - few, rel=1e-6)
 
 
+@pytest.mark.parametrize("schedule, vpp, bubble", [("", 1, 9.0), ("interleaved_zero_bubble", 1, 3.0), ("", 2, 4.5), ("interleaved_zero_bubble", 2, 1.5), ("zbv_zero_bubble", 2, 1.5), ("dualpipev", 2, 1.5)])
+@pytest.mark.parametrize("microbatches", [8, 64, 66])
+def test_gradients_of_weights_fill_bubbles(schedule: str, vpp: int, bubble: float, microbatches: int) -> None:
+    """Blocks alone, with 1 s for each of forward, gradients of inputs, of weights, on four places: 1F1B leaves (p - 1) (f + b + w) idle, the first schedule of
+    zero bubble (p - 1) (f + b - w) (https://arxiv.org/abs/2401.10241, table 1)."""
+    blocks = UnitTime(1.0, 2.0, weights_s=1.0)
+    place = Place((Unit("blocks", 0), Unit("blocks", 1)), {"blocks": blocks}, 0.0, CLUSTER.mesh((4, 8)))
+    setup = replace(SETUP, microbatches=microbatches, vpp=vpp, schedule=schedule, software=Software(captured=True))
+    found = predict(place, 4 * vpp, setup, replace(CLUSTER, device=replace(CLUSTER.device, spread=0.0)))
+    assert found.pipeline_s == pytest.approx(bubble * vpp, rel=1e-3) and found.compute_s == pytest.approx(3.0 * vpp * microbatches)  # sends take microseconds
+
+
 def test_axes_lie_where_their_neighbours_are() -> None:
     assert [(span.level.name, span.size) for span in line(CLUSTER, 1, 8).spans] == [("gpu", 8)]
     assert [(span.level.name, span.size) for span in line(CLUSTER, 2, 8).spans] == [("node", 2), ("gpu", 4)]
@@ -150,7 +162,7 @@ def test_the_slowest_of_more_is_slower() -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"tp": 0}, "tp is 0"), ({"recompute": "some"}, "recompute is 'some'"), ({"zero": 4}, "zero is 4"), ({"ep": 3}, "a multiple of ep 3"),
-    ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
+    ({"schedule": "gpipe"}, "schedule is 'gpipe'"), ({"schedule": "dualpipev"}, "vpp is 1; wanted 2"), ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
 ])
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError, match=why):

@@ -41,7 +41,7 @@ def axes(setup: Setup) -> list[Axis]:
     at rest over data is so over experts' and context's ranks too, which all have the same of it."""
     rests = RESTS[setup.zero]
     found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.expert_ways, rests), Axis(setup.expert_ways, resting(roles.experts, rests), "ep"),
-             Axis(setup.cp, resting(sequence.context, rests), "cp"), Axis(setup.tp, tensor_role(setup), "tp")]
+             Axis(setup.cp, resting(context_role(setup), rests), "cp"), Axis(setup.tp, tensor_role(setup), "tp")]
     return [axis for axis in found if axis.ways > 1] or [Axis(1, roles.nothing)]
 
 
@@ -70,6 +70,11 @@ def tensor_role(setup: Setup) -> Role:
     return beside_experts(role) if setup.whole_experts else role
 
 
+def context_role(setup: Setup) -> Role:
+    """What the context axis of a configuration is for."""
+    return beside_experts(sequence.context) if setup.experts_over_context else sequence.context
+
+
 @cache
 def beside_experts(role: Role) -> Role:
     """The same axis where experts are cut by expert, not by their width."""
@@ -80,8 +85,8 @@ def beside_experts(role: Role) -> Role:
 
 
 def of_experts(op: Op) -> bool:
-    """Whether an operator is a stack of experts, or what works with one."""
-    return bool(roles.stacks_of(op)) or (op.role == "param" and stacked(op))
+    """Whether an operator is a stack of experts, changes one alone, or works with one."""
+    return bool(roles.stacks_of(op)) or ((op.role == "param" or op.of_weights) and stacked(op))
 
 
 def tensor(ways: int) -> Allow:

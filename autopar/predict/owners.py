@@ -40,9 +40,10 @@ class Owners:
 
     @staticmethod
     def of_experts(cluster: Cluster, setup: Setup) -> Owners:
-        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks, and the context-parallel ones beside each."""
+        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks, and the context-parallel ones beside each unless
+        these have experts of their own."""
         apart, ways = setup.tp * setup.cp * setup.expert_ways, setup.dp // setup.expert_ways
-        beside, shards = line(cluster, setup.tp, setup.cp), max(1, ways // setup.replicas)
+        beside, shards = line(cluster, setup.tp, 1 if setup.experts_over_context else setup.cp), max(1, ways // setup.replicas)
         return Owners(joined(line(cluster, apart, ways), beside), joined(line(cluster, apart, shards), beside), line(cluster, apart * shards, ways // shards))
 
 

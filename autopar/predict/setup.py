@@ -73,7 +73,7 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `vpp`: stages per place. `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
+    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `experts_over_context`: context-parallel ranks have experts of their own too, and are among them. `vpp`: stages per place. `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
     `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly, at least one to each); `again`: how many of them run again.
     """
@@ -85,6 +85,7 @@ class Setup:
     cp: int = 1
     ep: int = 1
     whole_experts: bool = False
+    experts_over_context: bool = False
     dp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -119,10 +120,11 @@ class Setup:
                 raise PlanError(f"setup: {name} is {dealt}; wanted a number for each of {self.pp * self.vpp} stages")
         if 0 in self.blocks[1:-1]:
             raise PlanError(f"setup: blocks is {self.blocks}; wanted none without a block but the first stage, which has the embedding, and the last, which has the head")
-        if self.whole_experts and self.ep % self.tp:
-            raise PlanError(f"setup: ep is {self.ep}; wanted a multiple of tp {self.tp}, whose ranks have experts of their own")
+        if self.ep % self.expert_share:
+            raise PlanError(f"setup: ep is {self.ep}; wanted a multiple of {self._shared_with}, whose ranks have experts of their own")
         if self.dp % self.expert_ways or self.dp % self.replicas:
-            raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep}{f' / tp {self.tp}' * self.whole_experts} and of replicas {self.replicas}")
+            over = f" / {self._shared_with}" * (self.expert_share > 1)
+            raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep}{over} and of replicas {self.replicas}")
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
         """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them, or there are fewer than stages to deal them to."""
@@ -138,9 +140,18 @@ class Setup:
         return APART[self.schedule].place(stage, self.pp) if self.schedule else stage % self.pp
 
     @property
+    def expert_share(self) -> int:
+        """How many tensor-parallel and context-parallel ranks of a data-parallel one have experts of their own."""
+        return (self.tp if self.whole_experts else 1) * (self.cp if self.experts_over_context else 1)
+
+    @property
     def expert_ways(self) -> int:
         """Of how many data-parallel ranks each has experts of its own."""
-        return self.ep // self.tp if self.whole_experts else self.ep
+        return self.ep // self.expert_share
+
+    @property
+    def _shared_with(self) -> str:
+        return " x ".join(f"{name} {ways}" for name, ways, shared in (("tp", self.tp, self.whole_experts), ("cp", self.cp, self.experts_over_context)) if shared)
 
     @property
     def devices(self) -> int:

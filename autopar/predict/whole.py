@@ -22,10 +22,11 @@ def check_cut(program: Program, decisions: Decisions, used: Sequence[Axis]) -> N
         for axis, option in zip(used, decisions[op.name], strict=True):
             if op.role == "op" and _whole(op, axis.name, kind(op, option)):
                 sizes = " and ".join(f"[{', '.join(map(str, tensor.sizes))}]" for tensor in op.call.ins)
-                raise PlanError(f"setup: {axis.name} over {axis.ways} ranks, each of which would compute {op.name} of {sizes} whole; wanted {WANTED[axis.name]}")
+                wanted = WANTED["ep" if op.target is ops.experts else axis.name]
+                raise PlanError(f"setup: {axis.name} over {axis.ways} ranks, each of which would compute {op.name} of {sizes} whole; wanted {wanted}")
 
 
 def _whole(op: Op, axis: str, how: str) -> bool:
-    if axis == "ep":
-        return op.target is ops.experts and how in (REPLICATE, SAMPLE)
-    return axis != "" and in_attention(op) and how == REPLICATE
+    if op.target is ops.experts:
+        return axis != "" and how in (REPLICATE, SAMPLE)
+    return axis in ("cp", "tp") and in_attention(op) and how == REPLICATE

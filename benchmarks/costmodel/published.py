@@ -82,7 +82,8 @@ def _row(line: Line, name: str) -> Row:
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     recompute, share, parts = _recompute(line)
     ep = count(line, "ep", 1)
-    setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=_whole_experts(line, known, tp, ep, dp), dp=dp, pp=ranks.pp,
+    whole, over_context = _own_experts(line, known, ranks, ep)
+    setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
                   recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
     step_s, peaks = _step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
@@ -197,10 +198,13 @@ def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
     return ("selective" if parts else "none"), 1.0, parts
 
 
-def _whole_experts(line: Line, known: Facts, tp: int, ep: int, dp: int) -> bool:
-    """Whether tensor-parallel ranks have experts of their own: as the line or its software says, or where there are more ways to cut experts than data-parallel ranks."""
+def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool, bool]:
+    """Whether tensor-parallel ranks have experts of their own, and context-parallel ones: as the line or its software says, or where there are more ways to cut experts than
+    data-parallel ranks. The width of experts is cut over tensor-parallel ranks where nothing else is said (Megatron-Core, expert_tensor_parallel_size)."""
     said = known.whole_experts or re.search(r"ETP=1\b|_etp1_", f"{line['notes']} {line['model']}") is not None
-    return tp > 1 and ep > 1 and ep % tp == 0 and (said or dp % ep > 0)
+    whole = ranks.tp > 1 and ep > 1 and ep % ranks.tp == 0 and (said or (ranks.dp % ep > 0 and not ranks.over_context(ep)))
+    ways = ep // ranks.tp if whole else ep
+    return whole, ranks.over_context(ways) and (known.folded or ranks.dp % ways > 0)
 
 
 def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:

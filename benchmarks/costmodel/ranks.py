@@ -51,6 +51,10 @@ class Ranks:
             raise Refused(f"schedule {line['schedule']} is of an even number of places, and pp is {pp}")
         return Ranks(gpus, tp, cp, pp // 2, 2 * dp, 2, "dualpipev", both_ways=True)
 
+    def over_context(self, ways: int) -> bool:
+        """Whether `ways` ranks with experts of their own can be all context-parallel ones beside some data-parallel ones (Megatron-Core, parallel folding: https://arxiv.org/abs/2504.14960)."""
+        return self.cp > 1 and ways % self.cp == 0 and self.dp % (ways // self.cp) == 0
+
     def dealt(self, layers: int) -> tuple[int, ...]:
         """Blocks of each stage where layers are two short of as many for each: embedding and head count as a layer then (Megatron-Core,
         account_for_embedding_in_pipeline_split; torchtitan, generate_llm_fqn_per_model_part; https://arxiv.org/abs/2407.21783, section 3.3.2). Else none, which is evenly."""

@@ -216,6 +216,16 @@ def test_whose_experts_are_whole(tmp_path: Path, change: dict[str, str], whole: 
     assert row.setup.whole_experts == whole
 
 
+@pytest.mark.parametrize("change, whole, over", [
+    ({"source_id": "megatron-bridge", "cp": "2"}, False, True), ({"source_id": "dgxc-v25.02", "cp": "2"}, False, False), ({"source_id": "dgxc-v25.02", "cp": "2", "ep": "64"}, False, True),
+    ({"source_id": "dgxc-v25.02", "cp": "2", "tp": "4", "n_gpus": "32"}, False, True), ({"source_id": "megatron-bridge", "cp": "2", "tp": "4", "n_gpus": "32"}, True, True),
+    ({"source_id": "megatron-bridge", "cp": "4", "ep": "2"}, False, False),
+])
+def test_whose_experts_lie_over_context_parallel_ranks(tmp_path: Path, change: dict[str, str], whole: bool, over: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"n_gpus": "64"} | change])).rows
+    assert (row.setup.whole_experts, row.setup.experts_over_context) == (whole, over)
+
+
 @pytest.mark.parametrize("source, notes, once", [("megatron-bridge", "", True), ("megatron-bridge-studies", "NCCL alltoall dispatcher", False), ("dgxc-v25.02", "", False), ("nemo-automodel", "TE + DeepEP", True)])
 def test_whose_tokens_go_once_to_a_node(tmp_path: Path, source: str, notes: str, once: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows

@@ -59,6 +59,22 @@ def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bo
     assert [option.run for option in decided.decisions[experts.name]] == runs
 
 
+@pytest.mark.parametrize("change, ways", [
+    ({"cp": 2, "dp": 4, "ep": 8}, (4, 2)), ({"cp": 2, "dp": 4, "ep": 2}, (2,)), ({"tp": 2, "cp": 2, "dp": 2, "ep": 8, "whole_experts": True, "sequence_parallel": True}, (2, 2, 2)),
+])
+def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, int], ways: tuple[int, ...]) -> None:
+    """Eight ways to cut experts on four data-parallel ranks were refused."""
+    sizes = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512, rms=True, gated=True, rotary=True, bias=False, tied=False,
+                   experts=8, top_k=2, expert_ffn=128)
+    setup, cluster = Setup(1, 1, 256, experts_over_context=True, **change), Cluster.parse("h100:1x8")  # type: ignore[arg-type]
+    decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
+    assert decided.mesh.sizes == ways
+    (experts,) = [op for op in decided.planner.program.ops.values() if op.target is ops.experts]
+    assert {option.run for option in decided.decisions[experts.name]} == {"expert_dispatch"}
+    held = {name: unit.expert_parameters for name, unit in decided.priced(cluster).times.items() if unit.expert_parameters}
+    assert list(held.values()) == [8 * 3 * 256 * 128 / setup.ep]
+
+
 @pytest.mark.parametrize("cluster, matmul, known", [("h100:1x8", "float8", True), ("h100:1x8", "float4", False), ("a100-80:1x8", "float8", False), ("b200:1x8", "float4", True), ("a10g:1x8", "float8", False)])
 def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, known: bool) -> None:
     """A device without tensor cores for a dtype was priced with the rate of float32: 13 times as long as in 16 bits."""

@@ -162,6 +162,7 @@ def test_the_slowest_of_more_is_slower() -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"tp": 0}, "tp is 0"), ({"recompute": "some"}, "recompute is 'some'"), ({"zero": 4}, "zero is 4"), ({"ep": 3}, "a multiple of ep 3"),
+    ({"ep": 3, "cp": 2, "experts_over_context": True}, "a multiple of cp 2, whose ranks"), ({"ep": 8, "cp": 2, "dp": 2, "experts_over_context": True}, "a multiple of ep 8 / cp 2"),
     ({"schedule": "gpipe"}, "schedule is 'gpipe'"), ({"schedule": "dualpipev"}, "vpp is 1; wanted 2"), ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
 ])
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
@@ -198,6 +199,7 @@ def test_context_parallel_ranks_have_parts_of_the_shards_too() -> None:
 @pytest.mark.parametrize("change, dense, stacked", [
     ({"dp": 16}, (16, 16, 1), (4, 4, 1)), ({"dp": 4}, (4, 4, 1), (1, 1, 1)), ({"dp": 16, "replicas": 2}, (16, 8, 2), (4, 2, 2)),
     ({"dp": 4, "cp": 4}, (16, 16, 1), (4, 4, 1)), ({"dp": 16, "replicas": 8}, (16, 2, 8), (4, 1, 4)),
+    ({"dp": 4, "cp": 4, "experts_over_context": True}, (16, 16, 1), (4, 4, 1)), ({"dp": 2, "cp": 2, "experts_over_context": True}, (4, 4, 1), (1, 1, 1)),
 ])
 def test_who_has_the_same_weights(change: dict[str, int], dense: tuple[int, ...], stacked: tuple[int, ...]) -> None:
     """Of 4 expert-parallel ranks each has other experts than the next."""

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
+from benchmarks.costmodel.devices import cluster_of
 from benchmarks.costmodel.ranks import Ranks
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
 from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
-
-DEVICES = {
-    "A100-40GB-SXM": "a100-40", "A100-80GB-SXM": "a100-80", "A100-80GB": "a100-80", "A100-80GB-PCIE": "a100-80-pcie", "A10G-24GB": "a10g", "A6000-48GB": "rtx-a6000",
-    "A800-80GB-SXM": "a800", "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "GH200": "gh200", "H100-80GB-PCIE": "h100-pcie",
-    "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "H800-80GB-SXM": "h800", "L4": "l4", "L40S": "l40s", "MI300X": "mi300x",
-    "MI325X": "mi325x", "MI355X": "mi355x", "RTX4090-24GB": "rtx4090", "V100-16GB-SXM2": "v100-16", "V100-32GB-SXM2": "v100", "V100-32GB-SXM3": "v100",
-}  # fmt: skip
-NODES = {("v100", 4): "v100-quad"}
-"""Presets of devices in nodes of so many, where their links are others then."""
+from benchmarks.costmodel.times import step_s
 
 POSITIONS = 2048
 """Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
@@ -31,11 +22,9 @@ POSITIONS = 2048
 PREDICTS_AHEAD = r"(?i)deepseek-?v3"
 """Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of DeepSeek-V3)."""
 
-RACK = 64
-"""Devices of a rack-scale NVLink domain that jobs take, in whole trays, of its 72."""
+PRECISIONS = ((r"fp4|float4|e2m1", "bfloat16", "float4"), (r"fp8|float8|e4m3", "bfloat16", "float8"), (r"bf16|bfloat16", "bfloat16", ""), (r"fp16|float16|\bhalf", "float16", ""))
+"""How the column names what is computed in, the dtype of the model, and that of matmuls where it is another."""
 
-PRECISIONS = {"bf16": ("bfloat16", ""), "fp16": ("float16", ""), "fp8": ("bfloat16", "float8"), "mxfp8": ("bfloat16", "float8"),
-              "nvfp4": ("bfloat16", "float4")}
 MEASURED = ((r"(?i)\bxla\b", "xla"), (r"(?i)nvidia-smi", "device"), (r"(?i)reserved|peak_memory_usage", "reserved"),
             (r"(?i)max_memory_allocated|max allocated|\(active\)", "allocated"))
 """How the column says what was counted, and which kind that is."""
@@ -86,11 +75,11 @@ def _row(line: Line, name: str) -> Row:
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
                   recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
-    step_s, peaks = _step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
-    if step_s is None and not peaks:
+    seconds, peaks = step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
+    if seconds is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
-    return Row(name, line["source_id"], model, setup, _cluster(line, ranks.gpus), precision, step_s, peaks,
+    return Row(name, line["source_id"], model, setup, cluster_of(line, ranks.gpus), precision, seconds, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
 
 
@@ -163,9 +152,10 @@ def _experts(line: Line, known: Facts) -> dict[str, Any]:
 
 
 def _precision(line: Line) -> tuple[str, str]:
-    if line["dtype"].lower() not in PRECISIONS:
-        raise Refused(f"dtype {line['dtype']!r} is not one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[line["dtype"].lower()]
+    found = next(((dtype, matmul) for pattern, dtype, matmul in PRECISIONS if re.search(pattern, line["dtype"].lower())), None)
+    if found is None:
+        raise Refused(f"dtype {line['dtype']!r} is not one of bf16, fp16, fp8, mxfp8, nvfp4")
+    return found
 
 
 def _sequence(text: str, tp: int) -> bool:
@@ -210,32 +200,10 @@ def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool,
 def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
     """What the software does, matmuls in `matmul`, on the device of a line. DualPipe runs one microbatch's tokens to experts and back beside another's compute
     (https://arxiv.org/abs/2412.19437, section 3.2.1)."""
-    in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"])
-    habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * WORKSPACE.get(line["gpu"][:4], 0))
+    in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"].lower())
+    habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0))
     return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits,
                    captured=known.software.captured or in_graph, hidden_tensor=1.0 if ranks.schedule == "dualpipev" and ranks.tp == 1 else known.software.hidden_tensor)
-
-
-def _step_s(line: Line, gpus: int) -> float | None:
-    if "layer" in line["metric_name"]:
-        return None
-    if line["step_time_s"]:
-        seconds = float(line["step_time_s"])
-    elif line["tokens_s_gpu"]:
-        seconds = count(line, "global_batch") * count(line, "seq_len") / (positive(line["tokens_s_gpu"], "tokens_s_gpu") * gpus)
-    elif line["tflops_gpu"] and line["tflops_kind"].startswith("hardware-style: 96"):
-        seconds = _counted_flops(line) / (positive(line["tflops_gpu"], "tflops_gpu") * 1e12 * gpus)
-    else:
-        return None
-    if not 0 < seconds < math.inf:
-        raise Refused(f"a step of {seconds} s")
-    return seconds
-
-
-def _counted_flops(line: Line) -> float:
-    """96 B s L h^2 (1 + s / 6h + V / 16 L h): the formula of https://arxiv.org/abs/2104.04473, which that column names."""
-    batch, seq, layers, hidden, vocab = (count(line, key) for key in ("global_batch", "seq_len", "n_layers", "hidden", "vocab"))
-    return 96.0 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
 def _peaks(line: Line) -> tuple[Peak, ...]:
@@ -245,39 +213,3 @@ def _peaks(line: Line) -> tuple[Peak, ...]:
         return ()
     place = -1 if "(last) rank" in line["notes"] else None
     return (Peak(positive(line["peak_mem_value"], "peak_mem_value") * UNITS[line["peak_mem_unit"]], kind, place),)
-
-
-def _cluster(line: Line, gpus: int) -> Cluster:
-    gpu = line["gpu"].split(" (")[0]
-    gpu = gpu if gpu in DEVICES else gpu.partition("-")[0]  # of devices that there are in one form only tables may say the memory
-    if gpu not in DEVICES:
-        raise Refused(f"there is no preset for {line['gpu']}")
-    inside = RACK if "NVL72" in line["interconnect"] else count(line, "gpus_per_node", 8)
-    preset = NODES.get((DEVICES[gpu], inside), DEVICES[gpu])
-    cluster = Cluster.parse(f"{preset}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
-    outer, *inner = cluster.levels
-    rate = network_bytes_s(line["interconnect"], inside)
-    return replace(cluster, levels=(replace(outer, bandwidth_bytes_s=rate), *inner)) if rate else cluster
-
-
-OMNIPATH = 0.2
-"""Share of four 100 Gb/s OmniPath links that all-reduces of 4 nodes x 8 A100 reach: 15 to 42 Gb/s of algorithm throughput, twice that
-on the wire, of 400 (bigscience-workshop/bigscience 9e64edec, experiments/bandwidth)."""
-
-NETWORKS = (
-    (r"OmniPath.*?(\d+) ?Gb/s per node", lambda m, gpus: 4 * int(m[1]) / gpus * OMNIPATH),
-    (r"(\d+) ?Gb/s RDMA per GPU", lambda m, gpus: int(m[1])),
-    (r"(\d+) ?Gbps/node", lambda m, gpus: int(m[1]) / gpus),
-    (r"(\d+)x ?(?:OmniPath )?(\d+) ?Gb", lambda m, gpus: int(m[1]) * int(m[2]) / gpus),
-    (r"(?:OmniPath|EFA|NVLink \+) ?(\d+) ?Gb/s", lambda m, gpus: int(m[1]) / gpus),
-)
-"""Ways to state a network, each with its Gb/s for one of the `gpus` of a node."""
-
-
-def network_bytes_s(text: str, gpus: int) -> float | None:
-    """Bytes per second and device of the network that `text` states, None where it states none."""
-    for pattern, rate in NETWORKS:
-        found = re.search(pattern, text)
-        if found:
-            return rate(found, gpus) * 1e9 / 8
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from autopar.predict import Software
 from benchmarks.costmodel import mist, published, vtrain
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.data import load
+from benchmarks.costmodel.devices import network_bytes_s, preset_of
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.predictions import captured
-from benchmarks.costmodel.published import network_bytes_s
 from benchmarks.costmodel.rows import Peak
 from benchmarks.costmodel.software import EXPERT_CALLS, IN_4_BITS_BYTES
+from benchmarks.costmodel.tables import Refused
 from benchmarks.costmodel.transformer import Transformer
 from passes import edit
 
@@ -368,6 +370,41 @@ def test_tables_that_lack_columns_or_end_early(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, str], why: str) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | change, RUN]))
     assert len(found.rows) == 1 and why in found.refused[0]
+
+
+@pytest.mark.parametrize("text, preset", [
+    ("H100-SXM5-80GB", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("h100", "h100"), ("H100-80GB-PCIE", "h100-pcie"), ("H100 NVL 94GB", None), ("H100-96GB-HBM2e-500W", "h100-96"),
+    ("A100 80G", "a100-80"), ("A100-SXM4-40GB", "a100-40"), ("A100-40GB-SXM (DGX-A100)", "a100-40"), ("A100 (80 GB)", "a100-80"), ("A100-80GB-PCIE", "a100-80-pcie"), ("A100 PCIe 40GB", None), ("A100", None),
+    ("Tesla V100-SXM2-32GB", "v100"), ("V100-16GB-SXM2", "v100-16"), ("V100", None), ("GB200", "gb200"), ("B200 SXM", "b200"), ("GH200 480GB", "gh200"), ("H200-141GB-SXM", "h200"),
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("RTX4090-24GB", "rtx4090"), ("A6000-48GB", "rtx-a6000"), ("RTX 6000 Ada", None), ("NVIDIA A10G", "a10g"), ("A10", None), ("L40S", "l40s"), ("L40", None),
+    ("NVIDIA L4", "l4"), ("TPUv4", None), ("", None),
+])
+def test_devices_are_known_by_any_name(text: str, preset: str | None) -> None:
+    """Other spellings than one were refused, or, of an H100 without the kind of its memory, taken for another."""
+    with pytest.raises(Refused, match="there is no preset for") if preset is None else nullcontext():
+        assert preset_of(text) == preset
+
+
+@pytest.mark.parametrize("text, precision", [
+    ("BF16-mixed", ("bfloat16", "")), ("bfloat16", ("bfloat16", "")), ("float16", ("float16", "")), ("FP8", ("bfloat16", "float8")), ("fp8_e4m3", ("bfloat16", "float8")),
+    ("MXFP8", ("bfloat16", "float8")), ("NVFP4", ("bfloat16", "float4")), ("fp8 (bf16 master)", ("bfloat16", "float8")),
+])
+def test_precisions_are_known_by_any_name(tmp_path: Path, text: str, precision: tuple[str, str]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"dtype": text}])).rows
+    assert (row.precision, row.setup.software.matmul) == precision
+
+
+@pytest.mark.parametrize("kind, flops", [
+    ("hardware-style: 96*B*s*L*h^2*(1+s/6h+V/16Lh)", 96 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 16 / 32 / 4096)), ("hardware-style (Alpa compute_gpt_tflops with remat: 96*...)", None),
+    ("hardware (factor 4: incl. full recompute)", None), ("Alpa compute_gpt_tflops (checkpoint=False: 72 factor)", 72 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 12 / 32 / 4096)),
+    ("model (6N+12Lhs, full non-causal attn)", 6 * 8e9 + 12 * 32 * 4096 * 8192), ("model, causal attention (6s^2)", 6 * 8e9 + 6 * 32 * 4096 * 8192), ("model", 0),
+])
+def test_a_step_by_the_flops_that_were_counted(tmp_path: Path, kind: str, flops: float | None) -> None:
+    """Of the formulas one was read in one spelling alone; of FLOPs that were counted in no known way there is no time."""
+    line = RUN | {"tokens_s_gpu": "", "tflops_gpu": "100", "tflops_kind": kind, "n_params": "8e9"}
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [line])).rows
+    known = 96 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 16 / 32 / 4096) if flops is None else flops
+    assert row.step_s == (pytest.approx(64 * 8192 * known / (64 * 100e12)) if known else None)
 
 
 def test_ranks_that_are_not_stated_are_those_that_the_others_leave(tmp_path: Path) -> None:

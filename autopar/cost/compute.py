@@ -10,7 +10,7 @@ tiles of output that one multiprocessor works on at a time (TILES) and over cuts
     waves   m n / (area of all the tiles that fit in the time)    tiles run in waves of as many as there are multiprocessors; the
                                                                   last wave and the tiles at the edges are computed in full
     reuse   area / (area + reuse (width + height))                small tiles read more for each multiplication
-    depth   k / (k + tile / 2)                                    filling and draining the pipeline of one tile
+    depth   k / (k + splits x tile / 2)                           filling and draining the pipeline of one tile
 
 On accelerators rows of operands that do not start at multiples of 16 bytes are read element by element or by twos (`Device.unaligned`).
 The best shapes that were measured fill whole waves: 1024 x 10240 on 108 multiprocessors is 2.96 waves of 256 x 128, 2048 x 2048

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +19,15 @@ class Refused(ValueError):
     """A line that cannot be priced, and why."""
 
 
+UNKNOWN = ("n/a", "na", "-", "?", "unknown", "null", "tbd")
+"""What stands where nothing is known."""
+
+
 class Line(dict[str, str]):
-    """A line by column, without spaces around; a column that the table does not have, or that the line ends before, is empty."""
+    """A line by column, without spaces around; a column that the table does not have, that the line ends before, or that says that nothing is known, is empty."""
 
     def __init__(self, cells: dict[str, str]) -> None:
-        super().__init__({key: text.strip() for key, text in cells.items() if key})
+        super().__init__({key: "" if text.strip().lower() in UNKNOWN else text.strip() for key, text in cells.items() if key})
 
     def __missing__(self, key: str) -> str:
         return ""
@@ -46,9 +51,17 @@ def rows_of(path: Path, made: Callable[[Line, str], Row], named: Callable[[Line]
     return found
 
 
+def number_of(text: str) -> float:
+    """The number that `text` is, thousands apart or not; NaN where it is none."""
+    try:
+        return float(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
+    except ValueError:
+        return math.nan
+
+
 def positive(text: str, what: str) -> float:
     """The number that `text` is. Raises Refused unless it is positive and finite."""
-    number = float(text)
+    number = number_of(text)
     if not 0 < number < math.inf:
         raise Refused(f"{what} is {text}; wanted a positive number")
     return number
@@ -61,7 +74,7 @@ def count(line: Line, key: str, default: int | None = None) -> int:
         if default is None:
             raise Refused(f"{key} was not published")
         return default
-    number = float(text)
+    number = number_of(text)
     if not (number >= 1 and number.is_integer()):
         raise Refused(f"{key} is {text}; wanted a positive whole number")
     return int(number)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from benchmarks.costmodel.tables import Line, Refused, count, positive
+from benchmarks.costmodel.tables import Line, Refused, count, number_of, positive
 
 
 def step_s(line: Line, gpus: int) -> float | None:
@@ -15,7 +15,7 @@ def step_s(line: Line, gpus: int) -> float | None:
         return None
     counted = next((formula for pattern, formula in COUNTED if re.search(pattern, line["tflops_kind"])), None)
     if line["step_time_s"]:
-        seconds = float(line["step_time_s"])
+        seconds = number_of(line["step_time_s"])
     elif line["tokens_s_gpu"]:
         seconds = _tokens(line) / (positive(line["tokens_s_gpu"], "tokens_s_gpu") * gpus)
     elif line["tflops_gpu"] and counted:
@@ -23,7 +23,7 @@ def step_s(line: Line, gpus: int) -> float | None:
     else:
         return None
     if not 0 < seconds < math.inf:
-        raise Refused(f"a step of {seconds} s")
+        raise Refused(f"a step of {seconds} s: step_time_s is {line['step_time_s']}")
     return seconds
 
 

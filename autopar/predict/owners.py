@@ -23,6 +23,16 @@ def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
     return MeshAxis("line", math.prod(span.size for span in spans), tuple(reversed(spans)), cluster.device)
 
 
+def between(axis: MeshAxis, one: int, other: int) -> MeshAxis:
+    """What goes from one device of `axis` to another passes: its spans from the outermost on in which they are apart."""
+    inside = axis.size
+    for at, span in enumerate(axis.spans):
+        inside //= span.size
+        if one // inside != other // inside:
+            return MeshAxis(axis.name, inside * span.size, axis.spans[at:], axis.device)
+    return MeshAxis(axis.name, 1, (), axis.device)
+
+
 @dataclass(frozen=True)
 class Owners:
     """The ranks that compute with the same weights (`all`): `shards` of them next to each other have a part of them each where they are cut at rest, and there are so

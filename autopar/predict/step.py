@@ -18,7 +18,7 @@ from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
 from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
-from autopar.predict.owners import Owners, line
+from autopar.predict.owners import Owners, between, line
 from autopar.predict.place import Place, UnitTime
 from autopar.predict.setup import WHOLE, Setup
 from autopar.problem.prices import OVERLAP
@@ -211,8 +211,9 @@ class _Step:
         setup = self.setup
         if setup.pp == 1:
             return setup.microbatches * sum(_pace(t) for t in stages)
-        send = collective_s("send", self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp), self.stages)
-        times = [StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, send) for t in stages]
+        sent = self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp)
+        hops = [collective_s("send", sent, between(self.stages, *pair)) for pair in zip(places, [*places[1:], places[-1]], strict=True)]
+        times = [StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, hop) for t, hop in zip(stages, hops, strict=True)]
         count, p = setup.microbatches, setup.pp
         if count < 2 * p or (count <= 4 * p and ((setup.vpp == 1 and not setup.schedule) or count % p == 0)):
             return step_s(_order(setup, count), times, places)

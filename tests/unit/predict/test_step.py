@@ -11,7 +11,7 @@ from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
 from autopar.pipeline.units import Unit
 from autopar.predict import Layers, Place, Prediction, Setup, Software, UnitTime, predict
-from autopar.predict.owners import Owners, line
+from autopar.predict.owners import Owners, between, line
 from autopar.predict.step import largest_of
 
 CLUSTER = Cluster.parse("a100-80:4x8")
@@ -153,6 +153,17 @@ def test_axes_lie_where_their_neighbours_are() -> None:
     assert [(span.level.name, span.size) for span in line(CLUSTER, 2, 8).spans] == [("node", 2), ("gpu", 4)]
     assert [(span.level.name, span.size) for span in line(CLUSTER, 8, 4).spans] == [("node", 4)]
     assert line(CLUSTER, 1, 1).spans == ()
+
+
+def test_stages_of_one_node_send_inside_it() -> None:
+    """Eight places of four GPUs, two to a node: every second send leaves a node. All were priced as if they did."""
+    places = line(CLUSTER, 4, 8)
+    assert [[span.level.name for span in between(places, at, at + 1).spans] for at in range(3)] == [["gpu"], ["node", "gpu"], ["gpu"]]
+    assert between(places, 7, 0).spans == places.spans and between(places, 3, 3).size == 1
+    chain, setup = line(CLUSTER, 1, 16), replace(SETUP, tp=1, dp=1, pp=16, microbatches=1)
+    free, wide = (predict(replace(PLACE, sent_bytes=nbytes), 16, setup, CLUSTER).pipeline_s for nbytes in (0.0, 1e9))
+    starts, sends = ([collective_s("send", nbytes, between(chain, at, at + 1)) for at in range(15)] for nbytes in (0.0, 1e9))
+    assert sends.count(max(sends)) == 1 and wide - free == pytest.approx(2 * (sum(sends) - sum(starts)))  # there and back
 
 
 def test_the_slowest_of_more_is_slower() -> None:

@@ -41,7 +41,7 @@ NO_LIMIT_BYTES = float(1 << 60)
 @dataclass
 class UnitTime:
     """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `weights_s` is the part of `backward_s` that is for gradients of weights, `kept_s` the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s`, `mlp_s` and `experts_s` the parts of `forward_s` that parts of a block take (setup.WHOLE), `last_s` that of operators behind the last one that saves anything.
+    activations. `weights_s` is the part of `backward_s` that is for gradients of weights, `kept_s` the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s`, `mlp_s` and `experts_s` the parts of `forward_s` that parts of a block take (setup.WHOLE), `last_s` that of operators behind the last one that saves anything, `routed_s` and `routed_back_s` those of both that tokens take to their experts and back.
     `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`; `expert_parameters` of
     the first and `expert_trained` of the second are stacks of experts'."""
 
@@ -55,6 +55,8 @@ class UnitTime:
     kept_s: float = 0.0
     last_s: float = 0.0
     weights_s: float = 0.0
+    routed_s: float = 0.0
+    routed_back_s: float = 0.0
     operators: float = 0.0
     experts: float = 0.0
     collectives: float = 0.0
@@ -160,7 +162,10 @@ class _Reader:
         both, forward = self.prices.op_s(op, options), self.forward.op_s(op, options)
         here.forward_s += forward
         here.backward_s += both - forward
-        here.weights_s += op.weights_share * (both - forward)
+        ahead_s, back_s = (op.count * sum(wait.seconds for wait in way) for way in self.prices.waits(op, options))
+        here.weights_s += op.weights_share * (both - forward - back_s)
+        here.routed_s += ahead_s * (op.target is ops.experts)
+        here.routed_back_s += back_s * (op.target is ops.experts)
         here.operators += op.count
         here.experts += op.count * (op.target is ops.experts)
         for part, inside in self.parts.items():

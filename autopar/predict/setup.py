@@ -34,6 +34,7 @@ class Software:
     matmul_share         rate of such matmuls as a share of the device's best in that dtype
     optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
     hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
+    hidden_tokens        share of what goes to experts and back that runs beside the compute of another microbatch
     attention            rate of fused attention as a multiple of FlashAttention-2's on the device
     habits               how it holds memory
     gathered_bytes       bytes of one element of a weight that is gathered where it is used
@@ -57,6 +58,7 @@ class Software:
     optimizer_bytes: float = 30.0
     captured: bool = False
     hidden_tensor: float = 0.0
+    hidden_tokens: float = 0.0
     attention: float = 1.0
     gathered_bytes: int = 2
     tensor_share: float = 1.0

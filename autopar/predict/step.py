@@ -150,7 +150,9 @@ class _Step:
         """Add `count` instances of a unit, of which a share of `again` runs again."""
         setup, software = self.setup, self.software
         comm = (1.0 - software.hidden_tensor) * software.tensor_share
-        forward, back = self.slowest * unit.forward_s, self.slowest * unit.backward_s + self._accumulate_s(unit)
+        beside = software.hidden_tokens * (1.0 - self.device.contended)
+        forward, back = (self.slowest * (whole - beside * routed) for whole, routed in ((unit.forward_s, unit.routed_s), (unit.backward_s, unit.routed_back_s)))
+        back += self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
         again_s = again_comm = again_host = 0.0
         host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives + software.expert_calls * unit.experts)

@@ -203,7 +203,7 @@ def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool, ra
     in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"].lower())
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0))
     return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits,
-                   captured=known.software.captured or in_graph, hidden_tensor=1.0 if ranks.schedule == "dualpipev" and ranks.tp == 1 else known.software.hidden_tensor)
+                   captured=known.software.captured or in_graph, hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0)
 
 
 def _peaks(line: Line) -> tuple[Peak, ...]:

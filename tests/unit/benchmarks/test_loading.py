@@ -423,6 +423,7 @@ def test_schedules_that_take_a_backward_apart(tmp_path: Path, name: str, vpp: st
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"schedule": name, "vpp": vpp}]))
     (row,) = found.rows
     assert row.setup.schedule == schedule and (row.setup.pp, row.setup.vpp, row.setup.dp, row.setup.microbatches) == sizes
+    assert row.setup.software.hidden_tokens == name.startswith("Dual")
     assert bool(row.peaks) == (name != "DualPipe")  # whose places have the weights of two stages
 
 

@@ -71,6 +71,8 @@ def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, 
     assert decided.mesh.sizes == ways
     (experts,) = [op for op in decided.planner.program.ops.values() if op.target is ops.experts]
     assert {option.run for option in decided.decisions[experts.name]} == {"expert_dispatch"}
+    assert any(0 < unit.routed_s < unit.forward_s and 0 < unit.routed_back_s < unit.backward_s and 0 < unit.weights_s < unit.backward_s - unit.routed_back_s
+               for unit in decided.priced(cluster).times.values())
     held = {name: unit.expert_parameters for name, unit in decided.priced(cluster).times.items() if unit.expert_parameters}
     assert list(held.values()) == [8 * 3 * 256 * 128 / setup.ep]
 

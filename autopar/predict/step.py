@@ -150,7 +150,7 @@ class _Step:
         """Add `count` instances of a unit, of which a share of `again` runs again."""
         setup, software = self.setup, self.software
         comm = (1.0 - software.hidden_tensor) * software.tensor_share
-        beside = software.hidden_tokens * (1.0 - self.device.contended)
+        beside = software.hidden_tokens * (1.0 - self.device.contended) * _room(unit)
         forward, back = (self.slowest * (whole - beside * routed) for whole, routed in ((unit.forward_s, unit.routed_s), (unit.backward_s, unit.routed_back_s)))
         back += self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
@@ -270,6 +270,12 @@ def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     stages = [range(place, setup.pp * setup.vpp, setup.pp) for place in range(setup.pp)]
     return tuple(tuple([Action("F", stage, m) for stage in mine for m in range(microbatches)]
                        + [Action("B", stage, m) for stage in reversed(mine) for m in range(microbatches)]) for mine in stages)
+
+
+def _room(unit: UnitTime) -> float:
+    """The share of what tokens take to experts and back under which there is compute of a forward and a backward."""
+    routed_s = unit.routed_s + unit.routed_back_s
+    return min(1.0, (unit.forward_s + unit.backward_s - routed_s) / routed_s) if routed_s else 0.0
 
 
 def _pace(times: _Times) -> float:

@@ -53,12 +53,13 @@ def test_layers_of_experts_keep_the_host_busy() -> None:
     assert step(software=Software(expert_calls=200)).host_s == step().host_s  # there are none
 
 
-def test_tokens_go_to_experts_beside_another_microbatch() -> None:
-    """Of 1 ms forward and 2 back 0.2 and 0.4 are for the way: what is left of it is the share of the compute units that it takes."""
-    place = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], routed_s=2e-4, routed_back_s=4e-4)})
+@pytest.mark.parametrize("ahead, back, under", [(2e-4, 4e-4, 6e-4), (8e-4, 1.2e-3, 1e-3)])
+def test_tokens_go_to_experts_beside_another_microbatch(ahead: float, back: float, under: float) -> None:
+    """Of 1 ms forward and 2 back some are for the way: where the rest is as long, what is left of it is the share of the compute units that it takes."""
+    place = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], routed_s=ahead, routed_back_s=back)})
     shown, hidden = (predict(place, 8, replace(SETUP, software=Software(captured=True, hidden_tokens=share)), replace(CLUSTER, device=replace(CLUSTER.device, spread=0.0)))
                      for share in (0.0, 1.0))
-    assert shown.compute_s - hidden.compute_s == pytest.approx(8 * 2 * 6e-4 * (1 - CLUSTER.device.contended))
+    assert shown.compute_s - hidden.compute_s == pytest.approx(8 * 2 * under * (1 - CLUSTER.device.contended))
 
 
 def test_blocks_are_dealt_and_run_again_as_stated() -> None:

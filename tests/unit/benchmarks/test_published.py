@@ -1,0 +1,91 @@
+"""What tables of published runs say in other words, and what follows from what they say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from benchmarks.costmodel import published
+from benchmarks.costmodel.devices import preset_of
+from benchmarks.costmodel.tables import Refused
+from tests.unit.benchmarks.test_loading import MOE, RUN, write
+
+
+@pytest.mark.parametrize("layers, pp, vpp, dealt", [("126", "8", "1", (15, *[16] * 6, 15)), ("30", "4", "8", (0, *[1] * 30, 0)), ("32", "2", "4", ()), ("61", "4", "4", ()), ("126", "1", "", ())])
+def test_embedding_and_head_count_as_layers_where_these_are_two_short(tmp_path: Path, layers: str, pp: str, vpp: str, dealt: tuple[int, ...]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"n_layers": layers, "pp": pp, "vpp": vpp, "tp": "1", "dp": ""}])).rows
+    assert row.setup.blocks == dealt
+
+
+@pytest.mark.parametrize("change, whole, over", [
+    ({"source_id": "megatron-bridge", "cp": "2"}, False, True), ({"source_id": "dgxc-v25.02", "cp": "2"}, False, False), ({"source_id": "dgxc-v25.02", "cp": "2", "ep": "64"}, False, True),
+    ({"source_id": "dgxc-v25.02", "cp": "2", "tp": "4", "n_gpus": "32"}, False, True), ({"source_id": "megatron-bridge", "cp": "2", "tp": "4", "n_gpus": "32"}, True, True),
+    ({"source_id": "megatron-bridge", "cp": "4", "ep": "2"}, False, False),
+])
+def test_whose_experts_lie_over_context_parallel_ranks(tmp_path: Path, change: dict[str, str], whole: bool, over: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"n_gpus": "64"} | change])).rows
+    assert (row.setup.whole_experts, row.setup.experts_over_context) == (whole, over)
+
+
+@pytest.mark.parametrize("text, preset", [
+    ("H100-SXM5-80GB", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("h100", "h100"), ("H100-80GB-PCIE", "h100-pcie"), ("H100 NVL 94GB", None), ("H100-96GB-HBM2e-500W", "h100-96"),
+    ("A100 80G", "a100-80"), ("A100-SXM4-40GB", "a100-40"), ("A100-40GB-SXM (DGX-A100)", "a100-40"), ("A100 (80 GB)", "a100-80"), ("A100-80GB-PCIE", "a100-80-pcie"), ("A100 PCIe 40GB", None), ("A100", None),
+    ("Tesla V100-SXM2-32GB", "v100"), ("V100-16GB-SXM2", "v100-16"), ("V100", None), ("GB200", "gb200"), ("B200 SXM", "b200"), ("GH200 480GB", "gh200"), ("H200-141GB-SXM", "h200"),
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("RTX4090-24GB", "rtx4090"), ("A6000-48GB", "rtx-a6000"), ("RTX 6000 Ada", None), ("NVIDIA A10G", "a10g"), ("A10", None), ("L40S", "l40s"), ("L40", None),
+    ("NVIDIA L4", "l4"), ("TPUv4", None), ("", None),
+])
+def test_devices_are_known_by_any_name(text: str, preset: str | None) -> None:
+    """Other spellings than one were refused, or, of an H100 without the kind of its memory, taken for another."""
+    with pytest.raises(Refused, match="there is no preset for") if preset is None else nullcontext():
+        assert preset_of(text) == preset
+
+
+@pytest.mark.parametrize("text, precision", [
+    ("BF16-mixed", ("bfloat16", "")), ("bfloat16", ("bfloat16", "")), ("float16", ("float16", "")), ("FP8", ("bfloat16", "float8")), ("fp8_e4m3", ("bfloat16", "float8")),
+    ("MXFP8", ("bfloat16", "float8")), ("NVFP4", ("bfloat16", "float4")), ("fp8 (bf16 master)", ("bfloat16", "float8")),
+])
+def test_precisions_are_known_by_any_name(tmp_path: Path, text: str, precision: tuple[str, str]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"dtype": text}])).rows
+    assert (row.precision, row.setup.software.matmul) == precision
+
+
+@pytest.mark.parametrize("kind, flops", [
+    ("hardware-style: 96*B*s*L*h^2*(1+s/6h+V/16Lh)", 96 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 16 / 32 / 4096)), ("hardware-style (Alpa compute_gpt_tflops with remat: 96*...)", None),
+    ("hardware (factor 4: incl. full recompute)", None), ("Alpa compute_gpt_tflops (checkpoint=False: 72 factor)", 72 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 12 / 32 / 4096)),
+    ("model (6N+12Lhs, full non-causal attn)", 6 * 8e9 + 12 * 32 * 4096 * 8192), ("model, causal attention (6s^2)", 6 * 8e9 + 6 * 32 * 4096 * 8192), ("model", 0),
+])
+def test_a_step_by_the_flops_that_were_counted(tmp_path: Path, kind: str, flops: float | None) -> None:
+    """Of the formulas one was read in one spelling alone; of FLOPs that were counted in no known way there is no time."""
+    line = RUN | {"tokens_s_gpu": "", "tflops_gpu": "100", "tflops_kind": kind, "n_params": "8e9"}
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [line])).rows
+    known = 96 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 16 / 32 / 4096) if flops is None else flops
+    assert row.step_s == (pytest.approx(64 * 8192 * known / (64 * 100e12)) if known else None)
+
+
+def test_ranks_that_are_not_stated_are_those_that_the_others_leave(tmp_path: Path) -> None:
+    """The column of data-parallel ranks was not read; it may count context-parallel ones."""
+    lines = [RUN, RUN | {"dp": "8"}, RUN | {"dp": "8", "n_gpus": ""}, RUN | {"cp": "2", "dp": "4"}, RUN | {"cp": "2", "dp": "8"}]
+    one, *same, four, eight = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert same == [one, one] and four == eight and (four.setup.dp, four.setup.cp) == (4, 2)
+
+
+@pytest.mark.parametrize("name, vpp, schedule, sizes", [
+    ("ZB-H1", "1", "interleaved_zero_bubble", (2, 1, 8, 8)), ("zero bubble (ZB-1p)", "4", "interleaved_zero_bubble", (2, 4, 8, 8)), ("ZB-V", "", "zbv_zero_bubble", (2, 2, 8, 8)),
+    ("DualPipeV", "2", "dualpipev", (2, 2, 8, 8)), ("DualPipe", "1", "dualpipev", (1, 2, 16, 4)), ("1F1B", "1", "", (2, 1, 8, 8)),
+])
+def test_schedules_that_take_a_backward_apart(tmp_path: Path, name: str, vpp: str, schedule: str, sizes: tuple[int, ...]) -> None:
+    """A pipeline that microbatches enter from both ends is as two of half as many places, which turn back."""
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"schedule": name, "vpp": vpp}]))
+    (row,) = found.rows
+    assert row.setup.schedule == schedule and (row.setup.pp, row.setup.vpp, row.setup.dp, row.setup.microbatches) == sizes
+    assert row.setup.software.hidden_tokens == name.startswith("Dual")
+    assert bool(row.peaks) == (name != "DualPipe")  # whose places have the weights of two stages
+
+
+def test_other_spellings_are_read(tmp_path: Path) -> None:
+    lines = [RUN, RUN | {"dtype": "BF16", "sp": "yes", "status": "OK", "recompute": "None", "zero_fsdp": "zero stage 1"}, RUN | {"schedule": "GPipe"}, RUN | {"gpu": "H200-141GB-SXM"},
+             RUN | {"seq_len": "8,192", "tokens_s_gpu": "2,000", "cp": "n/a", "ep": "-", "notes": "unknown"}]
+    one, other, gpipe, large, apart = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert other == one == apart and gpipe.setup == one.setup and one.peaks and not gpipe.peaks and large.cluster.device.name.startswith("H200")

@@ -15,7 +15,7 @@ ROW = Row("one", "somebody", SIZES, Setup(1, 2, 64, pp=2), Cluster.parse("h100:1
 
 
 def test_a_row_whose_memory_cannot_be_told_keeps_its_step() -> None:
-    loaded = Loaded([ROW, replace(ROW, name="two", setup=replace(ROW.setup, vpp=4))])  # more stages than blocks
+    loaded = Loaded([ROW, replace(ROW, name="two", setup=replace(ROW.setup, blocks=(0, SIZES.layers)))])  # the first stage has the embedding alone
     one, two = predicted(loaded, memory=True)
     assert one.held is not None and len(one.held.places) == 2 and one.peaks[0][1] > 0
     assert two.held is None and two.prediction.step_s > 0 and not two.peaks

@@ -26,6 +26,7 @@ from autopar.codegen.tables import (
     signature,
     size_lines,
 )
+from autopar.frontend.factory import RAN_AS
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
@@ -101,7 +102,7 @@ def _others(context: Context) -> dict[str, str]:
     targets = dict.fromkeys(op.target for op in context.program.ops.values() if isinstance(op.target, OpOverload) and op.target.namespace not in TORCH)
     made = {target: OPDEFS.get(target._schema.name) for target in targets}
     modules = {target: "" if by is None else by._init_fn.__module__ for target, by in made.items()}
-    return {str(target): module if module != "__main__" else "" for target, module in modules.items()}
+    return {str(target): module.removeprefix(RAN_AS) if module != "__main__" else "" for target, module in modules.items()}
 
 
 def _algorithms(context: Context) -> str:

@@ -80,9 +80,13 @@ def import_file(path: Path, spec: str) -> ModuleType:
     return module
 
 
+RAN_AS = "autopar_model_"
+"""What the names of modules that were run from a file begin with."""
+
+
 def module_name(path: Path) -> str:
     """What a Python file is called as a module."""
-    return f"autopar_model_{path.stem}"
+    return f"{RAN_AS}{path.stem}"
 
 
 def import_module(name: str, spec: str) -> ModuleType:

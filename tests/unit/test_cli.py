@@ -230,6 +230,7 @@ def test_rules_of_a_file(net: Path, rules: str, kind: str) -> None:
     why = json.loads(autopar("explain", "plan.json", "--node", "doubled", "--json", "-", cwd=net).stdout)["alternatives"]
     assert any(row["result"].startswith("S1") for row in why) == (kind == "attribute") and any(row["result"].startswith("S0") for row in why)
     assert autopar("verify", "plan.json", cwd=net).returncode == 0
+    assert autopar("emit", "plan.json", "-o", "out", cwd=net).returncode == 0 and "doubled.default': 'net'})" in (net / "out" / "sharded.py").read_text()
 
 
 @pytest.mark.parametrize(("rules", "said"), [

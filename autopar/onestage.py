@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import fx
 
+from autopar.bestfirst import CLOSE, GLANCE_S, Elsewhere, best_first, nowhere
 from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
@@ -27,7 +26,7 @@ from autopar.problem.largest import largest
 from autopar.problem.remat import price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe, roles
-from autopar.recipes.free import space, spaces, unfolded
+from autopar.recipes.free import space, spaces
 from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
@@ -42,36 +41,6 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
     Raises InfeasibleError when no plan fits device memory, PlanError for unknown recipes, searches or meshes.
     """
     return plan_with(Planner.of(gm, hints, request), **about)
-
-
-@dataclass(eq=False)
-class Elsewhere:
-    """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
-    once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one; `tell` is told those of the
-    best plan of all once every mesh was looked at, and whenever it is better."""
-
-    ask: Callable[[float], float]
-    search: Callable[[float], float] = lambda known_s: math.inf
-    tell: Callable[[float], None] = lambda known_s: None
-    seconds: float = math.inf
-    done: bool = False
-
-    def asked(self, known_s: float) -> float:
-        """The seconds, known from now on."""
-        if math.isinf(self.seconds):
-            self.seconds = self.ask(known_s)
-        return self.seconds
-
-    def searched(self, alone_s: float) -> float:
-        """The seconds, of the best one where they promise to be far below `alone_s`, those of the best plan of one stage so far."""
-        if not self.done and self.seconds < alone_s * (1 - WINS):
-            self.done, self.seconds = True, min(self.seconds, self.search(alone_s))
-        return self.seconds
-
-
-def nowhere() -> Elsewhere:
-    """Where there are no plans of several stages."""
-    return Elsewhere(lambda known_s: math.inf)
 
 
 def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer | None = None, **about: Any) -> Plan:
@@ -193,12 +162,6 @@ def _meshes(planner: Planner) -> list[tuple[int, ...]]:
 
 FULL = 0.9  # of memory: what uses more may have been pushed there
 RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
-GLANCE_S = 2.0  # seconds for the first look at a mesh
-HONED = 1.1  # times the fastest: what is farther off does not become the fastest by descent
-MOST_HONED = 3  # meshes
-FAR = 4  # times the least work: what takes longer tells nothing of what there is
-WINS = 0.1  # relative: stages that are so much faster at first sight win in the end
-CLOSE = 0.01  # relative: prices are less exact than this
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
 
@@ -291,7 +254,7 @@ def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: flo
     request = planner.request
     search, meshes = _search_of(request), _meshes(planner)
     if search is ilp.search:
-        return _best_first(planner, meshes, timer, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
+        return best_first(planner, meshes, timer, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
@@ -305,73 +268,6 @@ def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: flo
         bounds.append(here.solution.bound_s)
         found = here if found is None or here.cost.time_s < found.cost.time_s else found
     return found, min(bounds, default=0.0)
-
-
-def _best_first(planner: Planner, meshes: Sequence[tuple[int, ...]], timer: Timer, known: float,
-                elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, and hone what is nearest to the best; then solve those whose bounds promise better than that, than `known` seconds and than what is
-    `elsewhere`, the most promising first, and hone those answers too."""
-    request = planner.request
-    seen: list[Candidate] = []
-    bounds: list[float] = []
-    if FAR * planner.work(planner.open_levels[0]).step_s(request.cluster.devices, 1, 1) < known < math.inf:
-        known = min(known, elsewhere.asked(known))  # recipes say little
-
-    def nearest() -> Iterator[tuple[int, ...]]:
-        yield from _unfolded(seen, known, meshes) if request.mesh is None else ()
-
-    for sizes in chain(meshes, nearest()):
-        if known < math.inf and timer.skips():
-            bounds.append(0.0)  # of what was not looked at nothing is proven
-            break
-        request.say(f"search on {'x'.join(map(str, sizes))}")
-        with suppress(InfeasibleError):
-            glance = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=known)
-            seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", glance, cutoff_s=known), known * HONED, GLANCE_S))
-            known = min(known, seen[-1].cost.time_s)
-    fit = {c.mesh.sizes: c for c in seen if c.peak_bytes is not None}
-    elsewhere.tell(known)
-    if any(first.solution.bound_s < known * (1 - CLOSE) for first in seen):
-        known = min(known, elsewhere.asked(known))
-        known = min(known, elsewhere.searched(min(first.cost.time_s for first in seen)))
-    honed = _honed(planner, list(fit.values()), known, timer)
-    known = min([known, *(each.cost.time_s for each in honed)])
-    elsewhere.tell(known)
-    for first in sorted(seen, key=lambda c: c.cost.time_s):
-        if first.solution.bound_s >= known * (1 - CLOSE) or timer.skips():
-            bounds.append(first.solution.bound_s)
-            continue
-        request.say(f"solving {'x'.join(map(str, first.mesh.sizes))}")
-        here = planner.counted(first.refined(ilp.search(first.model.problem, time_limit_s=timer.left_s, seed=request.seed, start=first.solution.choice,
-                                                        cutoff_s=known, gap=CLOSE)))
-        if here.peak > request.limit_bytes:  # the glance had room for all that lives for a moment
-            here = replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
-        bounds.append(max(first.solution.bound_s, here.solution.bound_s))
-        known = min(known, here.cost.time_s)
-        if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
-            honed += [here, *_honed(planner, [here], known, timer, min((each.cost.time_s for each in honed), default=math.inf))]
-    return min((*fit.values(), *honed), key=lambda c: c.cost.time_s, default=None), min(bounds, default=0.0)
-
-
-def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The meshes, unfolded, of what may become the fastest: those that are not among `meshes`."""
-    near = sorted((c for c in seen if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
-    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in meshes]
-
-
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer, least_s: float = math.inf) -> list[Candidate]:
-    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Where another takes `least_s`, honed, or one of them,
-    one tangent says whether they may: whether more hides there where linear prices prove no less than that, else whether it comes near."""
-    honed: list[Candidate] = []
-    for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
-        if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
-            continue
-        if timer.skips():
-            break
-        planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
-        honed.append(planner.honed(each, timer.skips))
-        least_s = min(least_s, honed[-1].cost.time_s)
-    return honed
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

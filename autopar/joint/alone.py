@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import distinct
-from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
 from autopar.problem.floor import Work
 from autopar.text import seconds

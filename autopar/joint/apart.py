@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import SOLVE_S, Inner
 from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
 from autopar.joint.parting import only_place
-from autopar.onestage import CLOSE
 from autopar.pipeline.orders import Flying
 from autopar.pipeline.rooms import rooms
 from autopar.pipeline.stretches import memory_bytes

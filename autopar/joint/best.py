@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar import onestage
+from autopar import bestfirst, onestage
 from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
@@ -29,7 +29,7 @@ def best(inner: Inner, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(inner, SEARCH, float("inf"), timer.ends_at)
-    elsewhere = onestage.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, inner.answered) if several else None
+    elsewhere = bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, inner.answered) if several else None
     try:
         flat = onestage.plan_with(inner.whole.anew(replace(request, memory_bytes=inner.limit_bytes)), elsewhere, timer, **about)
     except InfeasibleError as error:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.bestfirst import CLOSE, HONED
 from autopar.errors import InfeasibleError
 from autopar.joint.honed import honed
 from autopar.joint.inner import Inner
@@ -26,7 +27,6 @@ from autopar.joint.laid import Found
 from autopar.joint.pricing import Beaten, Pricing
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
-from autopar.onestage import CLOSE, HONED
 from autopar.text import seconds
 
 

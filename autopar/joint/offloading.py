@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar import onestage
+from autopar.bestfirst import CLOSE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import worth
@@ -17,7 +18,6 @@ from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.memory import hosts
-from autopar.onestage import CLOSE
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
 from autopar.problem.settings import OFFLOADED

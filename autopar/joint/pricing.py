@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
@@ -17,7 +18,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Kind, Timetable, timetable
 from autopar.joint.worth import least_s
-from autopar.onestage import CLOSE, FULL
+from autopar.onestage import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
 from autopar.text import gibibytes, seconds

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.bestfirst import _unfolded
 from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.onestage import SIMPLER, _short_of_memory, _simplest, _unfolded, plan
+from autopar.onestage import SIMPLER, _short_of_memory, _simplest, plan
 from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Solution

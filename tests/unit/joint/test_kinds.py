@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopar import joint, onestage
+from autopar.bestfirst import CLOSE
 from autopar.cluster import Cluster
 from autopar.cluster.mixed import join
 from autopar.errors import InfeasibleError
@@ -24,7 +25,6 @@ from autopar.joint.models import Mixed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.memory import predict
-from autopar.onestage import CLOSE
 from autopar.pipeline.filling import Cuts
 from autopar.plan import Plan
 from autopar.problem.floor import least_wait

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import joint
+from autopar.bestfirst import CLOSE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint import worth
@@ -15,7 +16,6 @@ from autopar.joint.frontier import frontier
 from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.memory import hosts, predict
-from autopar.onestage import CLOSE
 from autopar.plan import Plan
 from autopar.problem.reading import read
 from autopar.problem.settings import Settings

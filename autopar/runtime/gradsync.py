@@ -72,7 +72,7 @@ class Scatter:
 class GradSync:
     """Moves gradients of `held` into `param.grad`, summed over the sync axes; works for any `loss.backward()`. `blocks` read some of them."""
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, blocks: Iterable[Reader] = ()) -> None:
+    def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, *, blocks: Iterable[Reader] = ()) -> None:
         self.mesh = mesh
         self.owners = owners(blocks)
         self.deferred = False  # gradients of several backwards add up in the leaves until `flush`

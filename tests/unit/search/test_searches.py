@@ -106,7 +106,7 @@ WRONG = {  # what a search of a user's answers -> what the error says
     "no such option": (lambda problem, best: Solution((*best[:-1], 99), "mine"), r"choice 99 of node .*; wanted a whole number from 0 to \d"),
     "negative": (lambda problem, best: Solution((-1, *best[1:]), "mine"), "choice -1 of node"),
     "a number that is not whole": (lambda problem, best: Solution((0.0, *best[1:]), "mine"), "choice 0.0 of node"),
-    "too much memory": (lambda problem, best: Solution(most_memory(problem), "mine"), "not feasible .*GiB"),
+    "too much memory": (lambda problem, best: Solution(most_memory(problem), "mine"), r"not feasible .*needs \d+ B per device, \d+ B are there"),
     "a bound above its cost": (lambda problem, best: Solution(best, "mine", 2 * problem.evaluate(best).time_s), "a bound of .* proven"),
     "no bound": (lambda problem, best: Solution(best, "mine", float("nan")), "a bound of nan"),
 }

@@ -19,6 +19,7 @@ class Habits:
     fused            chains of pointwise operators run as one kernel, whose backward works from what it read: nothing between is made or kept
     regathers        activations that are gathered for a matmul are gathered again in the backward, not kept
     loss_in_place    the loss over classes works where the logits in its own dtype are, and leaves their gradient there
+    log_softmax      a loss over split classes keeps its log-softmax, in a tensor of its own, and not the logits (torch.distributed.tensor.parallel.loss_parallel)
     fused_update     the optimizer's step takes nothing beside its state
     kept_bytes       bytes of one element of what matmuls of blocks keep of their rows, a copy in 8 bits; 0: the rows themselves
     hosted           of each stage, the share of masters and optimizer state that is in the memory of the host
@@ -35,6 +36,7 @@ class Habits:
     fused: bool = False
     regathers: bool = False
     loss_in_place: bool = False
+    log_softmax: bool = False
     fused_update: bool = False
     kept_bytes: int = 0
     hosted: tuple[float, ...] = ()

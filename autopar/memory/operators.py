@@ -24,11 +24,14 @@ COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
 
 
 SPLIT_LOSS = "cross_entropy"
-"""A loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py), which keeps operand 0."""
+"""A loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py), which keeps operand 0; with `Habits.log_softmax` not."""
 
 
-def _exponentials(local: Local, *, backward: bool) -> float:
-    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become the gradient."""
+def _exponentials(local: Local, habits: Habits, *, backward: bool) -> float:
+    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become the gradient. Beside a log-softmax there are
+    exponentials as wide as that, and in the backward the gradient too."""
+    if habits.log_softmax:
+        return local.ins[0] * (1 + backward)
     itemsize = local.op.call.ins[0].itemsize
     return local.ins[0] * (4 / itemsize if itemsize < 4 else not backward)
 
@@ -51,7 +54,7 @@ def made_whole(local: Local, gradient_bytes: float) -> float:
 
 def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
     """Whether an operator keeps a tensor of its own in the place of an operand."""
-    return operand == 0 and op.target in COPIED and SPLIT_LOSS not in runs and not habits.loss_in_place
+    return operand == 0 and op.target in COPIED and (SPLIT_LOSS not in runs or habits.log_softmax) and not habits.loss_in_place
 
 
 def in_place(op: Op, habits: Habits) -> bool:
@@ -92,7 +95,7 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[0]
     if SPLIT_LOSS in runs:
-        return _exponentials(local, backward=False)
+        return _exponentials(local, habits, backward=False)
     if local.on_cpu and local.op.target in CPU:
         return CPU[local.op.target][0](local)
     return FORWARD.get(local.op.target, nothing)(local)
@@ -103,7 +106,7 @@ def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     if in_place(local.op, habits):
         return 0.0
     if SPLIT_LOSS in runs:
-        return _exponentials(local, backward=True)
+        return _exponentials(local, habits, backward=True)
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[1]
     if local.on_cpu and local.op.target in CPU:

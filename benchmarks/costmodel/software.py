@@ -47,7 +47,7 @@ class Facts:
     why: str = ""
 
 
-PYTORCH = Habits(frames=False, keeps_sent=False, casts_gradients=False, fused_update=True)
+PYTORCH = Habits(frames=False, keeps_sent=False, casts_gradients=False, log_softmax=True, fused_update=True)
 """Eager PyTorch: what autograd does not keep goes with its last reader; optimizers with fused kernels."""
 
 IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in_place=True)

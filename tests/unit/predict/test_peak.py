@@ -112,6 +112,13 @@ def test_a_loss_in_place_takes_the_logits_once() -> None:
     assert apart - inside >= 4 * 128 * 2048 * 4
 
 
+def test_a_log_softmax_over_split_classes_leaves_no_room_to_work_in() -> None:
+    """Emitted programs make the gradient of float32 logits where their exponentials were; torch's loss_parallel makes both beside the log-softmax that it keeps."""
+    split = Setup(4, 1, 128, tp=2, dp=1)
+    ours, torchs = (held(replace(OTHERS, log_softmax=on), split).peak_bytes for on in (False, True))
+    assert torchs - ours == pytest.approx(2 * 4 * 128 * 2048 / 2 * 4, rel=0.02)
+
+
 def test_states_and_kept_on_the_host() -> None:
     whole, hosted = (held(replace(OTHERS, hosted=share)).places for share in ((), (0.5, 0.0)))
     assert hosted[0].rest["optimizer"] == whole[0].rest["optimizer"] / 2 and hosted[1].rest == whole[1].rest

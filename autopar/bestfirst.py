@@ -139,22 +139,26 @@ class _Look:
         return here
 
 
+def _nearest(among: Sequence[Candidate], known_s: float) -> list[Candidate]:
+    """Those that may become the fastest, the fastest first."""
+    return sorted((c for c in among if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
+
+
 def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[Mesh]) -> list[Mesh]:
     """The meshes, unfolded, of what may become the fastest: those that are not among `meshes`."""
-    near = sorted((c for c in seen if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
-    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in near) if sizes is not None and sizes not in meshes]
+    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in _nearest(seen, known_s)) if sizes is not None and sizes not in meshes]
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer, least_s: float = math.inf) -> list[Candidate]:
     """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Where another takes `least_s`, honed, or one of them,
     one tangent says whether they may: whether more hides there where linear prices prove no less than that, else whether it comes near."""
     honed: list[Candidate] = []
-    for each in sorted((c for c in fit if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]:
+    for each in _nearest(fit, known_s):
         if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
             continue
         if timer.skips():
             break
-        planner.request.say(f"honing {'x'.join(map(str, each.mesh.sizes))}")
+        planner.request.say(f"honing {times(each.mesh.sizes)}")
         honed.append(planner.honed(each, timer.skips))
         least_s = min(least_s, honed[-1].cost.time_s)
     return honed

@@ -135,7 +135,7 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
 def _check_mesh(request: Request) -> None:
     """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
     if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
-        raise PlanError(f"mesh {'x'.join(map(str, request.mesh))} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
+        raise PlanError(f"mesh {times(request.mesh)} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
                         f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
 
 
@@ -195,7 +195,7 @@ def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
     if not batches or not all(size % ways for size in batches):
         return ""
     size = batches[0]
-    return (f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {'x'.join(map(str, sizes))}), and a batch of {size} does not divide by {ways}: "
+    return (f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {times(sizes)}), and a batch of {size} does not divide by {ways}: "
             f"use a batch of {divisible(size, ways)}, another mesh or another recipe")
 
 
@@ -233,7 +233,7 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
                 continue
             if (recipe.name, sizes) in planner.settled or (best is not None and timer.skips()):
                 continue
-            request.say(f"recipe {recipe.name} on {'x'.join(map(str, sizes))}")
+            request.say(f"recipe {recipe.name} on {times(sizes)}")
             limit = RECIPE_S if request.recipe is None else max(1.0, timer.left_s)
             try:
                 found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit))
@@ -259,7 +259,7 @@ def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: flo
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):
         left = timer.left_s
-        request.say(f"search on {'x'.join(map(str, sizes))}")
+        request.say(f"search on {times(sizes)}")
         try:
             solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
             here = planner.candidate(sizes, space(sizes), "search", solve)
@@ -272,7 +272,7 @@ def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: flo
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     lines = [f"no plan fits {planner.request.cluster.describe()}:"]
-    lines += [f"  {a.name} on {'x'.join(map(str, a.mesh))}: {a.why}" for a in tried]
+    lines += [f"  {a.name} on {times(a.mesh)}: {a.why}" for a in tried]
     if planner.missing_bytes:
         lines.append(f"the plan of least memory is {gibibytes(min(planner.missing_bytes))} per device over the limit")
     lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))

@@ -16,7 +16,7 @@ from autopar.cli.console import progress, show, write_json
 from autopar.cli.rebuild import Rebuilt, rebuild
 from autopar.errors import PlanError
 from autopar.frontend import Loaded
-from autopar.layout import dim_of, divisible, is_shard, parse, ways_of
+from autopar.layout import Layout, dim_of, divisible, is_shard, parse, ways_of
 from autopar.plan import NodePlan, Plan
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, inputs_of, verify
@@ -61,17 +61,21 @@ def check_parts(rebuilt: Rebuilt, loaded: Loaded) -> None:
     _check_ranks(plan, given, inputs)
 
 
+def _layout(node: NodePlan) -> Layout:
+    """How an input lies."""
+    return parse(node.outs[0].split("|")[0])
+
+
 def _check_ranks(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
     for name, node in inputs.items():
-        layout = parse(node.outs[0].split("|")[0])
         for dim, size in enumerate(given[name].shape):
-            if size % (ways := ways_of(layout, dim, plan.mesh)):
+            if size % (ways := ways_of(_layout(node), dim, plan.mesh)):
                 raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it; use {divisible(size, ways)}, or plan for the batch that you have")
 
 
 def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
     cut = {name: dim_of(node.micro[0]) for name, node in inputs.items() if node.micro and is_shard(node.micro[0])}
-    ways = math.lcm(*(ways_of(parse(inputs[name].outs[0].split("|")[0]), dim, plan.mesh) for name, dim in cut.items()))
+    ways = math.lcm(*(ways_of(_layout(inputs[name]), dim, plan.mesh) for name, dim in cut.items()))
     step = plan.microbatches * ways
     for name, dim in cut.items():
         if (size := given[name].shape[dim]) % step:

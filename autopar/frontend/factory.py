@@ -20,6 +20,9 @@ Factory = Callable[..., Any]
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
 
+RAN_AS = "autopar_model_"
+"""What the names of modules that were run from a file begin with."""
+
 
 def find_factory(spec: str) -> Factory:
     """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is."""
@@ -78,10 +81,6 @@ def import_file(path: Path, spec: str) -> ModuleType:
     with importable(Path.cwd(), folder, outside_packages(folder)):
         found.loader.exec_module(module)
     return module
-
-
-RAN_AS = "autopar_model_"
-"""What the names of modules that were run from a file begin with."""
 
 
 def module_name(path: Path) -> str:

@@ -266,11 +266,12 @@ class Passes:
             (did.passes[way].hide if gathers and begun else did.passes[way].wait)(ahead, times)
             if gathers and times:
                 self.line.gathers_bytes[self._place(link)[0], way] += link.size_bytes * fraction(asked.value, self.prices.sizes)
-        gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
-        for read in reads[:1] if gathers and not opening else ():
-            self._takes(read, gathered, ahead, back=False)
-        for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if gathers and again and link.again_ahead else ():
-            self._takes(read, gathered, ahead, back=True)
+        if gathers and reads:
+            gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
+            if not opening:
+                self._takes(reads[0], gathered, ahead, back=False)
+            for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if again and link.again_ahead else ():
+                self._takes(read, gathered, ahead, back=True)
         if NO_GRAD in made.grad or NO_GRAD in asked.grad:
             return
         leaf = self._leaf(link, made, asked)

@@ -4,6 +4,7 @@
     spaces       what a search or a named pipeline may have     kinds        places on unlike devices
     models       the Problems of one shape, and a solution      inner        all that is made of one graph, when first asked for
     laid         one shape cut, timed, its memory counted       pricing      what a shape comes to
+    fuller       what blocks that are run again keep
     explore      the walk through a space                       best         one stage or several, over all spaces
     offloading   parameters and optimizer state on the host     worth        what a step can gain there at most
     frontier     step time against memory                       alone        one part of the cluster against all of it

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError
+from autopar.joint.fuller import Fuller
 from autopar.joint.inner import SOLVE_S, Inner
 from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
@@ -66,13 +67,16 @@ def _probed(found: Found) -> list[int]:
 
 def _offered(inner: Inner, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
     """What may be best for a place: with nothing run again, with all blocks run again at some level, and with so many run again that memory costs what
-    running blocks again does."""
+    running blocks again does; and as all are laid out, with other results kept of blocks that are run again."""
     alike, here = found.chosen, _Place.of(found, place)
     models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(inner, alike, here):
         problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
-            yield replace(alike, solution=ilp.glance(problem, time_limit_s=SOLVE_S), level=again)
+            yield replace(alike, solution=ilp.glance(problem, time_limit_s=SOLVE_S), level=again, kept=None)
+    if found.plan.remat and len(inner.whole.open_levels) > 1:
+        opened, kept = Fuller.of(alike, inner.whole), alike.levels(inner.whole)
+        yield from (chosen for scope in kept for chosen in opened.ways(scope, kept))
 
 
 def _best(found: Found, place: int, offered: Sequence[Chosen]) -> Chosen:

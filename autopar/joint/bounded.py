@@ -7,7 +7,7 @@ With all the memory there is running again gains nothing: every choice takes at 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -67,6 +67,30 @@ class _Met:
         return cut_s([self.relaxed], cutoff_s, effort, self.met, self.relaxed.keys) if effort.cases else 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Blocks that are run again with any of their results kept: the passes with all kept that can be, what running them again takes at least beside that, and the bytes with nothing
+    kept."""
+
+    most: Passing
+    agains: Sequence[Again]
+    fewest: Model
+
+    @staticmethod
+    def of(plain: Model, fewest: Model, forward: ForwardPrices, passing: Callable[[Model], Passing]) -> _Kept:
+        """Of `plain`, a Problem in which nothing is run again, and the same with nothing kept."""
+        program = plain.links[0].program
+        all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
+        return _Kept(passing(rematerialised(plain, forward, all_kept)), list(agains(plain, forward)), fewest)
+
+    def levels(self, counted: Callable[[Passing, Model], Relaxed]) -> Iterator[Relaxed]:
+        """A mixture of these is no slower and no larger than any way to run blocks again; `counted` says what passes take, and the memory of a Model."""
+        base = counted(self.most, self.fewest)
+        for each in self.agains:
+            barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
+            yield replace(base, node_s=barred_s, again=each.corners)
+
+
 class Alone:
     """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
 
@@ -110,24 +134,13 @@ class Alone:
             here = rematerialised(self.plain, self.forward, self.whole.levels(asked))
             yield alone(Passing(here, self.forward, late=False, linked=True), here, self.inner.limit_bytes, hosted=hosted)
         if free:
-            most, fewest = self._kept
-            base = alone(most, fewest, self.inner.limit_bytes, hosted=hosted)
-            for each in self._agains:
-                barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
-                yield replace(base, node_s=barred_s, again=each.corners)
+            yield from self._kept.levels(lambda most, fewest: alone(most, fewest, self.inner.limit_bytes, hosted=hosted))
 
     @cached_property
-    def _agains(self) -> list[Again]:
+    def _kept(self) -> _Kept:
         """What running blocks again takes at least."""
-        return list(agains(self.plain, self.forward))
-
-    @cached_property
-    def _kept(self) -> tuple[Passing, Model]:
-        """The passes of blocks that are run again with all kept that can be, and the bytes with nothing kept."""
-        program = self.whole.program
-        all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
-        most = rematerialised(self.plain, self.forward, all_kept)
-        return Passing(most, self.forward, late=False, linked=True), rematerialised(self.plain, self.forward, self.whole.levels("full"))
+        fewest = rematerialised(self.plain, self.forward, self.whole.levels("full"))
+        return _Kept.of(self.plain, fewest, self.forward, lambda model: Passing(model, self.forward, late=False, linked=True))
 
 
 class Timed:
@@ -140,7 +153,7 @@ class Timed:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         self.models: Models = pricing.models(shape)
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
-        self.passing = self._passing("none")
+        self.passing = self._passing(self.models.micro)
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """Seconds that no plan beats with all the memory there is, under any timetable; `hosted` as Alone has it."""
@@ -190,19 +203,21 @@ class Timed:
         return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
 
     def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool) -> float:
-        def timed_by(passing: Passing, limit_bytes: float) -> Relaxed:
-            return timed(passing, self.models, table, weights, limit_bytes, hosted=hosted)
+        def counted(passing: Passing, bytes_of: Model, limit_bytes: float = self.inner.limit_bytes) -> Relaxed:
+            return timed(passing, bytes_of, self.models, table, weights, limit_bytes, hosted=hosted)
 
-        roomy_s = cut_s([timed_by(self.passing, math.inf)], cutoff_s, effort, met, self._cases)
-        limited = timed_by(self.passing, self.inner.limit_bytes)
+        plain = self.models.micro
+        roomy_s = cut_s([counted(self.passing, plain, math.inf)], cutoff_s, effort, met, self._cases)
+        limited = counted(self.passing, plain)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
-        levels = [limited, *(timed_by(each, self.inner.limit_bytes) for each in self._again)]
-        return max(roomy_s, cut_s(levels, cutoff_s, effort, []))
+        asked = self.inner.request.remat_level
+        again = self._kept.levels(counted) if len(self.inner.whole.open_levels) > 1 else [counted(self._passing(self.models.at(asked)), self.models.at(asked))] * (asked != "none")
+        return max(roomy_s, cut_s([limited, *again], cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
         """With the mean of all places, whatever the timetable, and all the memory there is; `hosted` as joint.counted has it."""
-        return timed(self.passing, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, hosted=hosted)
+        return timed(self.passing, self.models.micro, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, hosted=hosted)
 
     @cached_property
     def _cases(self) -> Sequence[Key]:
@@ -211,9 +226,9 @@ class Timed:
         return [(scope, way) for scope in self.passing.scopes for way in PASSES if scope or self.shape.places == 1]
 
     @cached_property
-    def _again(self) -> list[Passing]:
-        """With all blocks run again at each level."""
-        return [self._passing(level) for level in self.inner.whole.open_levels if level != "none"]
+    def _kept(self) -> _Kept:
+        """What running blocks again takes at least."""
+        return _Kept.of(self.models.micro, self.models.at("full"), self.models.forward, self._passing)
 
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
         """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""
@@ -223,8 +238,8 @@ class Timed:
                                  for way in PASSES)
         return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
 
-    def _passing(self, level: str) -> Passing:
-        return Passing(self.models.at(level), self.models.forward, late=True, between=self.between, linked=True)
+    def _passing(self, model: Model) -> Passing:
+        return Passing(model, self.models.forward, late=True, between=self.between, linked=True)
 
     @cached_property
     def _crossing_bytes(self) -> list[list[float]]:

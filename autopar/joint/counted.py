@@ -31,13 +31,13 @@ def alone(passing: Passing, bytes_of: Model, limit_bytes: float, *, hosted: bool
     return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, tuple(room))
 
 
-def timed(passing: Passing, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
-    """A step under `table`, which is `weights` long at least, with the memory of `passing.model`, one of `models`; `hosted` as `alone` has it."""
-    micro, once = passing.model, models.once
+def timed(passing: Passing, bytes_of: Model, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
+    """A step under `table`, which is `weights` long at least, with the memory of `bytes_of`, a Model with the same choices as all `models`; `hosted` as `alone` has it."""
+    once = models.once
     node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
     net_s = [weights.once * each for each in _once_s(passing, once)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(micro, once, table, limit_bytes, between, hosted=hosted)),
+    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(bytes_of, passing.model, once, table, limit_bytes, between, hosted=hosted)),
                    fixed_s=weights.fixed_s)
 
 
@@ -64,9 +64,10 @@ def _once_s(passing: Passing, once: Model) -> list[np.ndarray]:
     return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found):])]
 
 
-def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
+def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
     """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
-    n_q microbatches at least when the place keeps most, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps."""
+    n_q microbatches at least when the place keeps most, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps.
+    Counted by `micro`, for the nets of `priced`: where that is another Model it has others behind them, of what is stored of blocks that run again, and it is a bound without these."""
     if math.isinf(limit_bytes):
         return
     kept = [max(1, min(n.kept for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
@@ -78,7 +79,9 @@ def _held(micro: Model, once: Model, table: Timetable, limit_bytes: float, betwe
                  for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)]
         nets = [(held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)) * (index not in between) * _counts(link.weight, hosted)
                 for index, (net, link) in enumerate(zip(micro.problem.nets, micro.links, strict=True))]
-        yield Room(nodes, nets, sum(weights) * limit_bytes)
+        if priced is not micro:
+            nets = [*nets[:micro.shared], *(np.zeros(net.cost_s.shape) for net in priced.problem.nets[micro.shared:])]
+        yield Room(nodes, nets, sum(weights) * limit_bytes, held)
 
 
 def _counts(weight: bool, hosted: bool) -> float:

@@ -49,7 +49,7 @@ def honed(inner: Inner, name: str, found: Found, late: Callable[[], bool]) -> Fo
 def _state(found: Found) -> Passed:
     """A step as the Problem weighs it, but for what hides in which pass."""
     chosen, table = found.chosen, found.table
-    passing = Passing(chosen.models.at(chosen.level), chosen.models.forward, late=True)
+    passing = Passing(chosen.rerun(chosen.models), chosen.models.forward, late=True)
     own_s = [node.cost_s / table.places for node in chosen.models.once.problem.nodes]
     runs = passing.model.links[0].program.runs if table.places > 1 else {}
     opening = {scope: min(1.0, table.stages / run.count) for scope, run in runs.items()}

@@ -67,7 +67,7 @@ class Chosen:
     """What a place does: `solution` of `model`, all blocks run again at `level`; no plan of the shape is faster than `bound_s`.
 
     `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
-    memory wants.
+    memory wants. `kept`: what blocks that are run again keep, where that is not what the level says (joint.fuller).
     """
 
     models: Models
@@ -77,6 +77,7 @@ class Chosen:
     apart: bool
     all_again: bool
     bound_s: float
+    kept: Levels | None = field(default=None, kw_only=True)
 
     @cached_property
     def pieces(self) -> list[Pieces]:
@@ -97,14 +98,14 @@ class Chosen:
 
     def levels(self, planner: Planner) -> Levels:
         """What blocks keep where they are run again."""
-        return planner.levels(self.level)
+        return planner.levels(self.level) if self.kept is None else self.kept
 
-    def _again(self, models: Models) -> Model:
-        """The Problem of a microbatch with all blocks run again."""
-        return models.at(self.level)
+    def rerun(self, models: Models) -> Model:
+        """The Problem of a microbatch with all blocks run again, of one of the kinds of `models`."""
+        return models.at(self.level) if self.kept is None else rematerialised(models.micro, models.forward, self.kept)
 
     def _pieces(self, models: Models) -> Pieces:
-        micro, rerun = models.micro, self._again(models)
+        micro, rerun = models.micro, self.rerun(models)
         again = self._costs(models, rerun)
         return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
 
@@ -126,17 +127,3 @@ class Apart(Chosen):
     def updates(self, place: int, kind: int) -> list[Update]:
         """As Chosen.updates, each place in its own way."""
         return self.each[place]._updates[kind]
-
-
-@dataclass(eq=False)
-class Parted(Chosen):
-    """The same with the runs of blocks in parts, which have nothing left to choose; `kept` is what each keeps where it is run again."""
-
-    kept: Levels = field(kw_only=True)
-
-    def levels(self, planner: Planner) -> Levels:
-        """As Chosen.levels, part by part."""
-        return self.kept
-
-    def _again(self, models: Models) -> Model:
-        return rematerialised(models.micro, models.forward, self.kept)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
-from autopar.joint.models import Apart, Chosen, Parted
+from autopar.joint.models import Apart, Chosen
 from autopar.joint.shapes import Shape
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.views import View, total_ref, views
@@ -31,7 +31,7 @@ Laid = tuple[Inner, Chosen, Plan]
 def parted(inner: Inner, shape: Shape, ground: Ground, apart: Apart, cut: Plan) -> Laid:
     """The graph in parts, all that is chosen there, and the plan of one stage that says so; `cut` has the stages. Raises InfeasibleError where what
     one place makes cannot become what another one reads."""
-    begins = {scope: _begins(apart, cut, scope) for scope in inner.whole.program.runs}
+    begins = {scope: _begins(inner, apart, cut, scope) for scope in inner.whole.program.runs}
     parts: Parts = {scope: part_names(inner.gm, scope, list(firsts)[1:]) for scope, firsts in begins.items() if len(firsts) > 1}
     there = inner.parted(parts)
     place_of = {name: place for scope, firsts in begins.items() for name, place in zip([scope, *parts.get(scope, ())], firsts.values(), strict=True)}
@@ -40,19 +40,27 @@ def parted(inner: Inner, shape: Shape, ground: Ground, apart: Apart, cut: Plan) 
     choice = (0,) * len(models.micro.problem.nodes)
     if not models.micro.problem.price(choice).feasible:
         raise InfeasibleError("what one place makes cannot become what the next one reads")
-    kept = {scope: names for scope, place in place_of.items() for names in [there.whole.levels(apart.each[place].level).get(scope)] if names is not None}
-    made = Parted(models, models.micro, Solution(choice, "ilp"), apart.level, apart.apart, apart.all_again, apart.bound_s, kept=kept)
+    kept = {scope: names for scope, place in place_of.items() for names in [_kept(inner, there, apart.each[place], scope)] if names is not None}
+    made = Chosen(models, models.micro, Solution(choice, "ilp"), apart.level, apart.apart, apart.all_again, apart.bound_s, kept=kept)
     flat = bare_plan(there.whole, there.mesh(shape), decisions, cut.strategy, cluster=ground.places.cluster)
     return there, made, replace(flat, parted=parts)
 
 
-def _begins(apart: Apart, cut: Plan, scope: str) -> dict[int, int]:
+def _kept(inner: Inner, there: Inner, chosen: Chosen, scope: str) -> tuple[str, ...] | None:
+    """What the blocks of a part keep where they are run again; None where they are not."""
+    kept = chosen.levels(inner.whole).get(there.origin(f"{scope}/")[:-1])
+    if kept is None:
+        return None
+    return tuple(op.name for op in there.whole.program.ops.values() if op.scope == scope and there.origin(op.name) in kept)
+
+
+def _begins(inner: Inner, apart: Apart, cut: Plan, scope: str) -> dict[int, int]:
     """The instances of a run with which its parts begin, and the place of each part."""
     own = [index for index, cluster in enumerate(apart.model.clusters) if cluster.scope == scope]
 
     def way(place: int) -> tuple[object, ...]:
         each = apart.each[place]
-        return (each.level, *(each.solution.choice[index] for index in own))
+        return (each.levels(inner.whole).get(scope), *(each.solution.choice[index] for index in own))
 
     found: dict[int, int] = {}
     for stage in cut.stages:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError, PlanError
+from autopar.joint.fuller import Fuller
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
 from autopar.joint.laid import Found, lay
@@ -24,6 +25,9 @@ from autopar.problem.floor import least_wait
 from autopar.text import gibibytes, seconds
 
 T = TypeVar("T")
+TABLES = 3
+"""Under so many timetables other results are kept: it takes a price for each, and what is slower with nothing kept seldom becomes the fastest."""
+
 OTHERS = 4
 """So many other answers of a shape are laid out as they run, where the fastest takes more memory than was thought."""
 
@@ -48,7 +52,7 @@ class Way:
 
 @dataclass(eq=False)
 class Pricing:
-    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced; `roomy`: seconds of those
+    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape should beat (with some blocks run again that is an estimate), of the shapes that were priced; `roomy`: seconds of those
     at which more memory would not have been faster (at least, where they are beaten); `laid`: what was laid out at a glance."""
 
     inner: Inner
@@ -84,7 +88,39 @@ class Pricing:
         self.proven[shape] = min(bounds, default=float("inf"))
         if best is None:
             raise failed
+        best = self._fuller(best)
+        self.proven[shape] = min(self.proven[shape], best.step_s)
         return best
+
+    def _fuller(self, found: Found) -> Found:
+        """`found`, or with other results kept of the blocks that it runs again, where that is faster."""
+        if not self._runs_again(found):
+            return found
+        made = Fuller.of(found.chosen, self.inner.whole).fastest(lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen))
+        return found if made is None or made.step_s >= found.step_s else made
+
+    def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Way]:
+        """The same choices with other results kept, under the timetables that are the fastest where nothing is."""
+        opened = Fuller.of(chosen, self.inner.whole)
+
+        def laid(way: tuple[Timetable, Ground]) -> Callable[[Chosen], Found]:
+            return lambda chosen: self._glanced(shape, *way, chosen)
+
+        least: list[tuple[float, int, tuple[Timetable, Ground]]] = []
+        for way in itertools.product(self.tables(shape), self.inner.grounds(shape)):
+            with suppress(InfeasibleError):
+                least.append((laid(way)(opened.keeping(opened.nothing)).step_s, len(least), way))
+        for _, _, way in sorted(least)[:TABLES]:
+            if (made := opened.fastest(laid(way))) is not None:
+                yield Way(made.step_s, *way, made.chosen)
+
+    def _glanced(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
+        """`chosen` laid out at a glance."""
+        return lay(self.inner, self.space.name, shape, table, ground, chosen)
+
+    def _runs_again(self, found: Found) -> bool:
+        """Whether what its blocks keep that are run again is open."""
+        return bool(found.plan.remat) and len(self.levels) > 1
 
     def _note_roomy(self, shape: Shape, level: str, step_s: float) -> None:
         if level == self.levels[0]:
@@ -97,6 +133,7 @@ class Pricing:
         with suppress(InfeasibleError):
             best = self.price(found.shape, [found.table], found.level, exact=True)
         others = [other for other in self.laid.get(found.shape, []) if (other.table, other.chosen.level) != (found.table, found.level)]
+        others += self._kept_otherwise(found, best)
         for other in [Way(found.step_s, found.table, found.ground, found.chosen), *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
             if best is not None and best.step_s <= other.step_s * (1 + CLOSE):
                 break
@@ -109,6 +146,14 @@ class Pricing:
         tables = [table for table in self.tables(found.shape) if table != found.table]
         ways = [self._first(found.shape, [found.table], deeper), self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels)))]
         return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
+
+    def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Way]:
+        """What comes of all choices that were seen on a shape with other results kept, where memory is short there."""
+        if not any(self._runs_again(each) for each in (found, exact) if each is not None):
+            return
+        seen = [*([] if exact is None else [exact.chosen]), found.chosen, *(way.chosen for way in self.laid.get(found.shape, ()))]
+        for chosen in {id(each.solution): each for each in reversed(seen)}.values():
+            yield from self._fuller_ways(found.shape, chosen)
 
     def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found | None:
         """What fits at the first of `levels` where anything does."""
@@ -125,7 +170,7 @@ class Pricing:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         least = min(tables, key=lambda t: (t.kept, t.length))
         # what is proven under the timetable that keeps least holds for the shortest, which has no more room, in proportion
-        slack = least.length / min(table.length for table in tables)
+        slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
         chosen = self.inner.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
@@ -138,7 +183,7 @@ class Pricing:
         def laid(way: tuple[Timetable, Ground]) -> Found:
             if exact:
                 return self._whole(shape, *way, chosen)
-            made = lay(self.inner, self.space.name, shape, *way, chosen)
+            made = self._glanced(shape, *way, chosen)
             self.laid.setdefault(shape, []).append(Way(made.step_s, *way, chosen))
             return made
 
@@ -160,14 +205,24 @@ class Pricing:
             raise InfeasibleError(f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there")
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
-        """Raises Beaten where running everything again at this level leaves nothing as fast as `cutoff_s`, or what goes to the host gains too little."""
-        floor_s = self.floor_s(shape, level)
+        """Raises Beaten where running as much again at this level as memory wants leaves nothing as fast as `cutoff_s`, or what goes to the host gains too little."""
+        floor_s = self.floor_s(shape, level) * self._eased(shape, level)
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
             raise Beaten(floor_s, full=False)
         if (gained_s := least_s(self.inner, shape, level)) >= cutoff_s * (1 - CLOSE):
             bounds.append(gained_s)
             raise Beaten(gained_s, full=True)
+
+    def _eased(self, shape: Shape, level: str) -> float:
+        """How many times as long as with all blocks run again at `level` the least work takes with as few as memory wants where all that is held is cut evenly."""
+        none, limit_bytes = self.levels[0], self.inner.mean_bytes(shape.places)
+        if level == none:
+            return 1.0
+        most, least = (self.inner.held_bytes(shape, each) for each in (none, level))
+        share = min(1.0, max(0.0, most - limit_bytes) / (most - least)) if most > least else 1.0
+        all_s, none_s = (self.floor_s(shape, each) for each in (level, none))
+        return 1.0 - (1.0 - share) * (1.0 - none_s / all_s)
 
     def floor_s(self, shape: Shape, level: str) -> float:
         """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and behind it the least update on

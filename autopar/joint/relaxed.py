@@ -25,11 +25,12 @@ ALL: Span = (0.0, math.inf)
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Bytes of each node's choices and of each net's pairs, of which a plan has no more than `limit` together."""
+    """Bytes of each node's choices and of each net's pairs, of which a plan has no more than `limit` together, those of `Relaxed.again` so many `times`."""
 
     nodes: Sequence[np.ndarray]
     nets: Sequence[np.ndarray]
     limit: float
+    times: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +97,14 @@ class Relaxed:
         for scope, pairs in self.again.items():
             seconds, nbytes = pairs[0] if prices is None else min(pairs, key=lambda pair: self._again_s(scope, pair, prices, bytes_s))
             passes[scope, BACKWARD][[SHOWN, COMPUTE]] += seconds
-            over += nbytes
+            over += [room.times * nbytes for room in self.rooms]
         return Sums(passes, own_s, over)
 
     def _again_s(self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None) -> float:
         """What so many seconds and bytes cost at some prices."""
         second = float(prices[scope, BACKWARD][SHOWN] + prices[scope, BACKWARD][COMPUTE])
-        return second * pair[0] + (float(bytes_s.sum()) if bytes_s is not None else 0.0) * pair[1]
+        byte_s = sum(float(m) * room.times for m, room in zip(bytes_s, self.rooms, strict=True)) if bytes_s is not None else 0.0
+        return second * pair[0] + byte_s * pair[1]
 
     def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
         """Of all choices and pairs at `prices` of the quantities, and of a pass as such, and of bytes in each Room."""

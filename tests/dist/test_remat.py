@@ -86,7 +86,8 @@ def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, 
     _right(who.verified(made))
 
 
-@pytest.mark.parametrize("case", [("hf-llama-2kv", (2,), "tp", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (1,), "single", 2, 4, "zbv_zero_bubble", 2, "selective")])
+@pytest.mark.parametrize("case", [("hf-llama-2kv", (2,), "tp", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (1,), "single", 2, 4, "zbv_zero_bubble", 2, "selective"),
+                                  ("hf-llama", (2,), "zero3", 2, 4, "interleaved_1f1b", 1, "random 0")])
 def test_some_blocks_of_stages_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
     model, mesh, recipe, places, microbatches, schedule, virtual, level = case
     who = subject(model)

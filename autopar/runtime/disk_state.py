@@ -9,6 +9,7 @@ be in memory. The numbers are those of the optimizer alone, bit by bit.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,37 @@ from autopar.errors import RunError
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """From its next step on, hold the state of `optimizer` (tensors shaped as their parameter) in files in `folder`, which is made if it is
-    not there; ranks of one machine want a folder each. The files are scratch: save checkpoints as ever.
+    not there; other optimizers and ranks may have theirs in the same one. A file has no name once it is mapped, and is gone with the last who has its tensor, however the process ends: save checkpoints as ever.
 
     Raises RunError in that step where state is not on the CPU: no file can be mapped into the memory of an accelerator.
     """
-    where = Path(folder)
+    where = Path(folder).resolve()
     where.mkdir(parents=True, exist_ok=True)
-    mapped: dict[int, None] = {}  # addresses of files in memory
 
     def move(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        for number, (param, values) in enumerate(stepped.state.items()):
+        for param, values in stepped.state.items():
             for key, value in values.items():
-                if isinstance(value, Tensor) and value.shape == param.shape and value.dim() and local_of(value).data_ptr() not in mapped:
-                    values[key] = _on_disk(value, where / f"{number}.{key}")
-                    mapped[local_of(values[key]).data_ptr()] = None
+                if isinstance(value, Tensor) and value.shape == param.shape and value.dim() and not _is_in(where, local_of(value)):
+                    values[key] = _on_disk(value, where)
 
     optimizer.register_step_post_hook(move)
 
 
+def _is_in(folder: Path, local: Tensor) -> bool:
+    """Whether a tensor is a file of that folder."""
+    name = local.untyped_storage().filename
+    return name is not None and Path(name).parent == folder
+
+
 @torch.no_grad()
-def _on_disk(value: Tensor, path: Path) -> Tensor:
-    """`value` with its local part in a file."""
+def _on_disk(value: Tensor, folder: Path) -> Tensor:
+    """`value` with its local part in a file that nobody else has: state that was loaded, or is about to be, may still be in older ones."""
     local = local_of(value)
     if local.device.type != "cpu":
         raise RunError(f"optimizer state of shape {tuple(value.shape)} is on {local.device}: only state in the memory of the host can be kept on disk; "
                        "let the optimizer step on CPU parameters")
     if not local.numel():
         return value
-    held = torch.from_file(str(path), shared=True, size=local.numel(), dtype=local.dtype).view(local.shape)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        held = torch.from_file(file.name, shared=True, size=local.numel(), dtype=local.dtype).view(local.shape)
     return wrap_like(held.copy_(local), value)

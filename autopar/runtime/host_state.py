@@ -3,12 +3,14 @@ other, with its state brought there and taken back.
 
 Nobody has to ask for it: a model whose plan has it so (`Param.host_state`) is known here from when it is built on, and any torch optimizer of its
 parameters is led through them in front of its step. torch's optimizers know what they know of each parameter by itself and leave out what has
-no gradient, so the numbers are those of one step for all, bit by bit.
+no gradient, so the numbers are those of one step for all, bit by bit. Each of these steps is taken by a stand-in, an optimizer of the same kind that shares
+its state and has one parameter: what an optimizer counts in its groups, or for itself, it counts once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,8 +25,17 @@ from autopar.runtime.params import Built
 HOST = torch.device("cpu")
 
 
+@dataclass
+class _Aside:
+    """Gradients of what has been stepped, while the rest is; `inner`: how many calls of a step inside the step go on."""
+
+    gradients: Mapping[Tensor, Tensor]
+    inner: int = 0
+
+
 _modules: WeakSet[Any] = WeakSet()
-_gradients: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()  # of what has been stepped, while the rest is
+_stand_ins: WeakSet[torch.optim.Optimizer] = WeakSet()
+_aside: WeakKeyDictionary[torch.optim.Optimizer, _Aside] = WeakKeyDictionary()
 
 
 def install(module: Built) -> None:
@@ -35,36 +46,65 @@ def install(module: Built) -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Step the parameters whose state is on the host; then they have no gradient until the rest is stepped too."""
+    if optimizer in _stand_ins:
+        return
     ours = {id(held.tensor) for module in _modules for held in module._held.values() if held.info.host_state}
-    groups = [group["params"] for group in optimizer.param_groups]
-    gradients = {param: param.grad for params in groups for param in params if id(param) in ours and param.grad is not None}
+    gradients = {param: param.grad for group in optimizer.param_groups for param in group["params"] if id(param) in ours and param.grad is not None}
     if not gradients:
+        if optimizer in _aside:  # a step that calls that of its base class
+            _aside[optimizer].inner += 1
         return
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
         raise RunError("optimizer.step(closure) with optimizer state on the host: the closure would run once for every parameter; call step() without "
                        "one, behind train_step")
-    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
-    try:
-        for at, params in enumerate(groups):
-            for param in params:
-                if param in gradients:
-                    for number, group in enumerate(optimizer.param_groups):
-                        group["params"] = [param] if number == at else []
-                    homes = _brought(optimizer.state.get(param, {}), param)
-                    step(optimizer)
-                    _taken(optimizer.state[param], param, homes)
-    finally:
-        for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = params
+    for number, group in enumerate(optimizer.param_groups):
+        _step_each([param for param in group["params"] if param in gradients], optimizer, number)
     for param in gradients:
         param.grad = None
-    _gradients[optimizer] = gradients
+    _aside[optimizer] = _Aside(gradients)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gradients are there again, until users clear them."""
-    for param, gradient in _gradients.pop(optimizer, {}).items():
+    found = _aside.get(optimizer)
+    if found is None:
+        return
+    if found.inner:
+        found.inner -= 1
+        return
+    for param, gradient in _aside.pop(optimizer).gradients.items():
         param.grad = gradient
+
+
+def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Step some parameters of group `number`, one after the other. Raises RunError where they leave other numbers in it: each would be stepped by what follows from it alone."""
+    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
+    first: dict[str, float] = {}
+    for param in params:
+        homes = _brought(optimizer.state.get(param, {}), param)
+        stand_in = _stand_in(optimizer, number, param)
+        step(stand_in)
+        _taken(optimizer.state[param], param, homes)
+        now = {key: float(value) for key, value in stand_in.param_groups[number].items() if _is_number(value)}
+        first = first or now
+        torn = [key for key, value in now.items() if value != first.get(key)]
+        if torn:
+            raise RunError(f"optimizer {type(optimizer).__name__} makes its {torn[0]!r} of all parameters together, and with optimizer state on the host they are stepped one after the other: "
+                           'use one that steps each by itself, as those of torch.optim do, or plan without (recipe="zero1")')
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> torch.optim.Optimizer:
+    """`optimizer`, with the state that it has, for one parameter of group `number` alone."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(vars(optimizer))
+    made.param_groups = [{**{key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}, "params": [param] if at == number else []}
+                         for at, group in enumerate(optimizer.param_groups)]
+    _stand_ins.add(made)
+    return made
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,48 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9), "sgd": lambda params: torch.optim.SGD(params, lr=1e-2)}
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, and for itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "step": 0})
+        self.steps = 0
+        for group in self.param_groups:
+            group["pace"] = torch.tensor(1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            group["pace"].mul_(0.5)
+            for param in (param for param in group["params"] if param.grad is not None):
+                self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(self.state[param]["sum"] * group["lr"] * group["pace"] / (group["step"] + self.steps))
+
+
+class Beside(torch.optim.AdamW):
+    """Calls the step of torch, and does something behind it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            param.sub_(param.grad, alpha=0.1)
+
+
+class Together(Counting):
+    """Steps by a number that it makes of all gradients, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["size"] = sum(float(param.grad.abs().sum()) for param in group["params"] if param.grad is not None)
+        super().step(closure)
+
+
+OPTIMIZERS |= {"counting": Counting, "beside": Beside}
+
+
 class Three(ShardedModule):
     """Three weights; the state of the last one stays with it."""
 
@@ -59,6 +101,15 @@ def test_steps_are_those_of_the_optimizer_alone(name: str) -> None:
         for param, other in zip(model.parameters(), plain, strict=True):
             assert torch.equal(param, other), (name, step)
     assert [len(group["params"]) for group in ours.param_groups] == [1, 2]
+    assert [[group.get("step") for group in optimizer.param_groups] for optimizer in (ours, alone)] == [[3 if name == "counting" else None] * 2] * 2
+
+
+def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
+    model = _built()
+    optimizer = Together(model.parameters())
+    _gradients(model, 0)
+    with pytest.raises(RunError, match=r"Together makes its 'size' of all parameters together"):
+        optimizer.step()
 
 
 def test_one_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

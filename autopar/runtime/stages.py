@@ -8,6 +8,7 @@ without memory (`left`). Each wait is for a receive that the schedule's own orde
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -130,8 +131,15 @@ class OwnStage(pipelining.PipelineStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one microbatch, which keeps of what came what its backward needs."""
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        """The forward of one microbatch, which keeps of what came what its backward needs. What ends it is raised as it is; torch hides it in a RuntimeError that says of which stage and sizes."""
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            found = error.__cause__
+            if found is None:
+                raise
+            found.add_note(inspect.cleandoc(str(error)))
+            raise found from found.__cause__
         _let_go(self.args_recv_info[fwd_chunk_id])
         runner: Any = self.submod
         self._going[fwd_chunk_id], runner.going = runner.going, ()

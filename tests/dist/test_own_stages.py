@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from autopar.errors import RunError
 from autopar.runtime.stages import OwnStage, Sent, left
 from tests.helpers.ranks import on_ranks
 
@@ -93,3 +94,32 @@ def run(name: str, places: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("name", "places"), CASES)
 def test_buffers_are_there_while_they_are_needed(name: str, places: tuple[int, ...]) -> None:
     on_ranks(PLACES, run, name, places)
+
+
+class Ends(nn.Module):
+    """Runs into an error, and one that torch raises."""
+
+    going: Sequence[Tensor] = ()
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error from KeyError("why")
+
+
+def _ends(error: Exception) -> None:
+    meta, loss = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta", requires_grad=True)
+    stage = OwnStage(Ends(error), 0, 1, torch.device("cpu"), input_args=(meta,), output_args=(loss,), sent=None)
+    schedule = pipelining.ScheduleGPipe(stage, 1, loss_fn=lambda x, _: x)
+    with pytest.raises(type(error), match="in row 7") as caught:
+        schedule.step(torch.zeros(ROWS, WIDTH), target=torch.zeros(1))
+    assert type(caught.value) is type(error) and isinstance(caught.value.__cause__, KeyError)
+    assert any("[Stage 0] failed to run forward" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [RunError, IndexError, RuntimeError])
+def test_what_ends_a_stage_is_raised_as_it_is(kind: type[Exception]) -> None:
+    """As from a module of one stage: torch raises a RuntimeError of its own."""
+    on_ranks(1, _ends, kind("in row 7"))

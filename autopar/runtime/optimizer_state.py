@@ -6,6 +6,7 @@ reordered rows, which another plan would read in the wrong order without noticin
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,25 +35,40 @@ def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.op
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
-    """As torch's get_optimizer_state_dict, in original order. An optimizer that has no state yet gives that with which its first step begins, and stays as it is."""
-    if optimizer.state:
-        found = get_optimizer_state_dict(model, optimizer)
-    else:
+    """As torch's get_optimizer_state_dict, in original order. Parameters that train and have no state yet, which no gradient has reached, or before the first step all of them, have that with which
+    their first step begins: a checkpoint has what an optimizer that it is loaded into, and has not stepped, asks for. The optimizer stays as it is."""
+    found: State | None = dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
+    if found is None or _steps_alone(optimizer):
         with _unstepped(optimizer):
-            found = _first(get_optimizer_state_dict(model, optimizer))
+            made = _first(get_optimizer_state_dict(model, optimizer))
+        state: State = {**made["state"], **(found or made)["state"]}
+        found = {**(found or made), "state": {name: state[name] for name, _ in model.named_parameters() if name in state}}
     return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh))
+
+
+def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some parameters have no state, and a step of them alone makes it: of one that needs a closure (LBFGS) it is that of all parameters together."""
+    needed = [one for one in inspect.signature(type(optimizer).step).parameters.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return len(needed) < 2 and any(not optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"])
 
 
 @contextmanager
 def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, torch makes the state of an optimizer that has none by a step on gradients of zero, unless there are others; behind it there is no state, and gradients are as before."""
-    gradients = {param: param.grad for group in optimizer.param_groups for param in group["params"]}
+    """Inside, the optimizer has those parameters alone that have no state, and torch makes it by a step on gradients of zero, unless there are others; behind it all is as before."""
+    state, groups = dict(optimizer.state), [group["params"] for group in optimizer.param_groups]
+    gradients = {param: param.grad for params in groups for param in params if not state.get(param)}
+    optimizer.state.clear()
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [param for param in params if param in gradients]
     for param in gradients:
         param.grad = None
     try:
         yield
     finally:
         optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
         for param, gradient in gradients.items():
             param.grad = gradient
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
+import autopar
 from autopar.verify.step import Light
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, by_stages, planned, subject
@@ -178,3 +179,67 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_is_that(how: tuple[Sizes
         for other in others:
             for parameter, value in never.items():
                 torch.testing.assert_close(other[parameter], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=parameter: f"{n}: {m}")  # torch loads NAdam's product in another dtype
+
+
+class Unused(nn.Module):
+    """Of its layers one is not read, as poolers are that no loss needs, and one may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.pooler, self.down = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh()).square().mean()
+
+
+def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
+    """One rank: parameters after three steps without a stop, of which a layer trains in the last two alone, and with one behind the first."""
+    torch.manual_seed(0)
+    x, found = torch.randn(8, 4), []
+    compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
+    first = compiled.full_state_dict()
+    for stops in (False, True):
+        compiled.load_full(first)
+        compiled.module.up.requires_grad_(False)
+        step = LAZY[optimizer](compiled.parameters())
+        for number in range(3):
+            compiled.train_step(*compiled.shard_batch(x))
+            step.step()
+            step.zero_grad()
+            compiled.module.up.requires_grad_(True)
+            if stops and not number:
+                dcp.save({"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}, checkpoint_id=folder)
+                assert len(step.state) == 2
+                step = LAZY[optimizer](compiled.parameters())
+                state = {"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}
+                dcp.load(state, checkpoint_id=folder)
+                compiled.load_state_dict(state["model"])
+                compiled.load_optimizer_state_dict(step, state["optimizer"])
+        found.append(compiled.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
+def test_parameters_that_no_gradient_has_reached_have_state(name: str, tmp_path: Path) -> None:
+    """That of an optimizer that has not stepped, which a checkpoint is loaded into, has all parameters that train: torch.distributed.checkpoint missed them."""
+    for straight, stopped in on_ranks(2, _gone_on, name, str(tmp_path)):
+        for parameter, value in straight.items():
+            torch.testing.assert_close(stopped[parameter], value, rtol=1e-6, atol=1e-7)
+
+
+def _along_a_line() -> set[str]:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    compiled = autopar.compile(Unused(), "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
+    step = torch.optim.LBFGS([parameter for name, parameter in compiled.named_parameters() if "pooler" not in name], max_iter=2)
+
+    def closure() -> Tensor:
+        step.zero_grad()
+        return compiled.train_step(*compiled.shard_batch(x))
+
+    step.step(closure)
+    return set(compiled.optimizer_state_dict(step)["state"])
+
+
+def test_state_of_all_parameters_together_is_that_of_the_first() -> None:
+    """LBFGS, whose step needs a closure."""
+    assert on_ranks(1, _along_a_line) == [{"up.weight"}]

@@ -12,6 +12,7 @@ from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
 from benchmarks.costmodel.ranks import Ranks
 from benchmarks.costmodel.rows import Loaded, Peak, Row
+from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
 from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
 from benchmarks.costmodel.times import step_s
@@ -44,9 +45,6 @@ PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)
 """Parts of a block that run again, by how the column names them; `moe_act` is the activation of experts alone."""
 
 
-STAGES = ((2, r"shard_grad_op|zero[- ]?(stage )?2|reduce-scatter allowed"), (3, r"fsdp|zero[- ]?(stage )?3"), (1, r"zero[- ]?(stage )?1|distributed optimizer"))
-"""Stages of ZeRO by how the column names them, the first that it does; reduce-scatter is allowed Alpa's data parallelism in what it calls zero_2."""
-
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
 
@@ -60,10 +58,10 @@ def _row(line: Line, name: str) -> Row:
         raise Refused(f"status {line['status']}: nothing was measured")
     ranks = Ranks.of(line)
     tp, dp = ranks.tp, ranks.dp
-    zero, replicas = _zero(line["zero_fsdp"], dp)
+    sharding = Sharding.of(line["zero_fsdp"], dp, max(1, count(line, "gpus_per_node", 8) // (tp * ranks.cp)))
     notes, sequence = f"{line['notes']} {line['checks']}", _sequence(line["sp"], tp)
-    known = facts(line["source_id"], f"{notes} {line['model']}", zero, sequence and tp > 1)
-    zero = zero if line["zero_fsdp"] else known.zero
+    known = facts(line["source_id"], f"{notes} {line['model']}", sharding.zero, sequence and tp > 1)
+    zero = sharding.zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
     micro, batch = count(line, "micro_batch"), count(line, "global_batch")
@@ -73,7 +71,7 @@ def _row(line: Line, name: str) -> Row:
     ep = count(line, "ep", 1)
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
-                  vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=replicas,
+                  vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
                   recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
     seconds, peaks = step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
     if seconds is None and not peaks:
@@ -163,16 +161,6 @@ def _sequence(text: str, tp: int) -> bool:
     if text.lower() not in ("", *YES, *NO):
         raise Refused(f"sp is {text}; wanted y or n")
     return text.lower() in YES or (not text and tp > 1)
-
-
-def _zero(text: str, dp: int) -> tuple[int, int]:
-    """ZeRO's stage, and over how many groups of ranks the shards are copied."""
-    over = re.search(r"over (\d+)", text)
-    shards = min(int(over[1]), dp) if over else dp
-    if not shards or dp % shards:
-        raise Refused(f"shards over {shards} ranks, of which {dp} data-parallel ones are no multiple")
-    stage = next((stage for stage, pattern in STAGES if re.search(pattern, text, re.I)), 0)
-    return stage, dp // shards if stage else 1
 
 
 def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:

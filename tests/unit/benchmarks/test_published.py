@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.costmodel import published
 from benchmarks.costmodel.devices import preset_of
+from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.tables import Refused
 from tests.unit.benchmarks.test_loading import MOE, RUN, write
 
@@ -89,3 +90,20 @@ def test_other_spellings_are_read(tmp_path: Path) -> None:
              RUN | {"seq_len": "8,192", "tokens_s_gpu": "2,000", "cp": "n/a", "ep": "-", "notes": "unknown"}]
     one, other, gpipe, large, apart = published.load(write(tmp_path / "published_runs.csv", lines)).rows
     assert other == one == apart and gpipe.setup == one.setup and one.peaks and not gpipe.peaks and large.cluster.device.name.startswith("H200")
+
+
+@pytest.mark.parametrize("text, stage, replicas", [
+    ("", 0, 1), ("none", 0, 1), ("DDP", 0, 1), ("NO_SHARD", 0, 1), ("0", 0, 1), ("FSDP=0", 0, 1), ("none (DP)", 0, 1), ("auto (ILP may shard optimizer, RS=True)", 0, 1),
+    ("1", 1, 1), ("stage 1", 1, 1), ("distributed_optimizer", 1, 1), ("Megatron distributed optimizer (ZeRO-1)", 1, 1), ("optimizer state sharding", 1, 1), ("FSDP SHARD_GRAD_OP (ZeRO-2)", 2, 1),
+    ("DeepSpeed stage 2", 2, 1), ("3", 3, 1), ("DeepSpeed stage-3", 3, 1), ("ZeRO stage-3", 3, 1), ("zero3", 3, 1), ("fully_shard", 3, 1), ("FSDP=1", 3, 1), ("FSDP2 full shard (ZeRO-3)", 3, 1),
+    ("FSDP2 over 4 ranks", 3, 4), ("HSDP (shard 8, replicate 2)", 3, 2), ("FSDP2 dp_shard=4 dp_replicate=4", 3, 4), ("HSDP replicas 4", 3, 4), ("MiCS over 2", 3, 8), ("HYBRID_SHARD", 3, 8),
+])
+def test_what_rests_cut_and_over_which_ranks(text: str, stage: int, replicas: int) -> None:
+    """HSDP, stages without the word ZeRO and other spellings were taken for plain data parallelism, a switch that is off for FSDP."""
+    assert Sharding.of(text, 16, 2) == Sharding(stage, replicas)
+
+
+@pytest.mark.parametrize("text, why", [("ZeRO-Infinity", "zero_fsdp is ZeRO-Infinity; wanted"), ("HSDP replicas 3", "shards over 0 ranks"), ("FSDP over 5", "shards over 5 ranks")])
+def test_ways_to_rest_that_are_not_known_are_refused(text: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        Sharding.of(text, 16, 2)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from autopar.cluster import Cluster
+from benchmarks.costmodel.networks import network_bytes_s
 from benchmarks.costmodel.tables import Line, Refused, count
 
 FORMS = (
@@ -26,7 +27,7 @@ RACK = 64
 
 def preset_of(text: str) -> str:
     """The preset of the devices that `text` names. Raises Refused where there is none, or `text` does not say which form it is."""
-    name = re.sub(r"(?<![A-Z])(\d{2,3}) ?GI?B?\b", r"\1", text.upper().replace("_", "-"))
+    name = re.sub(r"(?<![A-Z])(\d{2,3}) ?GI?B?\b", r"\1", re.sub(r"^\d+ ?X ?(?=[A-Z])", "", text.upper().replace("_", "-")))
     found = next((preset for pattern, preset in FORMS if re.search(rf"(?<![A-Z0-9]){pattern}", name)), "")
     if not found:
         raise Refused(f"there is no preset for {text}")
@@ -36,31 +37,8 @@ def preset_of(text: str) -> str:
 def cluster_of(line: Line, gpus: int) -> Cluster:
     """Nodes of the devices of a line with the network that it states."""
     preset = preset_of(line["gpu"])
-    inside = RACK if "NVL72" in line["interconnect"] else count(line, "gpus_per_node", 8)
+    inside = RACK if "NVL72" in f"{line['interconnect']} {line['gpu']}".upper() else count(line, "gpus_per_node", 8)
     cluster = Cluster.parse(f"{NODES.get((preset, inside), preset)}:{max(1, -(-gpus // inside))}x{min(inside, gpus)}")
     outer, *inner = cluster.levels
     rate = network_bytes_s(line["interconnect"], inside)
     return replace(cluster, levels=(replace(outer, bandwidth_bytes_s=rate), *inner)) if rate else cluster
-
-
-OMNIPATH = 0.2
-"""Share of four 100 Gb/s OmniPath links that all-reduces of 4 nodes x 8 A100 reach: 15 to 42 Gb/s of algorithm throughput, twice that
-on the wire, of 400 (bigscience-workshop/bigscience 9e64edec, experiments/bandwidth)."""
-
-NETWORKS = (
-    (r"OmniPath.*?(\d+) ?Gb/s per node", lambda m, gpus: 4 * int(m[1]) / gpus * OMNIPATH),
-    (r"(\d+) ?Gb/s RDMA per GPU", lambda m, gpus: int(m[1])),
-    (r"(\d+) ?Gbps/node", lambda m, gpus: int(m[1]) / gpus),
-    (r"(\d+)x ?(?:OmniPath )?(\d+) ?Gb", lambda m, gpus: int(m[1]) * int(m[2]) / gpus),
-    (r"(?:OmniPath|EFA|NVLink \+) ?(\d+) ?Gb/s", lambda m, gpus: int(m[1]) / gpus),
-)
-"""Ways to state a network, each with its Gb/s for one of the `gpus` of a node."""
-
-
-def network_bytes_s(text: str, gpus: int) -> float | None:
-    """Bytes per second and device of the network that `text` states, None where it states none."""
-    for pattern, rate in NETWORKS:
-        found = re.search(pattern, text)
-        if found:
-            return rate(found, gpus) * 1e9 / 8
-    return None

@@ -18,8 +18,8 @@ from autopar.predict import Software
 from benchmarks.costmodel import mist, published, vtrain
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.data import load
-from benchmarks.costmodel.devices import network_bytes_s
 from benchmarks.costmodel.halves import in_half
+from benchmarks.costmodel.networks import network_bytes_s
 from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.rows import Peak
 from benchmarks.costmodel.software import EXPERT_CALLS, IN_4_BITS_BYTES
@@ -106,8 +106,12 @@ def test_bad_published_runs(tmp_path: Path, change: dict[str, str], why: str) ->
     ("4x OmniPath 100 Gb/s per node", 8, 1.25e9), ("1600 Gbps/node RoCE", 8, 25e9), ("NVLink + 400 Gb/s RDMA per GPU (Grand Teton)", 8, 50e9),
     ("NVLink3/NVSwitch + 8x200 Gb/s HDR IB (Selene)", 8, 25e9), ("NVLink + 25 Gb/s (AWS p3.16xlarge)", 8, 25e9 / 64),
     ("NVLink4 900GB/s bidir + 8x400Gb IB (DGX H100 EOS)", 8, 50e9), ("EFA 340 Gb/s (AWS p4de)", 8, 340e9 / 64), ("NVLink (single node)", 8, None),
+    ("NVLink2 + OmniPath 100 Gb/s (Jean Zay)", 4, 100e9 / 32), ("800 Gb/s per node", 8, 100e9 / 8), ("EFA 3200 Gbps", 8, 50e9), ("EFA, 3.2 Tb/s", 8, 50e9), ("RoCE 3.2Tbps/node", 8, 50e9),
+    ("200 Gbps per GPU RoCE", 8, 25e9), ("400G RoCE per GPU", 8, 50e9), ("25 GB/s per GPU", 8, 25e9), ("100 Gb/s Ethernet", 8, 100e9 / 64), ("4x100GbE", 8, 50e9 / 8), ("8 x 400 Gb/s IB", 4, 100e9),
+    ("InfiniBand 200 Gb/s", 8, 25e9), ("HDR InfiniBand", 8, 25e9), ("NVLink 900 GB/s and 8x NDR", 8, 50e9), ("NVLink3 600GB/s, 4x HDR 200 Gb/s", 8, 12.5e9), ("NVL72 (4 GPUs/tray)", 64, None), ("NVLink4 + IB (Eos)", 8, None),
 ])
 def test_networks_are_read(text: str, gpus: int, rate: float | None) -> None:
+    """Of ways to state one that were not known the rate was left out, and that of the preset taken."""
     assert network_bytes_s(text, gpus) == (pytest.approx(rate) if rate else None)
 
 

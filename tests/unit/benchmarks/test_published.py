@@ -33,7 +33,7 @@ def test_whose_experts_lie_over_context_parallel_ranks(tmp_path: Path, change: d
 @pytest.mark.parametrize("text, preset", [
     ("H100-SXM5-80GB", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("h100", "h100"), ("H100-80GB-PCIE", "h100-pcie"), ("H100 NVL 94GB", None), ("H100-96GB-HBM2e-500W", "h100-96"),
     ("A100 80G", "a100-80"), ("A100-SXM4-40GB", "a100-40"), ("A100-40GB-SXM (DGX-A100)", "a100-40"), ("A100 (80 GB)", "a100-80"), ("A100-80GB-PCIE", "a100-80-pcie"), ("A100 PCIe 40GB", None), ("A100", None),
-    ("Tesla V100-SXM2-32GB", "v100"), ("V100-16GB-SXM2", "v100-16"), ("V100", None), ("GB200", "gb200"), ("B200 SXM", "b200"), ("GH200 480GB", "gh200"), ("H200-141GB-SXM", "h200"),
+    ("Tesla V100-SXM2-32GB", "v100"), ("V100-16GB-SXM2", "v100-16"), ("V100", None), ("8xH100", "h100"), ("8x A100 80GB", "a100-80"), ("GB200", "gb200"), ("B200 SXM", "b200"), ("GH200 480GB", "gh200"), ("H200-141GB-SXM", "h200"),
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("RTX4090-24GB", "rtx4090"), ("A6000-48GB", "rtx-a6000"), ("RTX 6000 Ada", None), ("NVIDIA A10G", "a10g"), ("A10", None), ("L40S", "l40s"), ("L40", None),
     ("NVIDIA L4", "l4"), ("TPUv4", None), ("", None),
 ])
@@ -107,3 +107,9 @@ def test_what_rests_cut_and_over_which_ranks(text: str, stage: int, replicas: in
 def test_ways_to_rest_that_are_not_known_are_refused(text: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         Sharding.of(text, 16, 2)
+
+
+@pytest.mark.parametrize("change, sizes", [({"gpu": "GB200 NVL72"}, (1, 64)), ({"gpu": "GB200", "interconnect": "NVL72"}, (1, 64)), ({"gpu": "GB200", "gpus_per_node": "4"}, (16, 4))])
+def test_racks_are_named_by_their_devices_or_their_network(tmp_path: Path, change: dict[str, str], sizes: tuple[int, ...]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"interconnect": ""} | change])).rows
+    assert tuple(level.size for level in row.cluster.levels) == sizes

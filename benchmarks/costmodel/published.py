@@ -11,6 +11,7 @@ from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
 from benchmarks.costmodel.ranks import Ranks
+from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
@@ -41,10 +42,6 @@ WORKSPACES = 3
 """Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
 
 
-PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)"))
-"""Parts of a block that run again, by how the column names them; `moe_act` is the activation of experts alone."""
-
-
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
 
@@ -67,12 +64,12 @@ def _row(line: Line, name: str) -> Row:
     micro, batch = count(line, "micro_batch"), count(line, "global_batch")
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
-    recompute, share, parts = _recompute(line)
+    again = Rerun.of(line["recompute"], line["recompute_detail"])
     ep = count(line, "ep", 1)
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
-                  recompute=recompute, recompute_share=share, parts=parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
+                  recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
     seconds, peaks = step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
     if seconds is None and not peaks:
         raise Refused("neither a step time nor memory was published")
@@ -161,19 +158,6 @@ def _sequence(text: str, tp: int) -> bool:
     if text.lower() not in ("", *YES, *NO):
         raise Refused(f"sp is {text}; wanted y or n")
     return text.lower() in YES or (not text and tp > 1)
-
-
-def _recompute(line: Line) -> tuple[str, float, tuple[str, ...]]:
-    """What of the forward runs again: whole blocks, which share of them, or which parts."""
-    kind, detail = line["recompute"].lower(), line["recompute_detail"]
-    if kind != "selective":
-        return kind or "none", 1.0, ()
-    if "matmul" in detail or detail == "op":  # all but attention and every second matmul
-        return "selective", 1.0, ("operators",)
-    if "every 2nd" in detail:  # every second block
-        return "full", 0.5, ()
-    parts = tuple(part for part, pattern in PARTS if re.search(pattern, detail, re.I)) if detail else ("attention",)
-    return ("selective" if parts else "none"), 1.0, parts
 
 
 def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool, bool]:

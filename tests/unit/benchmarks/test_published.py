@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.costmodel import published
 from benchmarks.costmodel.devices import preset_of
+from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.tables import Refused
 from tests.unit.benchmarks.test_loading import MOE, RUN, write
@@ -113,3 +114,20 @@ def test_ways_to_rest_that_are_not_known_are_refused(text: str, why: str) -> Non
 def test_racks_are_named_by_their_devices_or_their_network(tmp_path: Path, change: dict[str, str], sizes: tuple[int, ...]) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"interconnect": ""} | change])).rows
     assert tuple(level.size for level in row.cluster.levels) == sizes
+
+
+@pytest.mark.parametrize("kind, detail, found", [
+    ("", "", Rerun("none")), ("None", "", Rerun("none")), ("no", "", Rerun("none")), ("false", "", Rerun("none")), ("FULL", "", Rerun("full")), ("yes", "", Rerun("full")), ("full block", "", Rerun("full")),
+    ("full", "uniform, every layer", Rerun("full")), ("full", "every 3rd block", Rerun("full", 1 / 3)), ("full (every 4 layers)", "", Rerun("full", 0.25)), ("full", "8 of 32 layers", Rerun("full", 0.25)),
+    ("activation checkpointing", "", Rerun("full")), ("selective", "layer (every 2nd)", Rerun("full", 0.5)), ("selective (op)", "", Rerun("selective", parts=("operators",))),
+    ("Selective", "", Rerun("selective", parts=("attention",))), ("partial recompute", "", Rerun("selective", parts=("attention",))), ("core_attn", "", Rerun("selective", parts=("attention",))),
+    ("selective", "moe_act", Rerun("none")),
+])
+def test_what_runs_again_in_any_words(kind: str, detail: str, found: Rerun) -> None:
+    """Lines that said it in other words than three were refused; a share of the blocks was taken for all of them."""
+    assert Rerun.of(kind, detail) == found
+
+
+def test_what_runs_again_is_refused_where_it_is_not_known() -> None:
+    with pytest.raises(Refused, match="recompute is sometimes; wanted none, selective or full"):
+        Rerun.of("sometimes", "")

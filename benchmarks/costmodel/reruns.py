@@ -1,0 +1,59 @@
+"""How the table of published runs says what of the forward runs again in the backward."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from benchmarks.costmodel.tables import Refused
+
+PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)"))
+"""Parts of a block that run again, by how the column names them; `moe_act` is the activation of experts alone."""
+
+KINDS = (
+    ("none", r"^(none|no|n|off|false|0|disabled)\b"),
+    ("selective", r"select|partial|core|att|mlp|\bop\b"),
+    ("full", r"full|whole|block|uniform|layer|^(yes|y|on|true|1|all|enabled)\b|checkpoint"),
+)
+"""What runs again by how the column names it, the first that it does."""
+
+EVERY = r"every (\d+)(?:nd|rd|th)?\b"
+SOME = r"(\d+) ?(?:of|out of|/) ?(?:the )?(\d+) (?:layers|blocks)"
+"""Ways to say that some of the blocks run again: every so many, or so many of all."""
+
+
+PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|granularity|[^a-z0-9]"
+"""What of a kind says nothing of parts."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """As Setup has it: `kind`, the `share` of the blocks, and the `parts` of each."""
+
+    kind: str
+    share: float = 1.0
+    parts: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(kind: str, detail: str) -> Rerun:
+        """What both columns say. Raises Refused where that is none of the known ways."""
+        named = next((name for name, pattern in KINDS if re.search(pattern, kind.lower())), None) if kind else "none"
+        if named is None:
+            raise Refused(f"recompute is {kind}; wanted none, selective or full")
+        if named == "none":
+            return Rerun("none")
+        detail = detail or (kind if re.sub(PLAIN, "", kind.lower()) else "")
+        if named == "full" or _share(detail) < 1.0:  # of whole blocks
+            return Rerun("full", _share(detail))
+        if "matmul" in detail or re.search(r"\bop\b", detail):  # all but attention and every second matmul
+            return Rerun("selective", parts=("operators",))
+        parts = tuple(part for part, pattern in PARTS if re.search(pattern, detail, re.I)) if detail else ("attention",)
+        return Rerun("selective" if parts else "none", parts=parts)
+
+
+def _share(text: str) -> float:
+    """Of the blocks that run again at all, the share that does."""
+    some, every = re.search(SOME, text), re.search(EVERY, text)
+    if every:
+        return 1 / max(1, int(every[1]))
+    return min(1.0, int(some[1]) / max(1, int(some[2]))) if some else 1.0

@@ -70,11 +70,13 @@ def _row(line: Line, name: str) -> Row:
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
                   recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
-    seconds, peaks = step_s(line, ranks.gpus), () if ranks.both_ways else _peaks(line)
+    cluster = cluster_of(line, ranks.gpus)
+    seconds = step_s(line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops)
+    peaks = () if ranks.both_ways else _peaks(line)
     if seconds is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
-    return Row(name, line["source_id"], model, setup, cluster_of(line, ranks.gpus), precision, seconds, peaks,
+    return Row(name, line["source_id"], model, setup, cluster, precision, seconds, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
 
 

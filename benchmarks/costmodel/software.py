@@ -31,7 +31,7 @@ of the default width of nemo/collections/llm/peft/lora.py."""
 @dataclass(frozen=True)
 class Facts:
     """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `folded`: context-parallel ranks have experts of their own where that can be. `zero`: ZeRO's stage where a line says none. `ahead`: models that can predict the token behind
-    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `dropout`: the rate while training. `adapters`: what rows that train
+    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the rate while training. `adapters`: what rows that train
     such have. `why`: where it is known from."""
 
     software: Software
@@ -42,6 +42,7 @@ class Facts:
     ahead: bool = False
     norm_in_parts: bool = False
     bias_apart: bool = False
+    causal_flops: bool = False
     dropout: float = 0.0
     adapters: Adapters = EVERYWHERE
     why: str = ""
@@ -70,9 +71,10 @@ scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_u
 NEMO = replace(MEGATRON, adapters=FUSED_QKV, ahead=True, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
                  "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16) and train DeepSeek-V3 with its "
                  "prediction ahead (mtp_num_layers = 1)")
-BRIDGE = replace(NEMO, zero=1, whole_experts=True, folded=True, software=replace(NEMO.software, rows_once=True), why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1) and lie over "
+BRIDGE = replace(NEMO, zero=1, whole_experts=True, folded=True, causal_flops=True, software=replace(NEMO.software, rows_once=True), why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1) and lie over "
                  "context-parallel ranks before data-parallel ones (expert_decoder_rank_generator, megatron/core/parallel_state.py), optimizer state is cut "
-                 "(use_distributed_optimizer = True), tokens go to a node once (moe_token_dispatcher_type = flex with DeepEP or HybridEP; megatron/bridge/recipes, perf_recipes)")
+                 "(use_distributed_optimizer = True), tokens go to a node once (moe_token_dispatcher_type = flex with DeepEP or HybridEP; megatron/bridge/recipes, perf_recipes); FLOPs of attention are of half of the square "
+                 "(num_floating_point_operations, megatron/bridge/training/utils/flop_utils.py)")
 MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
 MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1, bias_apart=True,
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and RowParallelLinear add biases by themselves, or leave it to the next kernel: "

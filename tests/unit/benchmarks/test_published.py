@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.costmodel import published
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.devices import preset_of
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.tables import Refused
+from benchmarks.costmodel.times import model_flops
 from tests.unit.benchmarks.test_loading import MOE, RUN, write
 
 
@@ -56,7 +58,8 @@ def test_precisions_are_known_by_any_name(tmp_path: Path, text: str, precision: 
 @pytest.mark.parametrize("kind, flops", [
     ("hardware-style: 96*B*s*L*h^2*(1+s/6h+V/16Lh)", 96 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 16 / 32 / 4096)), ("hardware-style (Alpa compute_gpt_tflops with remat: 96*...)", None),
     ("hardware (factor 4: incl. full recompute)", None), ("Alpa compute_gpt_tflops (checkpoint=False: 72 factor)", 72 * 32 * 4096**2 * (1 + 8192 / 6 / 4096 + 128256 / 12 / 32 / 4096)),
-    ("model (6N+12Lhs, full non-causal attn)", 6 * 8e9 + 12 * 32 * 4096 * 8192), ("model, causal attention (6s^2)", 6 * 8e9 + 6 * 32 * 4096 * 8192), ("model", 0),
+    ("model (6N+12Lhs, full non-causal attn)", 6 * 8e9 + 12 * 32 * 4096 * 8192), ("model, causal attention (6s^2)", 6 * 8e9 + 6 * 32 * 4096 * 8192), ("as reported", 0),
+    ("model", 6 * (32 * (4096 * 5120 * 2 + 3 * 4096 * 14336) + 4096 * 128512) + 12 * 32 * 4096 * 8192),
 ])
 def test_a_step_by_the_flops_that_were_counted(tmp_path: Path, kind: str, flops: float | None) -> None:
     """Of the formulas one was read in one spelling alone; of FLOPs that were counted in no known way there is no time."""
@@ -131,3 +134,26 @@ def test_what_runs_again_in_any_words(kind: str, detail: str, found: Rerun) -> N
 def test_what_runs_again_is_refused_where_it_is_not_known() -> None:
     with pytest.raises(Refused, match="recompute is sometimes; wanted none, selective or full"):
         Rerun.of("sometimes", "")
+
+
+def test_a_step_by_the_flops_of_the_model() -> None:
+    """They had no time where a line said no more than that: sizes give those that NeMo counts (LLAMA3-8B and Nemotron-8B of its 24.07 tables, tokens/s and TFLOP/s), to their last digit."""
+    llama = Config(vocab=128256, layers=32, heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, gated=True)
+    nemotron = Config(vocab=256000, layers=32, heads=32, kv_heads=32, head_dim=128, hidden=4096, ffn=16384)
+    for model, seq, tokens_s, tflops in ((llama, 8192, 12273, 711), (nemotron, 4096, 12507, 643)):
+        assert model_flops(model, seq, causal=False) * tokens_s / 1e12 == pytest.approx(tflops, abs=0.6)
+
+
+def test_of_attention_half_counts_where_the_software_counts_half(tmp_path: Path) -> None:
+    line = RUN | {"tokens_s_gpu": "", "tflops_gpu": "100", "tflops_kind": "model"}
+    whole, half = published.load(write(tmp_path / "published_runs.csv", [line, line | {"source_id": "megatron-bridge"}])).rows
+    assert whole.step_s and half.step_s and whole.step_s - half.step_s == pytest.approx(64 * 8192 * 6 * 32 * 4096 * 8192 / (64 * 100e12))
+
+
+def test_flops_of_a_token_are_those_of_the_experts_that_it_meets(tmp_path: Path) -> None:
+    """All parameters counted, by which a step was many times as long."""
+    line = MOE | {"tokens_s_gpu": "", "tflops_gpu": "100", "tflops_kind": "model (6N+12Lhs)", "n_params": "47e9"}
+    lines = [line, line | {"n_params": ""}, line | {"tflops_gpu": "", "mfu_pct": "10", "n_params": "1"}]
+    one, other, share = published.load(write(tmp_path / "published_runs.csv", [RUN | {"mfu_pct": "", "n_params": ""} | each for each in lines])).rows
+    flops = one.setup.tokens * model_flops(one.model, one.setup.seq, causal=False)
+    assert one.step_s == other.step_s == pytest.approx(flops / (100e12 * one.setup.devices)) and share.step_s == pytest.approx(flops / (98.9e12 * one.setup.devices))

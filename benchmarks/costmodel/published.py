@@ -89,15 +89,15 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     if "QLoRA" in line["model"]:
         raise Refused("weights in 4 bits are not built")
     hidden, heads, layers = (count(line, key) for key in ("hidden", "n_heads", "n_layers"))
-    width = re.search(r"head_dim (\d+)", about)
+    width = _number(r"(?i)head[_ ]dim(?:ension)?[ =:]*(\d+)", about)
     if not width and hidden % heads:
         raise Refused(f"hidden {hidden} is no multiple of {heads} heads, and no head_dim was published")
-    head_dim = int(width[1]) if width else hidden // heads
-    ffn = count(line, "ffn_hidden", 4 * hidden)
+    head_dim = width or hidden // heads
+    ffn = count(line, "ffn_hidden", None if kind == "dense-llama" or (kind == "moe" and _leading(line)) else 4 * hidden)  # gated ones are of many widths
     gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)  # a gated feed-forward is narrower, for it has a third matrix
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
-    tied = (gpt and not squared and "untied" not in notes) or ("tied embeddings" in about and "untied" not in about)
+    tied = (gpt and not squared and "untied" not in notes) or re.search(r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about) is not None
     adapters = known.adapters if "LoRA" in line["model"] else Adapters(0, ())
     vocab = -(-count(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
@@ -142,10 +142,16 @@ def _latent(about: str, heads: int, hidden: int) -> Latent | None:
 
 def _experts(line: Line, known: Facts) -> dict[str, Any]:
     """What a model with experts has beside a dense one."""
-    about, width = line["arch_source"].replace("first layer dense", "1 dense layer"), count(line, "moe_ffn")
-    dense = _number(r"first (\d+) layers dense", about) or _number(r"(\d+) dense layer", about)
+    about, dense = line["arch_source"], _leading(line)
+    width = count(line, "moe_ffn", count(line, "ffn_hidden") if line["ffn_hidden"] and not dense else None)  # Mixtral's width is that of its experts
     ahead = known.ahead and re.search(PREDICTS_AHEAD, line["model"]) is not None
     return {"experts": count(line, "n_experts"), "top_k": count(line, "moe_topk"), "expert_ffn": width, "shared": width * _number(r"(\d+) shared expert", about), "dense": dense, "ahead": ahead}
+
+
+def _leading(line: Line) -> int:
+    """How many layers without experts are in front of those with them."""
+    about = line["arch_source"].replace("first layer dense", "1 dense layer")
+    return _number(r"first (\d+) layers dense", about) or _number(r"(\d+) dense layer", about)
 
 
 def _precision(line: Line) -> tuple[str, str]:

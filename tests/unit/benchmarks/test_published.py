@@ -157,3 +157,20 @@ def test_flops_of_a_token_are_those_of_the_experts_that_it_meets(tmp_path: Path)
     one, other, share = published.load(write(tmp_path / "published_runs.csv", [RUN | {"mfu_pct": "", "n_params": ""} | each for each in lines])).rows
     flops = one.setup.tokens * model_flops(one.model, one.setup.seq, causal=False)
     assert one.step_s == other.step_s == pytest.approx(flops / (100e12 * one.setup.devices)) and share.step_s == pytest.approx(flops / (98.9e12 * one.setup.devices))
+
+
+@pytest.mark.parametrize("change, found", [
+    ({"arch_source": "head_dim=64"}, {"head_dim": 64}), ({"arch_source": "head dim 256, tied embeddings"}, {"head_dim": 256, "tied": True}), ({"arch_source": "tie_word_embeddings: true"}, {"tied": True}),
+    ({"arch_source": "tie_word_embeddings: false"}, {"tied": False}), ({"arch_source": "untied embeddings"}, {"tied": False}), ({"model_type": "dense-gpt", "ffn_hidden": ""}, {"ffn": 16384, "gated": False}),
+])
+def test_sizes_in_other_words(tmp_path: Path, change: dict[str, str], found: dict[str, object]) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | change])).rows
+    assert {name: getattr(row.model, name) for name in found} == found
+
+
+def test_widths_of_gated_layers_are_not_guessed(tmp_path: Path) -> None:
+    """They were taken to be four times the model, as two matrices are: half as many FLOPs again. The width of experts is that of the feed-forward layers where there are no others."""
+    lines = [RUN | {"ffn_hidden": ""}, MOE | {"ffn_hidden": "", "arch_source": "first 3 layers dense"}, MOE | {"ffn_hidden": "14336", "moe_ffn": ""}, MOE | {"ffn_hidden": "", "moe_ffn": "14336"}]
+    found = published.load(write(tmp_path / "published_runs.csv", lines))
+    assert [why.partition(": ")[2] for why in found.refused] == ["ffn_hidden was not published"] * 2
+    assert [row.model.expert_ffn for row in found.rows] == [14336, 14336]

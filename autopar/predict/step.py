@@ -232,7 +232,7 @@ class _Step:
         setup, software = self.setup, self.software
         trained, stacked = (sum(getattr(t, name) for t in stages) for name in ("trained", "expert_trained"))
         back = sum(self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0)
-        ahead = self._over_shards("all_gather", 2, trained, stacked) if setup.zero in (1, 2) else 0.0
+        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if setup.zero in (1, 2) else 0.0  # fewer bits are made where a weight is used
         if not software.overlap_gradients:
             return back + ahead
         return self._shown_s(back, sum(t.pace_backward_s for t in stages)) + self._shown_s(ahead, sum(t.pace_forward_s for t in stages))

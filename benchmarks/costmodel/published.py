@@ -24,7 +24,8 @@ POSITIONS = 2048
 PREDICTS_AHEAD = r"(?i)deepseek-?v3"
 """Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of DeepSeek-V3)."""
 
-PRECISIONS = ((r"fp4|float4|e2m1", "bfloat16", "float4"), (r"fp8|float8|e4m3", "bfloat16", "float8"), (r"bf16|bfloat16", "bfloat16", ""), (r"fp16|float16|\bhalf", "float16", ""))
+PRECISIONS = ((r"fp4|float4|e2m1", "bfloat16", "float4"), (r"fp8|float8|e4m3", "bfloat16", "float8"), (r"bf16|bfloat16", "bfloat16", ""), (r"fp16|float16|\bhalf", "float16", ""),
+              (r"fp32|float32", "float32", ""))
 """How the column names what is computed in, the dtype of the model, and that of matmuls where it is another."""
 
 MEASURED = ((r"(?i)\bxla\b", "xla"), (r"(?i)nvidia-smi", "device"), (r"(?i)reserved|peak_memory_usage", "reserved"),
@@ -61,7 +62,8 @@ def _row(line: Line, name: str) -> Row:
     zero = sharding.zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
-    micro, batch = count(line, "micro_batch"), count(line, "global_batch")
+    batch = count(line, "global_batch")
+    micro = count(line, "micro_batch", 1 if batch == dp else None)
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     again = Rerun.of(line["recompute"], line["recompute_detail"])
@@ -69,10 +71,10 @@ def _row(line: Line, name: str) -> Row:
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
-                  recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, matmul, sequence and tp > 1, ranks))
+                  recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, precision, matmul, sequence and tp > 1, ranks))
     cluster = cluster_of(line, ranks.gpus)
     seconds = step_s(line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops)
-    peaks = () if ranks.both_ways else _peaks(line)
+    peaks = () if ranks.both_ways or precision == "float32" else _peaks(line)  # memory is told of mixed precision
     if seconds is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
@@ -157,15 +159,16 @@ def _leading(line: Line) -> int:
 def _precision(line: Line) -> tuple[str, str]:
     found = next(((dtype, matmul) for pattern, dtype, matmul in PRECISIONS if re.search(pattern, line["dtype"].lower())), None)
     if found is None:
-        raise Refused(f"dtype {line['dtype']!r} is not one of bf16, fp16, fp8, mxfp8, nvfp4")
+        raise Refused(f"dtype {line['dtype']!r} is not one of bf16, fp16, fp32, fp8, mxfp8, nvfp4")
     return found
 
 
 def _sequence(text: str, tp: int) -> bool:
     """Whether what goes from block to block is cut along the sequence: it is over tensor-parallel ranks, unless the column says otherwise."""
-    if text.lower() not in ("", *YES, *NO):
-        raise Refused(f"sp is {text}; wanted y or n")
-    return text.lower() in YES or (not text and tp > 1)
+    word = "y" if text == str(tp) else text.lower()  # some state over how many ranks
+    if word not in ("", *YES, *NO):
+        raise Refused(f"sp is {text}; wanted y or n, or the {tp} tensor-parallel ranks")
+    return word in YES or (not word and tp > 1)
 
 
 def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool, bool]:
@@ -177,12 +180,15 @@ def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool,
     return whole, ranks.over_context(ways) and (known.folded or ranks.dp % ways > 0)
 
 
-def _software(line: Line, known: Facts, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
-    """What the software does, matmuls in `matmul`, on the device of a line. DualPipe runs one microbatch's tokens to experts and back beside another's compute
+def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
+    """What the software does with a model in `precision`, matmuls in `matmul`, on the device of a line. DualPipe runs one microbatch's tokens to experts and back beside another's compute
     (https://arxiv.org/abs/2412.19437, section 3.2.1)."""
     in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"].lower())
     habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0))
-    return replace(in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel), matmul=matmul, habits=habits,
+    software = in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel)
+    if precision == "float32":  # nothing is sent in fewer bits
+        software = replace(software, gathered_bytes=4, gradient_bytes=4)
+    return replace(software, matmul=matmul, habits=habits,
                    captured=known.software.captured or in_graph, hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0)
 
 

@@ -48,7 +48,7 @@ def test_devices_are_known_by_any_name(text: str, preset: str | None) -> None:
 
 @pytest.mark.parametrize("text, precision", [
     ("BF16-mixed", ("bfloat16", "")), ("bfloat16", ("bfloat16", "")), ("float16", ("float16", "")), ("FP8", ("bfloat16", "float8")), ("fp8_e4m3", ("bfloat16", "float8")),
-    ("MXFP8", ("bfloat16", "float8")), ("NVFP4", ("bfloat16", "float4")), ("fp8 (bf16 master)", ("bfloat16", "float8")),
+    ("fp32", ("float32", "")), ("bf16 (fp32 grads)", ("bfloat16", "")), ("MXFP8", ("bfloat16", "float8")), ("NVFP4", ("bfloat16", "float4")), ("fp8 (bf16 master)", ("bfloat16", "float8")),
 ])
 def test_precisions_are_known_by_any_name(tmp_path: Path, text: str, precision: tuple[str, str]) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"dtype": text}])).rows
@@ -174,3 +174,23 @@ def test_widths_of_gated_layers_are_not_guessed(tmp_path: Path) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", lines))
     assert [why.partition(": ")[2] for why in found.refused] == ["ffn_hidden was not published"] * 2
     assert [row.model.expert_ffn for row in found.rows] == [14336, 14336]
+
+
+def test_in_32_bits_nothing_is_sent_in_fewer(tmp_path: Path) -> None:
+    """Such runs were refused. Of their memory nothing is told: it is that of mixed precision."""
+    short, whole = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": "megatron-sc21-t1"}, RUN | {"source_id": "megatron-sc21-t1", "dtype": "float32"}])).rows
+    assert (short.setup.software.gathered_bytes, short.setup.software.gradient_bytes, bool(short.peaks)) == (2, 2, True)
+    assert (whole.setup.software.gathered_bytes, whole.setup.software.gradient_bytes, bool(whole.peaks)) == (4, 4, False)
+
+
+def test_a_micro_batch_that_is_not_stated_is_one_where_a_batch_has_no_more(tmp_path: Path) -> None:
+    line = RUN | {"micro_batch": ""}
+    found = published.load(write(tmp_path / "published_runs.csv", [line, line | {"global_batch": "8"}]))
+    (row,) = found.rows
+    assert found.refused == ["7: micro_batch was not published"] and (row.setup.micro_batch, row.setup.microbatches) == (1, 1)
+
+
+@pytest.mark.parametrize("text, cut", [("4", True), ("y", True), ("1", True), ("n", False), ("8", None)])
+def test_whether_the_sequence_is_cut_may_be_said_by_the_ranks_that_cut_it(tmp_path: Path, text: str, cut: bool | None) -> None:
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"sp": text}]))
+    assert [row.setup.sequence_parallel for row in found.rows] == ([] if cut is None else [cut])

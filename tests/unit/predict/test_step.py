@@ -124,6 +124,8 @@ def test_fewer_bits_take_less_of_the_links_and_copies_take_memory() -> None:
     shards = [step(zero=3, software=Software(gathered_bytes=n)).step_s for n in (1, 2)]
     assert shards[0] < shards[1] < step(zero=3, software=Software(shard_bytes=16.0)).step_s
     assert step(software=Software(tensor_share=0.5)).tensor_s == pytest.approx(step().tensor_s / 2)
+    updated = [step(zero=1, software=Software(gathered_bytes=n, overlap_gradients=False)).sync_s for n in (1, 2, 4)]
+    assert updated[0] == updated[1] < updated[2]
 
 
 def test_one_place_runs_its_microbatches_one_after_the_other() -> None:

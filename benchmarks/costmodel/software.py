@@ -150,8 +150,8 @@ def in_one_graph(source: str, table: str, dtype: str) -> bool:
 
 
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
-    """The facts about one row: those of its source, corrected by what its notes say."""
-    found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 else MEGATRON)
+    """The facts about one row: those of its source, corrected by what its notes say. Software of a source that is not listed is torch's own where it cuts weights at rest or is compiled, else Megatron-Core."""
+    found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 or "torch.compile" in notes else MEGATRON)
     software = found.software
     if "torch.compile" in notes:
         software, found = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)), replace(found, norm_in_parts=False)

@@ -12,6 +12,7 @@ from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.devices import preset_of
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.sharding import Sharding
+from benchmarks.costmodel.software import facts
 from benchmarks.costmodel.tables import Refused
 from benchmarks.costmodel.times import model_flops
 from tests.unit.benchmarks.test_loading import MOE, RUN, write
@@ -194,3 +195,9 @@ def test_a_micro_batch_that_is_not_stated_is_one_where_a_batch_has_no_more(tmp_p
 def test_whether_the_sequence_is_cut_may_be_said_by_the_ranks_that_cut_it(tmp_path: Path, text: str, cut: bool | None) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"sp": text}]))
     assert [row.setup.sequence_parallel for row in found.rows] == ([] if cut is None else [cut])
+
+
+@pytest.mark.parametrize("notes, zero, hidden", [("", 0, 0.5), ("", 3, 0.0), ("torch.compile", 0, 0.0), ("torch.compile, async TP", 0, 0.5)])
+def test_compiled_software_is_torchs_own(notes: str, zero: int, hidden: float) -> None:
+    """Tensor parallelism of other software than is listed was taken for Megatron-Core's, whose collectives run beside matmuls, unless weights were cut at rest too."""
+    assert facts("somebody", notes, zero, True).software.hidden_tensor == hidden

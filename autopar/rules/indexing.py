@@ -60,6 +60,14 @@ def index_write(call: Call) -> str:
     return rule([line(rank, {dim: "y!"}), "z!" if call.ins[1].shape else "", *rest], [line(rank, {dim: "y!"})])
 
 
+def repeated(call: Call) -> str:
+    """Each index of a whole dim as often as another tensor says; of all elements in line where no dim is named."""
+    dim, rank = given(call)["dim"], rank_of(call)
+    if dim is None or not rank:
+        return replicated(call)
+    return rule([line(rank, {dim % rank: "y!"}), "n!"], [line(rank, {dim % rank: "z!"})])
+
+
 def index(call: Call) -> str:
     """Several index tensors at once: they broadcast to one block of dims, which stands where the first of them is, or in
     front where they are not neighbours. Indexed dims are whole, the block and all other dims can be cut."""
@@ -114,6 +122,13 @@ def _placed(left: list[str], places: list[int], block: list[str]) -> list[str]:
     return [*rest[:at], *block, *rest[at:]]
 
 
+def segments(call: Call) -> str:
+    """Pieces of a whole dim, reduced one by one; dims in front of it are those of the lengths too."""
+    axis, rank = given(call)["axis"] % max(1, rank_of(call)), rank_of(call)
+    inside = " ".join(words(axis))
+    return rule([line(rank, {axis: "y!"}), *(f"{inside} n{i}!" for i in range(len(call.ins) - 1))], [line(rank, {axis: "z!"})])
+
+
 def part_write(call: Call) -> str:
     """slice_scatter, select_scatter: another tensor written into a part of a whole dim."""
     rank = rank_of(call)
@@ -149,16 +164,19 @@ RULES: dict[Any, Rule] = {
     aten.index_copy.default: Rule(index_write, linear=_grows),
     aten.index_fill.int_Scalar: Rule(index_write),
     aten.index_put.default: Rule(index_put, linear=_grows),
+    aten.index_reduce.default: Rule(index_write),
     aten.index_select.default: Rule(index_select, linear="first"),
     aten.isin.Tensor_Tensor: Rule("..., n! -> ..."),
     aten.masked_scatter.default: Rule(replicated),
     aten.multinomial.default: Rule("... n! -> ... k!", random=True),
     aten.one_hot.default: Rule("... -> ... n!"),
+    aten.repeat_interleave.self_Tensor: Rule(repeated, linear="first"),
     aten.scatter.src: Rule(scatter, linear=_grows),
     aten.scatter.value: Rule(scatter),
     aten.scatter_add.default: Rule(scatter, linear=_grows),
     aten.scatter_reduce.two: Rule(scatter),
     aten.searchsorted.Tensor: Rule(searchsorted),
+    aten.segment_reduce.default: Rule(segments),
     aten.select_scatter.default: Rule(part_write, linear="all"),
     aten.slice_scatter.default: Rule(part_write, linear="all"),
     ops.fill_rows: Rule("b s! d, b s!, b n! d -> b s! d", linear="0+2"),

@@ -60,14 +60,29 @@ def solve(call: Call) -> str:
     return "... i! j!, ... i! -> ... i!" if len(wanted) == 1 or wanted == matrices[:-1] else triangular(call)
 
 
+def factored(call: Call) -> str:
+    """What is solved for by LU factors and their pivots: columns where the matrix stands on the left, else rows."""
+    return f"... i! j!, ... i!, ... {'i! k -> ... i! k' if given(call)['left'] else 'k i! -> ... k i!'}"
+
+
+def reflected(call: Call) -> str:
+    """The product of reflections, with their factors, times what stands on its right, or its left."""
+    left = bool(given(call)["left"])
+    return f"... i! j!, ... r!, ... {'m! k -> ... m! k' if left else 'k m! -> ... k m!'}"
+
+
 MATRICES = {
-    "... i! j! -> ...": "det.default linalg_det.default logdet.default",
+    "... i! j! -> ...": """det.default linalg_cond.default linalg_cond.p_str linalg_det.default linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.default logdet.default""",
     "... i! j! -> ..., ...": "linalg_slogdet.default slogdet.default",
-    "... i! j! -> ... k!": "linalg_eigvalsh.default linalg_svdvals.default",
+    "... i! j! -> ... k!": "linalg_eigvals.default linalg_eigvalsh.default linalg_svdvals.default",
     "... i! j! -> ... k!, ... x! y!": "linalg_eigh.default",
     "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
         linalg_pinv.default matrix_exp.default matrix_power.default pinverse.default""",
     "... i! j! -> ... x! y!, ...": "linalg_cholesky_ex.default linalg_inv_ex.default",
+    "... i! j! -> ... x! y!, ... z!": "linalg_ldl_factor.default linalg_lu_factor.default",
+    "... i! j! -> ... x! y!, ... z!, ...": "linalg_ldl_factor_ex.default linalg_lu_factor_ex.default",
+    "... i! j! -> ... x! y!, ... k! l!, ... m! n!": "linalg_lu.default",
     "... i! j! -> ... x! y!, ... k! l!": "linalg_qr.default",
     "... i! j! -> ... x! y!, ... z!, ... k! l!": "linalg_svd.default",
 }
@@ -84,7 +99,11 @@ RULES: dict[Any, Rule] = {
     aten.diagonal_scatter.default: Rule(diagonal_scatter, linear="all"),
     aten.kron.default: Rule(kron, linear="each"),
     aten.linalg_cholesky.default: Rule("... i! j! -> ... i! j!"),
+    aten.linalg_householder_product.default: Rule("... i! j!, ... r! -> ... i! j!"),
+    aten.linalg_lu_solve.default: Rule(factored, linear="2"),
     aten.linalg_solve.default: Rule(solve, linear="1"),
     aten.linalg_solve_triangular.default: Rule(triangular, linear="1"),
+    aten.lu_unpack.default: Rule("... i! j!, ... r! -> ... x! y!, ... k! l!, ... m! n!"),
+    aten.ormqr.default: Rule(reflected, linear="2"),
     aten.trace.default: Rule(replicated, linear="all"),
 }

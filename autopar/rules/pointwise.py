@@ -88,6 +88,7 @@ RULES: dict[Any, Rule] = {
     aten.div.Scalar: Rule(broadcast, linear="all"),
     aten.div.Tensor: Rule(broadcast, linear=_quotients),
     aten.dropout.default: Rule(broadcast, random=True),
+    aten.frexp.Tensor: Rule(broadcast),
     aten.feature_alpha_dropout.default: Rule(features, random=True),
     aten.feature_dropout.default: Rule(features, random=True),
     aten.lift_fresh_copy.default: Rule(broadcast, linear="all"),

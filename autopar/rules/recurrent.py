@@ -7,6 +7,7 @@ from typing import Any
 from autopar.rules.arguments import given, named, rule
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
+from passes.recurrent import CELLS
 
 RECURRENT = "gru.input lstm.input rnn_relu.input rnn_tanh.input"
 
@@ -23,4 +24,11 @@ def _line(kind: str, batch_first: bool) -> str:
     return f"b {kind}s! {kind}!" if batch_first else f"{kind}s! b {kind}!"
 
 
-RULES: dict[Any, Rule] = {op: Rule(layers) for op in named(RECURRENT)}
+def cell(call: Call) -> str:
+    """One position: `input [b i]`, one or two states `[b h]`, weights; the states behind it come out."""
+    states = len(call.outs)
+    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states:]))
+    return rule(["b i!", *[f"b h{n}!" for n in range(states)], *weights], [f"b g{n}!" for n in range(states)])
+
+
+RULES: dict[Any, Rule] = {**{op: Rule(layers) for op in named(RECURRENT)}, **{op: Rule(cell) for op in CELLS}}

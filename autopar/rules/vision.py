@@ -22,6 +22,14 @@ def positions_whole(spatial: int) -> Spec:
     return spec
 
 
+def unpooled(spatial: int) -> Spec:
+    """Numbers at the places that a pool took them from: as `positions_whole`."""
+    def spec(call: Call) -> str:
+        left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
+        return rule([f"... {left}", f"... {left}"], [f"... {right}"])
+    return spec
+
+
 def prelu(call: Call) -> str:
     """One slope for all, or one per channel (dim 1)."""
     if call.ins[1].shape and call.ins[1].shape[0] != 1:
@@ -42,12 +50,12 @@ NONLINEAR = {
     3: "max_pool3d_with_indices.default adaptive_max_pool3d.default",
 }
 LINEAR = {
-    1: "adaptive_avg_pool1d.default upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
+    1: "adaptive_avg_pool1d.default _upsample_nearest_exact1d.vec upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
        "replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default",
-    2: "adaptive_avg_pool2d.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
+    2: "adaptive_avg_pool2d.default _upsample_nearest_exact2d.vec upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
        "upsample_bilinear2d.default upsample_nearest2d.default upsample_bicubic2d.default reflection_pad2d.default replication_pad2d.default",
-    3: "adaptive_avg_pool3d.default upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
+    3: "adaptive_avg_pool3d.default _upsample_nearest_exact3d.vec upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
        "replication_pad3d.default",
 }
 
@@ -63,6 +71,7 @@ RULES: dict[Any, Rule] = {
     aten.col2im.default: Rule(patches, linear="all"),
     aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call)),
     aten.im2col.default: Rule(patches, linear="all"),
+    **{op: Rule(unpooled(n), linear="first") for n, op in ((2, aten.max_unpool2d.default), (3, aten.max_unpool3d.default))},
     aten.pixel_unshuffle.default: Rule("... c (h r!) (w q!) -> ... (c r! q!) h w", linear="all"),
     aten.prelu.default: Rule(prelu),
 }

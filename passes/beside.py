@@ -169,11 +169,21 @@ def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
 
 
+def _gates(each: int) -> Callable[[fx.Node], Size]:
+    """Of a cell, so many numbers for each of the state."""
+    return lambda node: each * facts.tensors(node)[0].element_size() * prod(_shape(node))
+
+
 def _paths(node: fx.Node) -> Size:
     """Of each sample and step a number for each target, and for each place around them."""
     scores, targets = edit.tensor_operands(node)[:2]
     steps, samples, _ = facts.shape(scores)
     return facts.dtype(scores).itemsize * steps * samples * (2 * facts.shape(targets)[1] + 1)
+
+
+def _along(node: fx.Node) -> int:
+    """The dim of the result that an operator works along, the first one where none is named."""
+    return int(edit.args_of(node)["dim"] or 0)
 
 
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
@@ -183,10 +193,12 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.embedding_bag.padding_idx: _bags,
     aten.group_norm.default: _groups,
     aten.gru.input: _recurrent(4),
+    aten.gru_cell.default: _gates(6),
     aten.instance_norm.default: _channels_of_samples,
     aten.layer_norm.default: _normalized(2),
     aten.log_sigmoid.default: facts.nbytes,
     aten.lstm.input: _recurrent(6),
+    aten.lstm_cell.default: _gates(5),
     aten.hinge_embedding_loss.default: lambda node: _first(node) + 2 * facts.numel(edit.tensor_operands(node)[0]),  # of what is clamped, and two masks
     aten.l1_loss.default: _first,  # the differences
     aten.margin_ranking_loss.default: lambda node: 2 * _first(node),  # the differences, before it clamps them in place, and the targets' signs turned
@@ -204,6 +216,7 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.rms_norm.default: _normalized(1),
     aten.rnn_relu.input: _recurrent(1),
     aten.rnn_tanh.input: _recurrent(1),
+    aten.repeat_interleave.self_Tensor: lambda node: COUNT_BYTES * _shape(node)[_along(node)],  # which index each one is
     aten.rrelu.default: facts.nbytes,
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), _pivots),
@@ -212,6 +225,9 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), _quantile),
     **dict.fromkeys((aten.stft.center, aten.stft.default), _frames),
     aten.istft.default: _envelope,
+    aten.linalg_cond.default: _singular_vectors,
+    aten.linalg_cond.p_str: _first,
+    aten.linalg_eigvals.default: lambda node: 2 * _first(node),  # eigenvectors, which are complex
     aten.linalg_eigvalsh.default: _first,  # eigenvectors
     aten.linalg_svdvals.default: _singular_vectors,
     aten.logdet.default: _logarithms,

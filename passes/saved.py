@@ -89,6 +89,18 @@ def _recurrent(states: int) -> Row:
     return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
 
 
+def _cell(states: int) -> Row:
+    """Of both products, for each factor that wants a gradient, the other one; the second state, which a gate multiplies."""
+    along = 2 + states
+
+    def kept(grads: Sequence[bool]) -> tuple[int, ...]:
+        factors = ((0, along - 1), (1, along))
+        others = [position for one, other in factors for position, wants in ((one, other), (other, one)) if grads[wants]]
+        return (*others, *range(2, 1 + states))
+
+    return kept
+
+
 NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
 
 MOVES = (
@@ -144,6 +156,18 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys((aten.linalg_eigh.default, aten.linalg_qr.default), _fixed(OUT, SECOND)),
     **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default, aten.pinverse.default), _fixed(0, OUT)),
     **dict.fromkeys((aten.linalg_matrix_exp.default, aten.logdet.default, aten.matrix_exp.default, aten.nanmean.default), OPERAND),
+    **dict.fromkeys((aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default), lambda grads: (*_cell(1)(grads), OUT)),
+    **dict.fromkeys((aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default), _fixed(OUT, SECOND)),
+    **dict.fromkeys((aten.linalg_householder_product.default, aten.linalg_lu_solve.default, aten.segment_reduce.default), _fixed(0, 1, OUT)),
+    **dict.fromkeys((aten.index_reduce.default, aten.scatter_reduce.two), _fixed(0, 1, 2, OUT)),
+    **dict.fromkeys((aten.max_unpool2d.default, aten.max_unpool3d.default), _fixed(1)),
+    aten.frexp.Tensor: _fixed(SECOND),
+    aten.gru_cell.default: _cell(1),
+    aten.linalg_eigvals.default: RESULT,
+    aten.linalg_lu.default: _fixed(OUT, SECOND, THIRD),
+    aten.lstm_cell.default: _cell(2),
+    aten.ormqr.default: _fixed(0, 1, 2, OUT),
+    aten.repeat_interleave.self_Tensor: NOTHING,
     **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), NOTHING),
     aten.istft.default: _indices,
     aten.linalg_cross.default: _crosswise,
@@ -233,7 +257,6 @@ SAVED: dict[Any, Row] = {
     aten.scatter.src: _fixed(1),
     aten.scatter.value: _fixed(1),
     aten.scatter_add.default: _last(1),
-    aten.scatter_reduce.two: _fixed(0, 1, 2, OUT),
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,
     aten.softmax.int: RESULT,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,15 +101,44 @@ def test_flops_of_cells(kind):
     flops_agree(model, x)
 
 
+class One(nn.Module):
+    """A cell, for one position, of states that are trained or data."""
+
+    def __init__(self, kind: type[nn.Module], states: int, *, trained: bool, first: bool) -> None:
+        super().__init__()
+        self.cell, self.up = kind(WIDE, HIDDEN, dtype=torch.float64), nn.Linear(WIDE, WIDE, dtype=torch.float64) if trained else None
+        self.states = nn.ParameterList(torch.randn(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(states)) if first else None
+        self.count = states
+
+    def given(self, x: Tensor) -> tuple[Tensor, Any]:
+        states = tuple(self.states) if self.states is not None else tuple(torch.zeros(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(self.count))
+        return (x if self.up is None else self.up(x)), states if self.count > 1 else states[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.cell(*self.given(x))
+        return sum(found) if self.count > 1 else found
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("trained", [False, True], ids=["data", "trained"])
+@pytest.mark.parametrize(("kind", "states"), [(nn.LSTMCell, 2), (nn.GRUCell, 1), (nn.RNNCell, 1)])
+def test_what_cells_keep(kind, states, trained, first):
+    model, x = One(kind, states, trained=trained, first=first), torch.randn(SAMPLES, WIDE, dtype=torch.float64)
+    (node,) = edit.calls(annotated(model, x), *CELLS)
+    inward, before = model.given(x)
+    before = tuple(state.detach().requires_grad_(first) for state in (before if states > 1 else (before,)))
+    assert said(node) == held(lambda inward: model.cell(inward, before if states > 1 else before[0]), inward.detach().requires_grad_(trained))
+
+
 def said(node) -> float:
     """Bytes that a call keeps on a CPU, by its annotation."""
-    kept = node.meta["saved_on_cpu"]
+    kept = node.meta.get("saved_on_cpu", node.meta["saved"])
     operands = edit.tensor_operands(node)
     own = [facts.nbytes(operands[place]) if place < len(operands) else facts.tensors(node)[place - len(operands)].nbytes for place in (*kept.positions, *kept.copies)]
     return sum(own) + kept.extra_bytes
 
 
-def held(network: nn.Module, x: Tensor) -> int:
+def held(network: Callable[[Tensor], Any], x: Tensor) -> int:
     """Bytes that autograd keeps of it."""
     found: dict[int, int] = {}
     kept: list[Tensor] = []

@@ -20,10 +20,12 @@ import torch
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program
 from autopar.problem.looking import looks
+from autopar.rules import RULES
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from passes import ops
 from passes.ordered import ORDERED
+from passes.saved import SAVED
 
 aten = torch.ops.aten
 KEEPABLE = (
@@ -93,7 +95,12 @@ def saves_results(op: Op) -> bool:
     """Whether the backward of `op` needs what running it gives: results, statistics, masks, copies of operands; but not those that
     are made in front of the kernel, as where it is skipped (runtime.replay)."""
     own = any(index >= len(op.operands) for index in op.saves)
-    return own or bool(op.extra_bytes or (op.copies and op.target not in ORDERED)) or (op.target in INSIDE and op.graded)
+    return own or _untried(op) or bool(op.extra_bytes or (op.copies and op.target not in ORDERED)) or (op.target in INSIDE and op.graded)
+
+
+def _untried(op: Op) -> bool:
+    """Whether nobody knows what the backward of `op` keeps: an operator of the user's, or one of torch that no table has."""
+    return op.graded and op.target not in RULES and op.target not in SAVED
 
 
 def keepable(op: Op) -> bool:

@@ -114,6 +114,12 @@ def _inner(node: fx.Node) -> fx.Node | None:
     return edit.call(node.graph, aten.sum.dim_IntList, (product, [given["dim"]]), like=node)
 
 
+def _sorted(node: fx.Node) -> fx.Node:
+    """The values of `sort` along the first dim."""
+    both = edit.call(node.graph, aten.sort.default, (edit.args_of(node)["self"], 0), like=node)
+    return edit.call(node.graph, operator.getitem, (both, 0), like=node)
+
+
 def _diagonal(node: fx.Node) -> fx.Node:
     """A matrix that has all elements on a diagonal."""
     given = edit.args_of(node)
@@ -161,6 +167,7 @@ COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.linalg_vecdot.default: _inner,
     aten.meshgrid.default: _meshed,
     aten.meshgrid.indexing: _meshed,
+    aten.msort.default: _sorted,
     aten.rot90.default: _rotated,
     aten.take.default: _taken,
     aten.take_along_dim.default: _along,

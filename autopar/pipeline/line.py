@@ -1,7 +1,8 @@
 """What the model itself gathers and sums, in the order in which it runs: what hides under all its operators taken together need not hide where it stands.
 
     forward    the gather of a weight begins with the gather before it (runtime.ahead), behind blocks with the last of them, or a few before
-    backward   the same the other way round; gradients are scattered behind the operators that make them, and summed in buckets (runtime.gradsync)
+    backward   the same the other way round; gradients are scattered behind the operators that make them, are at their leaves when enough more is on its way (autopar.late), and
+               are summed in buckets from there (runtime.gradsync)
 
 Collectives of one axis run one after the other, in blocks beside what these have in the background themselves.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.late import Queue
 from autopar.layout import BUCKET_BYTES
-from autopar.pipeline.lines import Sent, Stop, Stops
+from autopar.pipeline.lines import Sent, Stop, Stops, Sum
 from autopar.pipeline.work import BACKWARD, Pass, shown_s
 from autopar.problem.graph import Program
 from autopar.problem.hiding import Load, Loads
@@ -24,11 +26,11 @@ from autopar.problem.hiding import Load, Loads
 @dataclass(eq=False)
 class _Summed:
     """Sums of gradients of the model itself, or of the blocks of a scope, as they are priced all together: seconds that do not hide, and those that may, by axis; and what each block
-    sums, with what goes together."""
+    sums."""
 
     shown_s: float = 0.0
     behind_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    of_block: list[tuple[object, Sent]] = field(default_factory=list)
+    of_block: list[Sum] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class _Ran:
     more: Sequence[Load]
     reached: float
     count: int
-    sums: Sequence[tuple[object, Sent]]
+    sums: Sequence[Sum]
 
     @classmethod
     def of(cls, made: Pass, count: int, block_bytes: float, summed: _Summed, contention: float) -> _Ran:
@@ -66,18 +68,18 @@ class Line:
         self.gathers_bytes: defaultdict[tuple[str, int], float] = defaultdict(float)  # of one block of a scope, by pass
         self._summed: defaultdict[str, _Summed] = defaultdict(_Summed)
 
-    def sums(self, place: tuple[str, str], key: object, sent: Sent, count: float, hidden: Sequence[float]) -> None:
+    def sums(self, place: tuple[str, str], one: Sum, count: float, hidden: Sequence[float]) -> None:
         """The sum of a gradient of a weight that is read first at `place`, in the blocks of a scope (or none) by an operator: of `count` instances, the shares `hidden` of its
-        collectives priced as if they hid, in buckets with all of `key`."""
+        collectives priced as if they hid."""
         scope, name = place
         summed, each = self._summed[scope], count / (self.program.runs[scope].count if scope else 1)
-        for load, share in zip(sent.way, hidden, strict=True):
+        for load, share in zip(one.sent.way, hidden, strict=True):
             summed.shown_s += count * (1.0 - share) * load.seconds
             summed.behind_s[load.axis] += count * share * load.seconds
         if scope:
-            summed.of_block.append((key, Sent([load.times(each) for load in sent.way], each * sent.nbytes)))
+            summed.of_block.append(Sum(one.key, one.sent.times(each), one.first and one.first.times(each)))
         else:
-            self.stops.at(self.program.ops[name], back=True).sums.append((key, sent))
+            self.stops.at(self.program.ops[name], back=True).sums.append(one)
 
     def more_s(self, scopes: Mapping[str, Sequence[Pass]], shares: Mapping[str, float], way: int, contention: float, *, at_once: bool) -> float:
         """Seconds by which a pass takes longer than that: `scopes` as they are priced, of whose collectives in the background the `shares` show. `at_once`: the first gathers begin
@@ -127,6 +129,7 @@ class _Clock:
         self._now_s, self._late_s = 0.0, 0.0
         self._blocked_s: defaultdict[int, float] = defaultdict(float)
         self._until_s: dict[int, float] = {}  # by axis, in seconds that are not blocked
+        self._late: Queue[_Coming] = Queue(2 * BUCKET_BYTES)
         self._buckets: defaultdict[object, list[Sent]] = defaultdict(list)
         self._filled: dict[object, tuple[float, float]] = {}  # of a bucket so far: when all of it has come to its leaves, and bytes
 
@@ -149,29 +152,37 @@ class _Clock:
                 for axis, busy_s in ran.busy_s.items():
                     self._blocked_s[axis] += min(busy_s, ran.seconds) / part
                 if done is not None:
-                    self._summed(*done, self._now_s)
+                    self._made(done, self._now_s, (id(ran), number))
 
     def operator(self, stop: Stop) -> None:
         """One operator of the model itself."""
         self._works(stop.compute_s)
         self._now_s += stop.work_s - stop.compute_s
         come_s = max([self._now_s, *(self._send(sent.way) for sent in stop.sends)])
-        for key, sent in stop.sums:
-            self._summed(key, sent, come_s)
+        for one in stop.sums:
+            self._made(one, come_s, id(stop))
 
     def late_s(self) -> float:
         """What it has waited when all is done."""
+        self._late.drain()
         for key in [*self._buckets]:
             self._sum(key)
         self._wait(max((until_s - self._of(axis) for axis, until_s in self._until_s.items()), default=0.0))
         return self._late_s
 
-    def _summed(self, key: object, sent: Sent, come_s: float) -> None:
+    def _made(self, one: Sum, come_s: float, unit: Hashable) -> None:
+        """An operator or a block, the `unit`, has made a gradient, all of which is scattered at a time."""
+        if one.first is None:
+            self.summed(one.key, one.sent, come_s)
+        else:
+            self._late.add(_Coming(self, one, come_s, one.first.nbytes, len(one.first.way)), unit)
+
+    def summed(self, key: object, sent: Sent, come_s: float) -> None:
         """A gradient has come to its leaf; full buckets are summed."""
         bucket = self._buckets[key]
         bucket.append(sent)
         before_s, nbytes = self._filled.get(key, (0.0, 0.0))
-        self._filled[key] = max(come_s, before_s), nbytes + sent.nbytes
+        self._filled[key] = max(come_s, before_s, self._now_s), nbytes + sent.nbytes
         if nbytes + sent.nbytes >= BUCKET_BYTES:
             self._sum(key)
 
@@ -215,3 +226,24 @@ class _Clock:
             self._until_s[load.axis] = begun_s + load.seconds
             end_s = begun_s + load.seconds + self._blocked_s[load.axis]
         return end_s
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A gradient of so many bytes on its way to its leaf, where it is at a time at the earliest; `legs`: collectives that have not been waited for."""
+
+    clock: _Clock
+    one: Sum
+    come_s: float
+    nbytes: float
+    legs: int
+
+    def go_on(self) -> bool:
+        """Wait for a collective; whether another one begins."""
+        self.legs -= 1
+        if self.legs <= 0:
+            self.clock.summed(self.one.key, self.one.sent, self.come_s)
+        return self.legs > 0
+
+    def wait(self) -> None:
+        """Nothing is dropped."""

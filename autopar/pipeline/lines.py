@@ -28,18 +28,32 @@ class Sent:
     way: Sequence[Load]
     nbytes: float
 
+    def times(self, factor: float) -> Sent:
+        """So many of them together."""
+        return Sent([load.times(factor) for load in self.way], factor * self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The gradient of a weight as it is summed over ranks, in buckets with all of `key`; `first`: what scatters it to its leaf before, which is done when enough is on its way
+    behind it (autopar.late); None where it is made there."""
+
+    key: object
+    sent: Sent
+    first: Sent | None = None
+
 
 @dataclass(eq=False, slots=True)
 class Stop:
     """What one operator of a block does: before it `takes` gathered weights and waits for collectives, each with the number of the operand for which,
-    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to, each with what goes together. Seconds of one block."""
+    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to. Seconds of one block."""
 
     compute_s: float = 0.0
     takes: list[tuple[int, Sent]] = field(default_factory=list)
     waits: list[tuple[int, Load]] = field(default_factory=list)
     behind: list[Load] = field(default_factory=list)
     sends: list[Sent] = field(default_factory=list)
-    sums: list[tuple[object, Sent]] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
 
     @property
     def work_s(self) -> float:

@@ -19,7 +19,7 @@ from functools import cached_property
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
 from autopar.pipeline.line import Line
-from autopar.pipeline.lines import LAST, Sent, Stop, ends_s
+from autopar.pipeline.lines import LAST, Sent, Stop, Sum, ends_s
 from autopar.pipeline.once import Sums
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
@@ -277,8 +277,9 @@ class Passes:
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
         last = link.last if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
+        sent = Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes))
         if gathers and reads and not opening:
-            self._copies(reads[0][0], back, back=True).sends.append(Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes)))
+            self._copies(reads[0][0], back, back=True).sends.append(sent)
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, count, last)
         else:
@@ -289,10 +290,10 @@ class Passes:
         if of not in self._held:  # readers share the leaf and the sum of its gradient
             self._held[of] = None
             # sums begin when gradients have come to their leaf: one block later for each collective
-            self._summed(link, made, leaf, grad_bytes, did, 1.0 if opening else min(1.0, last * len(split(back)[1])))
+            self._summed(link, made, leaf, grad_bytes, did, 1.0 if opening else min(1.0, last * len(sent.way)), sent if gathers and sent.way and not opening else None)
 
-    def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float) -> None:
-        """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done."""
+    def _summed(self, link: Link, made: Pair, leaf: Layout, grad_bytes: float, did: Did, last: float, first: Sent | None) -> None:
+        """What a weight takes once per step, or after every microbatch, in buckets; the share `last` when the backward is done. `first`: what scatters a gradient to its leaf."""
         routes, count = self.prices.routes, link.count
         together = self._summed_bytes.get((made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
@@ -305,7 +306,7 @@ class Passes:
             bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
             # the last bucket is half full on average; another collective begins one bucket later
             hidden = [max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
-            self.line.sums(self._place(link), (made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made)), count, hidden)
+            self.line.sums(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made)), first), count, hidden)
             if self.apart and link.cluster.scope in self.program.runs:
                 self._flushed.setdefault(link.cluster.scope, []).append((sum(load.seconds for load in moving), self._leaf_bytes(link, made), bucket))
             for way in (BACKWARD, WEIGHTS, BOTH):

@@ -1,0 +1,48 @@
+"""What the first blocks of a pass wait for, and what is on its way behind the last: the price says the same as the simulation, which has the runtime's own queues and timetables."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import joint
+from autopar.capture import Captured, capture
+from autopar.cluster import Cluster
+from autopar.problem.settings import Settings
+from autopar.request import Request
+from autopar.simulate import simulate
+from models import gpt, mlp
+
+CLOSE = 0.03
+
+
+def _captured(model: nn.Module, args: tuple[torch.Tensor, ...]) -> Captured:
+    inputs = tuple([arg.to(torch.bfloat16) if arg.is_floating_point() else arg for arg in args])
+    return capture(model.to(torch.bfloat16), inputs, {}, mode="train")
+
+
+@cache
+def _layers() -> Captured:
+    with torch.device("meta"):
+        return _captured(*mlp.build(512, 2048, 8, 512, 8192))
+
+
+@cache
+def _gpt() -> Captured:
+    with torch.device("meta"):
+        return _captured(*gpt.build(gpt.Config(vocab=1024, positions=256, layers=6, heads=8, hidden=512), 32, 256))
+
+
+def _off(captured: Captured, cluster: str, recipe: str) -> float:
+    """How far the simulation is above the price."""
+    request = Request(Cluster.parse(cluster), Settings(precision="bf16"), recipe=recipe, time_limit_s=10.0)
+    made = joint.plan(captured.gm, captured.hints, request, model="few blocks", graph_hash=captured.graph_hash)
+    return simulate(captured.gm, made).step_s / made.predicted.step_s - 1
+
+
+def test_sums_begin_when_gradients_have_been_scattered_to_their_leaves() -> None:
+    """That is when 50 MB more are on their way behind one: three of these eight blocks later."""
+    assert _off(_layers(), "h100:2x2", "hsdp") == pytest.approx(0.0, abs=CLOSE)

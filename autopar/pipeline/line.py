@@ -35,20 +35,22 @@ class _Summed:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A run of blocks in one pass: its seconds but for sums of gradients, and those of each axis with its own collectives; what its first block gathers in front of it, and what
+    """A run of blocks in one pass: its seconds but for sums of gradients, and those of each axis with its own collectives; what its first block gathers, so many `weights`, and what
     begins with that for the next ones; the share of it in which gathers of what follows begin; how many blocks there are, and what each sums."""
 
     seconds: float
     busy_s: Mapping[int, float]
     takes: Sent
+    weights: int
     more: Sequence[Load]
     reached: float
     count: int
     sums: Sequence[Sum]
 
     @classmethod
-    def of(cls, made: Pass, count: int, block_bytes: float, summed: _Summed, contention: float) -> _Ran:
-        """Of a pass over `count` blocks that gather so many bytes each."""
+    def of(cls, made: Pass, count: int, each_bytes: Sequence[float], summed: _Summed, contention: float) -> _Ran:
+        """Of a pass over `count` blocks that gather weights of so many bytes each."""
+        block_bytes = sum(each_bytes)
         reached = min(1.0, math.ceil(BUCKET_BYTES / max(1.0, block_bytes)) / count)
         left, moving = Pass(), made.ahead.moving()
         left.add(made)
@@ -56,8 +58,14 @@ class _Ran:
         left.ahead = Loads(load.times(1.0 - reached) for load in moving)
         left.behind = Loads(load.times(max(0.0, 1.0 - summed.behind_s[load.axis] / load.seconds)) for load in made.behind.moving())
         busy = {load.axis: load.seconds for loads in (left.ahead, left.behind) for load in loads.moving()}
-        return cls(left.work_s + shown_s(left, contention), busy, Sent([load.times(1.0 / count) for load in moving], reached * count * block_bytes),
+        return cls(left.work_s + shown_s(left, contention), busy, Sent([load.times(1.0 / count) for load in moving], reached * count * block_bytes), len(each_bytes),
                    [load.times(reached - 1.0 / count) for load in moving], reached, count, summed.of_block)
+
+    @property
+    def coming_s(self) -> float:
+        """Seconds in which its first block computes while the rest of its weights comes: it begins with the first of them, and ends behind the last."""
+        gathers_s = sum(load.seconds for load in self.takes.way)
+        return (1.0 - 1.0 / self.weights) * min(gathers_s, self.seconds / self.count) if self.weights else 0.0
 
 
 class Line:
@@ -65,7 +73,7 @@ class Line:
 
     def __init__(self, program: Program) -> None:
         self.program, self.stops = program, Stops(program)
-        self.gathers_bytes: defaultdict[tuple[str, int], float] = defaultdict(float)  # of one block of a scope, by pass
+        self.gathers_bytes: defaultdict[tuple[str, int], list[float]] = defaultdict(list)  # of each weight of one block of a scope, by pass
         self._summed: defaultdict[str, _Summed] = defaultdict(_Summed)
 
     def sums(self, place: tuple[str, str], one: Sum, count: float, hidden: Sequence[float]) -> None:
@@ -101,7 +109,7 @@ class Line:
         if at_once:
             clock.begin(1)
         for each in order:
-            clock.take(len(_gathers(each)))
+            clock.take(len(_gathers(each)), each.coming_s if isinstance(each, _Ran) else 0.0)
             if isinstance(each, _Ran):
                 clock.run(each)
             else:
@@ -133,12 +141,12 @@ class _Clock:
         self._buckets: defaultdict[object, list[Sent]] = defaultdict(list)
         self._filled: dict[object, tuple[float, float]] = {}  # of a bucket so far: when all of it has come to its leaves, and bytes
 
-    def take(self, count: int) -> None:
-        """So many gathers are waited for, and those behind each of them begin."""
+    def take(self, count: int, coming_s: float = 0.0) -> None:
+        """So many gathers are waited for, but for their last `coming_s`, and those behind each of them begin."""
         for _ in range(count):
             self.begin(self._taken + 1)
             axis, end_s = self._ends[self._taken]
-            self._wait(end_s - self._of(axis))
+            self._wait(end_s - coming_s - self._of(axis))
             self._taken += 1
 
     def run(self, ran: _Ran) -> None:

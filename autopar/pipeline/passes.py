@@ -265,7 +265,7 @@ class Passes:
         for way, times, begun in ((FORWARD, count, not opening), *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH))):
             (did.passes[way].hide if gathers and begun else did.passes[way].wait)(ahead, times)
             if gathers and times:
-                self.line.gathers_bytes[self._place(link)[0], way] += link.size_bytes * fraction(asked.value, self.prices.sizes)
+                self.line.gathers_bytes[self._place(link)[0], way].append(link.size_bytes * fraction(asked.value, self.prices.sizes))
         if gathers and reads:
             gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
             if not opening:

@@ -46,3 +46,9 @@ def _off(captured: Captured, cluster: str, recipe: str) -> float:
 def test_sums_begin_when_gradients_have_been_scattered_to_their_leaves() -> None:
     """That is when 50 MB more are on their way behind one: three of these eight blocks later."""
     assert _off(_layers(), "h100:2x2", "hsdp") == pytest.approx(0.0, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("cluster", "recipe"), [("rtx4090:1x4", "hsdp"), ("a100-80:2x4", "tp_zero3")])
+def test_a_first_block_computes_while_the_rest_of_its_weights_comes(cluster: str, recipe: str) -> None:
+    """It waits for the first of them, not for all."""
+    assert _off(_gpt(), cluster, recipe) == pytest.approx(0.0, abs=CLOSE)

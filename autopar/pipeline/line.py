@@ -156,9 +156,7 @@ class _Clock:
                 self.begin(self._taken)
             for done in (ran.sums or (None,))[::-1]:  # spread evenly
                 part = ran.count * max(1, len(ran.sums))
-                self._works(ran.seconds / part)
-                for axis, busy_s in ran.busy_s.items():
-                    self._blocked_s[axis] += min(busy_s, ran.seconds) / part
+                self._works(ran.seconds / part, {axis: min(busy_s, ran.seconds) / part for axis, busy_s in ran.busy_s.items()})
                 if done is not None:
                     self._made(done, self._now_s, (id(ran), number))
 
@@ -198,12 +196,15 @@ class _Clock:
         """Seconds that an axis has had."""
         return self._now_s - self._blocked_s[axis]
 
-    def _works(self, seconds: float) -> None:
-        """Compute, slower while anything moves beside it."""
-        left_s = max((until_s - self._of(axis) for axis, until_s in self._until_s.items()), default=0.0)
-        more_s = self._contention * min(max(0.0, left_s), seconds / (1.0 - self._contention))
+    def _works(self, seconds: float, busy_s: Mapping[int, float] | None = None) -> None:
+        """Compute, slower while anything moves beside it but what it brings itself, with which an axis is busy so long."""
+        busy_s = busy_s or {}
+        beside_s = [min(until_s - self._of(axis), (seconds - busy_s.get(axis, 0.0)) / (1.0 - self._contention)) for axis, until_s in self._until_s.items()]
+        more_s = self._contention * max([0.0, *beside_s])
         self._now_s += seconds + more_s
         self._late_s += more_s
+        for axis, own_s in busy_s.items():
+            self._blocked_s[axis] += own_s
 
     def _wait(self, seconds: float) -> None:
         self._now_s += max(0.0, seconds)

@@ -52,3 +52,8 @@ def test_sums_begin_when_gradients_have_been_scattered_to_their_leaves() -> None
 def test_a_first_block_computes_while_the_rest_of_its_weights_comes(cluster: str, recipe: str) -> None:
     """It waits for the first of them, not for all."""
     assert _off(_gpt(), cluster, recipe) == pytest.approx(0.0, abs=CLOSE)
+
+
+def test_one_collective_at_a_time_takes_compute_units() -> None:
+    """What is gathered ahead of blocks waits while the axis scatters their gradients: the two do not slow down what computes by both shares."""
+    assert _off(_gpt(), "h100:2x2", "tp_zero3") == pytest.approx(0.0, abs=CLOSE)

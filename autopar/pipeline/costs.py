@@ -10,7 +10,7 @@ from autopar.pipeline.lines import BLOCKS
 from autopar.pipeline.once import merged
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
-from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
+from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
 from autopar.problem.pairs import pair
@@ -60,7 +60,8 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
     ends = {scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)]) for scope in count if apart and micro.prices.overlap > 0.0}
-    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()),
+    contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
+    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()), contention=contention,
                     hidden_s=(0.0, 0.0) if unit.name in count or not count else _hidden_s(did.did[unit.name], seconds[unit.name])) for unit in did.pieces]
 
 
@@ -70,10 +71,22 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
     return forward_s, backward_s
 
 
+def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:
+    """What shows of the sums after a microbatch of one instance of a piece, in each of the passes that have them."""
+    all_s, behind_s = sum(one.seconds for one in did.each), sum(one.behind_s for one in did.each)
+    backward_s, weights_s, both_s = (all_s - behind_s * _hides(did.passes[way], seconds[way]) for way in (BACKWARD, WEIGHTS, BOTH))
+    return backward_s, weights_s, both_s
+
+
+def _hides(part: Pass, took_s: float) -> float:
+    """The share that hides of what a piece has in the background."""
+    return max(0.0, 1.0 - (took_s - part.work_s) / part.background_s) if part.background_s else 0.0
+
+
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
     once_s = held.update_s + did.once.all_s
     return Cost((seconds[FORWARD] + seconds[BACKWARD]) / count, once_s / count, held.kept_bytes / count, held.halfway_bytes / count, held.rest_bytes / count, held.live_bytes,
-                seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count, update_s=held.update_s / count, sums=merged(did.sums), each=merged(did.each))
+                seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count, update_s=held.update_s / count, sums=merged(did.sums), each=merged(did.each), each_s=_each_s(did, seconds))
 
 
 def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:

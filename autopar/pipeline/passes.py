@@ -45,7 +45,6 @@ class Passes:
         self.program, self.model, self.choice, self.forward = program, model, choice, forward
         self.apart, self.late = apart, late
         self._held: dict[tuple[str, int], None] = {}
-        self._flushed: dict[str, list[tuple[float, float, float]]] = {}  # by scope, of gradients that are summed after every microbatch: see _flush_s
         self.prices: Prices = model.prices
         self.line = Line(program)
         self.stops = self.line.stops
@@ -140,13 +139,7 @@ class Passes:
         ahead, back = (self.stops.of(scope, back=way) for way in (False, True))
         passes = (ahead, back if self.model.plain is None else [*ahead, *back])
         (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
-        return begin_s, first_s, last_s + self._flush_s(scope, blocks)
-
-    def _flush_s(self, scope: str, blocks: int) -> float:
-        """Seconds of the last bucket of gradients of a stage that begins with so many blocks, half full on average, beyond what these have of the last one of the whole model."""
-        found = self._flushed.get(scope, [])
-        full = BUCKET_BYTES / max(1.0, sum(nbytes for _, nbytes, _ in found))
-        return sum(0.5 * seconds * max(0.0, min(blocks, full) - blocks * bucket) for seconds, _, bucket in found) * (1.0 - self.prices.contention)
+        return begin_s, first_s, last_s
 
     def _node(self, index: int, cluster: Cluster) -> None:
         node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
@@ -298,17 +291,16 @@ class Passes:
         together = self._summed_bytes.get((made.each, *routes.kinds(leaf, made.back)), 0.0)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
         local, moving = split(sums)
+        bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
+        # the last bucket is half full on average; another collective begins one bucket later
+        hidden = [max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
         if self.late:  # of places that may have less than a bucket
             moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving])
             ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
-            (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), ratio * self._leaf_bytes(link, made), ratio * min(self.prices.bucket_bytes, together), moves))
+            (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), (ratio * self._leaf_bytes(link, made),), ratio * min(self.prices.bucket_bytes, together), moves,
+                                                              sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
         if made.each or not self.late:
-            bucket = min(1.0, BUCKET_BYTES / max(1.0, together))
-            # the last bucket is half full on average; another collective begins one bucket later
-            hidden = [max(0.0, 1.0 - max(last, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
             self.line.sums(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made)), first), count, hidden)
-            if self.apart and link.cluster.scope in self.program.runs:
-                self._flushed.setdefault(link.cluster.scope, []).append((sum(load.seconds for load in moving), self._leaf_bytes(link, made), bucket))
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
                 for load, share in zip(moving, hidden, strict=True):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.once import Sums, begun_s
+from autopar.pipeline.once import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
 from autopar.pipeline.rooms import Need
 
@@ -19,7 +19,8 @@ class Cost:
     step (of them `update_s` of the optimizer), bytes that a microbatch keeps, and more of them while it is halfway through its backward (gradients that wait for the weights' part), bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
     of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
     one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
-    where it begins with it. `sums` are those of gradients, which `once_s` has with their shares of full buckets, `each` those after every microbatch, in its backward. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
+    where it begins with it. `sums` are those of gradients, which `once_s` has with their shares of full buckets, `each` those after every microbatch, of which `each_s` show in its backward,
+    in the weights' part, and where that could be; `contention`: of what hides. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -36,6 +37,8 @@ class Cost:
     update_s: float = 0.0
     sums: tuple[Sums, ...] = ()
     each: tuple[Sums, ...] = ()
+    each_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    contention: float = 1.0
 
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
@@ -54,14 +57,22 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
     if not blocks:  # there is nothing else to hide under
         begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
-    sums_s = begun_s(one for c in part for one in c.each)
-    back_s = first_s + last_s + sums_s
-    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + back_s, sum(c.forward_s for c in part) + begin_s
+    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + first_s + last_s, sum(c.forward_s for c in part) + begin_s
     if split and training:
-        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, sum(c.weights_s for c in part) + sums_s + action_s, send_s,
-                         sum(c.both_s for c in part) + sums_s + action_s)
+        weights_s, both_s = (sum(each) + _summed_s(part, each, way, shown=not blocks) for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part])))
+        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, weights_s + action_s, send_s, both_s + action_s)
+    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
+
+
+def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:
+    """Seconds that the sums after a microbatch take longer than the pieces of a stage have them, whose backward takes `took_s` each; `shown`: all of them show already."""
+    if not any(c.each for c in part):
+        return 0.0
+    priced_s = sum((max(c.each_s[way], sum(one.seconds for one in c.each)) if shown and any(c.hidden_s) else c.each_s[way]) for c in part)
+    backward = [(max(0.0, own_s - c.each_s[way]), c.each) for own_s, c in zip(took_s, part, strict=True)][::-1]
+    return max(0.0, each_s(backward, part[0].contention) - priced_s)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -57,3 +58,9 @@ def test_a_first_block_computes_while_the_rest_of_its_weights_comes(cluster: str
 def test_one_collective_at_a_time_takes_compute_units() -> None:
     """What is gathered ahead of blocks waits while the axis scatters their gradients: the two do not slow down what computes by both shares."""
     assert _off(_gpt(), "h100:2x2", "tp_zero3") == pytest.approx(0.0, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("captured", "cluster"), [(_layers, "a100-80:2x4"), (_gpt, "rtx4090:1x4")])
+def test_stages_fill_buckets_of_their_own(captured: Callable[[], Captured], cluster: str) -> None:
+    """Sums after every microbatch hide where a stage's own gradients fill a bucket early enough, and nowhere else."""
+    assert _off(captured(), cluster, "pp_zero2") == pytest.approx(0.0, abs=CLOSE)

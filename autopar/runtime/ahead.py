@@ -184,7 +184,8 @@ class Going:
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
     """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order.
 
-    Those that `reach` names have begun their last one then, those that it will name one unit later their last but one, and so on.
+    Those that `reach` names have begun their last one then, those that it will name one unit later their last but one, and so on. What the unit itself needs has begun all of its
+    collectives before others begin, which would be in front of it on an axis of theirs.
     """
     starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
     ends, deepest = [reach(plan, at, ahead_bytes) for at in starts], max((part.legs for part in plan), default=0)
@@ -194,7 +195,8 @@ def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, 
         for early, end in enumerate(ends[unit:unit + deepest]):
             wanted.update({number: plan[number].legs - early for number in range(first, end)})
             first = end
-        rounds = [[number for number, legs in wanted.items() if begun[number] <= leg < legs] for leg in range(deepest)]
+        needed = _unit_end(plan, at)
+        rounds = [[number for number, legs in wanted.items() if (number < needed) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(deepest)]
         due[at] = tuple(number for here in rounds for number in here)
         for number in due[at]:
             begun[number] += 1

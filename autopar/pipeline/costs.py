@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.pipeline.lines import BLOCKS
+from autopar.pipeline.lines import BLOCKS, Stop
 from autopar.pipeline.once import merged
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
@@ -61,7 +61,9 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     count = {run.scope: run.count for run in program.runs.values()}
     ends = {scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)]) for scope in count if apart and micro.prices.overlap > 0.0}
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
+    in_order = apart and not count and micro.prices.overlap > 0.0
     return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()), contention=contention,
+                    stops=_stops(did, unit.name) if in_order else ((), ()), work_s=_work_s(did.did[unit.name]),
                     hidden_s=(0.0, 0.0) if unit.name in count or not count else _hidden_s(did.did[unit.name], seconds[unit.name])) for unit in did.pieces]
 
 
@@ -69,6 +71,17 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
     """What of the forward and of the backward of a piece does not show."""
     forward_s, backward_s = (max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2]))
     return forward_s, backward_s
+
+
+def _stops(did: Passes, name: str) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
+    """Where operators of a piece of the model itself stand, in the order of its forward and of its backward."""
+    forward, backward = (tuple([stop for op, stop in did.stops.named("", back=back).items() if did.home[op] == name]) for back in (False, True))
+    return forward, backward[::-1]
+
+
+def _work_s(did: Did) -> tuple[float, float]:
+    """Seconds of a piece in its forward and in its backward without what it has in the background, and without sums of gradients."""
+    return did.passes[FORWARD].work_s, did.passes[BACKWARD].work_s - sum(one.seconds - one.behind_s for one in did.each)
 
 
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:

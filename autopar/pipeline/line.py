@@ -117,6 +117,15 @@ class Line:
         return clock.late_s()
 
 
+def waits_s(stops: Sequence[Stop], contention: float) -> float:
+    """Seconds that a stage of operators of the model itself waits in a pass over them, in that order, for what it gathers and sends, and by which that makes longer what computes."""
+    clock = _Clock([gather for stop in stops for gather in _gathers(stop)], contention)
+    for stop in stops:
+        clock.take(len(_gathers(stop)))
+        clock.operator(stop)
+    return clock.late_s()
+
+
 Gather = tuple[Sent, Sequence[Load]]  # what is waited for, and what begins behind it
 
 

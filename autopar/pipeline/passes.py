@@ -174,8 +174,13 @@ class Passes:
                 self.stops.at(op, back=back).compute_s = seconds / (self.program.runs[op.scope].count if op.scope else 1)
 
     def _asks(self, op: Op) -> bool:
-        """Whether it is asked where an operator stands: stages ask what is where in a block (`ends_s`, `_fetched`), a model in one piece where its own operators are (`_in_order`)."""
-        return op.scope in self.program.runs if self.apart else not op.scope
+        """Whether it is asked where an operator stands: stages ask what is where in a block (`ends_s`, `_fetched`), a model in one piece and stages without blocks where its own operators are (`line`)."""
+        return op.scope in self.program.runs if self.by_block else not op.scope
+
+    @property
+    def by_block(self) -> bool:
+        """Whether stages are made of blocks."""
+        return self.apart and bool(self.program.runs)
 
     def _inside(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
         """Collectives inside an operator, where it stands in its block."""
@@ -237,7 +242,7 @@ class Passes:
     def _copies(self, op: Op, way: Sequence[Load], *, back: bool) -> Stop:
         """What is known of an operator, with the copies of a way of the model itself."""
         stop = self.stops.at(op, back=back)
-        stop.compute_s += 0.0 if self.apart else _sum_s(split(way)[0])
+        stop.compute_s += 0.0 if self.by_block else _sum_s(split(way)[0])
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
@@ -254,7 +259,7 @@ class Passes:
         again = max(0.0, cost_s - plain_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0
         if self.apart and not link.readers[0][0].scope:  # each stage gathers again what its own readers need
             again *= any(op.needs_again(operand) for op, operand in link.readers if operand >= 0 and self.home[op.name] == name)
-        first = self.apart and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
+        first = self.by_block and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
         for way, times, begun in ((FORWARD, count, not opening), *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH))):
             (did.passes[way].hide if gathers and begun else did.passes[way].wait)(ahead, times)
             if gathers and times:

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline.line import waits_s
+from autopar.pipeline.lines import Stop
 from autopar.pipeline.once import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
 from autopar.pipeline.rooms import Need
@@ -20,7 +22,8 @@ class Cost:
     of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
     one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
     where it begins with it. `sums` are those of gradients, which `once_s` has with their shares of full buckets, `each` those after every microbatch, of which `each_s` show in its backward,
-    in the weights' part, and where that could be; `contention`: of what hides. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
+    in the weights' part, and where that could be; `contention`: of what hides.
+    `stops`, of a model without blocks: its operators in the forward and in the backward, whose work alone takes `work_s`. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -39,6 +42,8 @@ class Cost:
     each: tuple[Sums, ...] = ()
     each_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     contention: float = 1.0
+    stops: tuple[tuple[Stop, ...], tuple[Stop, ...]] = ((), ())
+    work_s: tuple[float, float] = (0.0, 0.0)
 
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
@@ -63,7 +68,15 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
         return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, weights_s + action_s, send_s, both_s + action_s)
     seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
+    if training and any(c.stops[0] for c in part):
+        forward_s, back_s = max(forward_s, _in_order_s(part, 0)), max(back_s, _in_order_s(part[::-1], 1))
+        seconds = forward_s + back_s
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
+
+
+def _in_order_s(part: Sequence[Cost], way: int) -> float:
+    """Seconds of a pass over a stage without blocks."""
+    return sum(c.work_s[way] for c in part) + waits_s([stop for c in part for stop in c.stops[way]], part[0].contention)
 
 
 def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:

@@ -78,3 +78,12 @@ def test_the_search_chooses_by_what_runs() -> None:
     compiled = autopar.compile(_layers(96, 96, 6144), "a10g:3x2", inputs, loss_fn=nn.functional.cross_entropy, time_limit_s=10.0)
     forced = autopar.compile(_layers(96, 96, 6144), "a10g:3x2", inputs, loss_fn=nn.functional.cross_entropy, time_limit_s=10.0, recipe="one_weird_trick")
     assert compiled.simulate().step_s <= forced.simulate().step_s * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("cluster", ["a100-80:2x4", "h100:3x2"])
+def test_a_stage_waits_for_its_own_gathers_and_scatters(cluster: str) -> None:
+    """Nothing of a stage runs in front of its first gather, and nothing behind its last scatter."""
+    inputs = torch.zeros(4096, 512), torch.zeros(4096, dtype=torch.long)
+    compiled = autopar.compile(_layers(512, 1024, 1536, 2048, 2560, 1000), cluster, inputs, loss_fn=nn.functional.cross_entropy, precision="bf16", recipe="pp_zero3", time_limit_s=10.0)
+    assert compiled.plan.places > 1
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)

@@ -1,4 +1,7 @@
-"""The free search over all meshes: a first look at each, what is nearest to the best is honed, and what promises to be better is solved, the most promising first."""
+"""The free search over all meshes: a first look at each, what is nearest to the best is honed, and what promises to be better is solved, the most promising first.
+
+A look and what is made of it are apart (`first_look`, `Look.finished`): where memory is short, blocks run again and pipelines are looked at before anything is solved.
+"""
 
 from __future__ import annotations
 
@@ -56,29 +59,45 @@ def nowhere() -> Elsewhere:
     return Elsewhere(lambda known_s: math.inf)
 
 
-def best_first(planner: Planner, meshes: Sequence[Mesh], timer: Timer, known_s: float, elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
-    """Glance at every mesh, and hone what is nearest to the best; then solve those whose bounds promise better than that, than `known_s` and than what is
-    `elsewhere`, the most promising first, and hone those answers too. The best of all and the least that is proven of any mesh."""
+def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: float, elsewhere: Elsewhere) -> Look:
+    """A glance at every mesh with the blocks run again that `planner` has; `alone_s` is the fastest step of one stage that is known."""
+    known_s = min(alone_s, elsewhere.seconds)
     if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
-        known_s = min(known_s, elsewhere.asked(known_s))  # recipes say little
-    look = _Look(planner, timer, elsewhere, known_s)
+        elsewhere.asked(known_s)  # recipes say little
+    look = Look(planner, timer, elsewhere, alone_s)
     look.glance(meshes)
-    look.hone()
-    look.solve()
-    return min((*look.fit, *look.honed), key=lambda c: c.cost.time_s, default=None), min(look.bounds, default=0.0)
+    return look
 
 
 @dataclass(eq=False)
-class _Look:
-    """A search as far as it has come: the fastest step that is known, the first look at each mesh (`seen`), answers that were honed, and what is proven of each mesh."""
+class Look:
+    """A search as far as it has come: the fastest step of one stage that is known, the first look at each mesh (`seen`), answers that were honed, and what is proven of each mesh."""
 
     planner: Planner
     timer: Timer
     elsewhere: Elsewhere
-    known_s: float
+    alone_s: float
     seen: list[Candidate] = field(default_factory=list)
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
+
+    def finished(self, alone_s: float) -> tuple[Candidate | None, float]:
+        """Hone what is nearest to the best; then solve what promises better than that, than `alone_s`, which other plans of one stage take by now, and than what is
+        `elsewhere`, the most promising first, and hone those answers too. The best of all and the least that is proven of any mesh."""
+        self.alone_s = min(self.alone_s, alone_s)
+        self.hone()
+        self.solve()
+        return self.best, min(self.bounds, default=0.0)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits."""
+        return min((*self.fit, *self.honed), key=lambda c: c.cost.time_s, default=None)
+
+    @property
+    def known_s(self) -> float:
+        """The fastest step that is known, of one stage or of several."""
+        return min(self.alone_s, self.elsewhere.seconds)
 
     @property
     def fit(self) -> list[Candidate]:
@@ -100,16 +119,16 @@ class _Look:
             with suppress(InfeasibleError):
                 look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
                 self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=self.known_s), self.known_s * HONED, GLANCE_S))
-                self.known_s = min(self.known_s, self.seen[-1].cost.time_s)
+                self.alone_s = min(self.alone_s, self.seen[-1].cost.time_s)
 
     def hone(self) -> None:
         """Hone the best ones, unless what is elsewhere is far better."""
         self.elsewhere.tell(self.known_s)
         if any(self._promises(first) for first in self.seen):
-            self.known_s = min(self.known_s, self.elsewhere.asked(self.known_s))
-            self.known_s = min(self.known_s, self.elsewhere.searched(min(first.cost.time_s for first in self.seen)))
+            self.elsewhere.asked(self.known_s)
+            self.elsewhere.searched(self.alone_s)
         self.honed += _honed(self.planner, self.fit, self.known_s, self.timer)
-        self.known_s = min([self.known_s, *(each.cost.time_s for each in self.honed)])
+        self.alone_s = min([self.alone_s, *(each.cost.time_s for each in self.honed)])
         self.elsewhere.tell(self.known_s)
 
     def solve(self) -> None:
@@ -121,7 +140,7 @@ class _Look:
             self.planner.request.say(f"solving {times(first.mesh.sizes)}")
             here = self._solved(first)
             self.bounds.append(max(first.solution.bound_s, here.solution.bound_s))
-            self.known_s = min(self.known_s, here.cost.time_s)
+            self.alone_s = min(self.alone_s, here.cost.time_s)
             if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
                 self.honed += [here, *_honed(self.planner, [here], self.known_s, self.timer, min((each.cost.time_s for each in self.honed), default=math.inf))]
 

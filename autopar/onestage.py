@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import fx
 
-from autopar.bestfirst import CLOSE, GLANCE_S, Elsewhere, best_first, nowhere
+from autopar.bestfirst import CLOSE, GLANCE_S, Elsewhere, Look, first_look, nowhere
 from autopar.cluster import Cluster
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
@@ -23,7 +23,7 @@ from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.graph import Program
 from autopar.problem.largest import largest
-from autopar.problem.remat import price
+from autopar.problem.remat import Levels, price
 from autopar.problem.shares import ForwardPrices
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.free import space, spaces
@@ -45,38 +45,141 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
 def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer | None = None, **about: Any) -> Plan:
     """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again. Without a `timer` it has the time of the request."""
-    elsewhere, timer = elsewhere or nowhere(), timer or Timer(planner.request.time_limit_s)
-    request = planner.request
-    _check_mesh(request)
+    timer = timer or Timer(planner.request.time_limit_s)
+    _check_mesh(planner.request)
     _check_search(planner)
-    best: Candidate | None = None
-    tried: list[Alternative] = []
-    bounds: list[float] = []
-
-    def known() -> float:
-        return min(best.cost.time_s, elsewhere.seconds) if best is not None else math.inf
-
-    def enough(level: str) -> bool:
-        if best is not None and not _short_of_memory(planner, best):
-            return True
-        if planner.work(level).step_s(request.cluster.devices, 1, 1) >= known() * (1 - SIMPLER):
-            return True  # nothing can be won there
-        return best is not None and timer.skips()
-
-    for level in _fitting(planner, planner.open_levels, tried, enough):
-        known_s = known()
-        found, said, more, bound = _at_one_level(planner, timer, known_s, elsewhere, about)
-        tried += more if level == request.remat_level else [replace(one, name=f"{one.name}, {level} remat") for one in more]
-        bounds.append(bound)
-        if found is not None and (best is None or found.cost.time_s < best.cost.time_s * (1 - SIMPLER)):
-            best, about = found, said
-    if best is None:
+    levels = _Levels(planner, elsewhere or nowhere(), timer)
+    levels.search()
+    best, tried = levels.answer, [*levels.full, *(row for level in levels.looked for row in level.tried or ())]
+    if best is None or best.found is None:
         raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
-    if request.remat == "auto" and best.remat:  # bounds are of the levels; nothing is proven of all that could be kept
-        fuller = planner.counted(best.keeping(ForwardPrices(best.mesh, request.cluster.device, request.settings)))
-        best, bounds = fuller if fuller.peak <= request.limit_bytes else best, [0.0]
-    made = finish(planner, best, min(bounds), tried, about)
+    about = {**about, "notes": (*about.get("notes", ()), *best.notes)}
+    proven_s = 0.0 if planner.request.remat == "auto" and best.found.remat else min(level.bound_s for level in levels.looked)
+    made = finish(planner, best.found, proven_s, tried, about)  # bounds are of the levels; nothing is proven of all that could be kept
     return replace(made, notes=timer.noted(made.notes))
+
+
+@dataclass(eq=False)
+class _Level:
+    """What is priced with all blocks run again at one level: recipes (the best one, a line in `tried` for each), the free search as far as it has come, and in the end the
+    best of all (`found`), what is to be said of it, and a bound."""
+
+    name: str
+    planner: Planner
+    timer: Timer
+    elsewhere: Elsewhere
+    remat: Levels
+    recipe: Candidate | None = None
+    tried: list[Alternative] | None = None
+    look: Look | None = None
+    found: Candidate | None = None
+    notes: tuple[str, ...] = ()
+    bound_s: float = 0.0
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The fastest so far that fits."""
+        each = (self.found, self.recipe, self.look.best if self.look is not None else None)
+        return min((one for one in each if one is not None), key=lambda one: one.cost.time_s, default=None)
+
+    @property
+    def fastest_s(self) -> float:
+        """Its seconds; infinite where there is none."""
+        return _seconds(self.fastest)
+
+    def begin(self, alone_s: float) -> None:
+        """A first look, given the fastest step of one stage that is known; the recipes before it where none is."""
+        if math.isinf(alone_s) or not _looks(self.planner.request):
+            self.name_recipes(alone_s)
+        if _looks(self.planner.request):
+            self.look = first_look(self.planner, _meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere)
+
+    def name_recipes(self, alone_s: float) -> None:
+        """Price the recipes."""
+        self.recipe, tried = _recipes(self.planner, self.timer, fits=min(alone_s, self.fastest_s) < math.inf)
+        self.tried = tried if self.name == self.planner.request.remat_level else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
+
+    def finish(self, alone_s: float) -> None:
+        """All that there is at this level, given the fastest step of one stage that is known."""
+        planner, request = self.planner, self.planner.request
+        planner.remat, found = self.remat, None
+        if self.tried is None:
+            self.name_recipes(alone_s)
+        if self.look is not None:
+            found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s))
+        elif request.recipe is None:
+            found, self.bound_s = _search(planner, self.timer)
+        self.found, self.notes = _simplest(found, self.recipe)
+        if request.remat == "auto" and self.found is not None and self.remat:
+            fuller = planner.counted(self.found.keeping(ForwardPrices(self.found.mesh, request.cluster.device, request.settings)))
+            self.found = fuller if fuller.peak <= request.limit_bytes else self.found
+
+
+@dataclass(eq=False)
+class _Levels:
+    """All levels at which blocks may be run again, as far as there is something to win there: `looked` at in order, with a line in `full` for each at which nothing fits.
+
+    While devices are short of memory one after the other is looked at before anything is solved, so that there is a good answer early; then what there is at each is found, the
+    most promising first."""
+
+    planner: Planner
+    elsewhere: Elsewhere
+    timer: Timer
+    looked: list[_Level] = field(default_factory=list)
+    full: list[Alternative] = field(default_factory=list)
+
+    def search(self) -> None:
+        """Until there is nothing to win."""
+        begun: list[_Level] = []
+        for name in self.planner.open_levels:
+            if self._enough(name):
+                self._finish(begun)
+                if not begun or self._enough(name):
+                    return
+                begun = []
+            for _ in _fitting(self.planner, [name], self.full):
+                level = _Level(name, self.planner, self.timer, self.elsewhere, self.planner.remat)
+                level.begin(self.fastest_s)
+                self.looked.append(level)
+                begun.append(level)
+        self._finish(begun)
+
+    def _finish(self, begun: Sequence[_Level]) -> None:
+        for level in sorted(begun, key=lambda level: level.fastest_s):
+            level.finish(self.fastest_s)
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The fastest so far that fits."""
+        return min((level.fastest for level in self.looked if level.fastest is not None), key=lambda one: one.cost.time_s, default=None)
+
+    @property
+    def fastest_s(self) -> float:
+        """Its seconds; infinite where there is none."""
+        return _seconds(self.fastest)
+
+    @property
+    def answer(self) -> _Level | None:
+        """The level with the fastest plan; the first of those of which prices do not tell which is."""
+        best: _Level | None = None
+        for level in self.looked:
+            if _seconds(level.found) < (_seconds(best.found) * (1 - SIMPLER) if best is not None else math.inf):
+                best = level
+        return best
+
+    def _enough(self, name: str) -> bool:
+        """Whether there is nothing to win at a level, or no time for it."""
+        best = self.fastest
+        if best is None:
+            return False
+        if not _short_of_memory(self.planner, best):
+            return True
+        least_s = self.planner.work(name).step_s(self.planner.request.cluster.devices, 1, 1)
+        return least_s >= min(self.fastest_s, self.elsewhere.seconds) * (1 - SIMPLER) or self.timer.skips()
+
+
+def _seconds(found: Candidate | None) -> float:
+    return found.cost.time_s if found is not None else math.inf
 
 
 def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer, **about: Any) -> Plan:
@@ -84,7 +187,7 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
     where none that fits is faster than `known_s`."""
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
-        found, bound_s = _search(planner, timer, None, known_s, nowhere())
+        found, bound_s = first_look(planner, _meshes(planner), timer, known_s, nowhere()).finished(known_s)
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
@@ -92,13 +195,11 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
     raise InfeasibleError(f"no plan that fits is faster than {seconds(known_s)}")
 
 
-def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], enough: Callable[[str], bool] = lambda level: False) -> Iterator[str]:
-    """Those of the levels `among` at which something may fit, until it is `enough` in front of one, with the blocks run again in all that `planner`
-    prices; a line in `tried` for each of the others. A level that was asked for is always tried: its plans say what each of them lacks."""
+def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -> Iterator[str]:
+    """Those of the levels `among` at which something may fit, with the blocks run again in all that `planner` prices; a line in `tried` for each of the
+    others. A level that was asked for is always tried: its plans say what each of them lacks."""
     request = planner.request
     for level in among:
-        if enough(level):
-            return
         planner.remat = planner.levels(level)
         if len(planner.open_levels) > 1 and (over := planner.least_bytes() - request.limit_bytes) > 0:
             planner.missing_bytes.append(over)
@@ -108,24 +209,17 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative], e
         yield level
 
 
-def _at_one_level(planner: Planner, timer: Timer, known_s: float, elsewhere: Elsewhere,
-                  about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any], list[Alternative], float]:
-    """The best plan with the blocks of `planner.remat` run again, the Plan's fields, what was tried, and a bound; `known_s` is the step that
-    another level has."""
-    best, tried = _recipes(planner, timer)
-    if planner.request.recipe is not None:
-        return best, about, tried, 0.0
-    found, bound = _search(planner, timer, best, known_s, elsewhere)
-    return (*_simplest(found, best, about), tried, bound)
-
-
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem."""
+    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem: that of the search, where `best` is a recipe among others."""
     problem = best.model.problem
     room_bytes = FULL * problem.memory_limit_bytes  # what lives for a moment may have left it less than the device has
     if not planner.missing_bytes and best.cost.memory_bytes < room_bytes:
         return False
-    roomy = replace(problem, memory_limit_bytes=math.inf)
+    free = problem
+    if best.name != "search" and planner.request.recipe is None:
+        planner.remat = best.remat
+        free = planner.model(best.mesh.sizes, space(best.mesh.sizes), "with room").problem
+    roomy = replace(free, memory_limit_bytes=math.inf)
     there = roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice)
     if there.memory_bytes < room_bytes:
         return False  # `best` may be slower by its Problem, but not for want of memory
@@ -165,18 +259,17 @@ RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is set
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
 
-def _simplest(found: Candidate | None, recipe: Candidate | None, about: dict[str, Any]) -> tuple[Candidate | None, dict[str, Any]]:
-    """The search's answer, or the best recipe where that is as fast within `SIMPLER`; then the notes say both times."""
+def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candidate | None, tuple[str, ...]]:
+    """The search's answer, or the best recipe where that is as fast within `SIMPLER`; then a note says both times."""
     if found is None or recipe is None:
-        return found or recipe, about
+        return found or recipe, ()
     searched_s, named_s = found.cost.time_s, recipe.cost.time_s
     if named_s > searched_s * (1 + SIMPLER):
-        return found, about
-    if searched_s < named_s:
-        note = (f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
-                f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart")
-        about = {**about, "notes": (*about.get("notes", ()), note)}
-    return recipe, about
+        return found, ()
+    if searched_s >= named_s:
+        return recipe, ()
+    return recipe, (f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
+                    f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart",)
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
@@ -213,8 +306,8 @@ def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], st
     return refused
 
 
-def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alternative]]:
-    """Price the recipes (or only the one that was asked for); the best of them, and a line for each."""
+def _recipes(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate | None, list[Alternative]]:
+    """Price the recipes (or only the one that was asked for); the best of them, and a line for each. Where some plan `fits`, or one was found that does, only while there is time."""
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
         known = (*RECIPES, *PIPELINES, *OFFLOADS)
@@ -231,7 +324,7 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
             if refused.get(sizes):
                 tried.append(Alternative(recipe.name, sizes, None, None, refused[sizes]))
                 continue
-            if (recipe.name, sizes) in planner.settled or (best is not None and timer.skips()):
+            if (recipe.name, sizes) in planner.settled or ((fits or best is not None) and timer.skips()):
                 continue
             request.say(f"recipe {recipe.name} on {times(sizes)}")
             limit = RECIPE_S if request.recipe is None else max(1.0, timer.left_s)
@@ -248,13 +341,15 @@ def _recipes(planner: Planner, timer: Timer) -> tuple[Candidate | None, list[Alt
     return best, tried
 
 
-def _search(planner: Planner, timer: Timer, best: Candidate | None, known_s: float,
-            elsewhere: Elsewhere) -> tuple[Candidate | None, float]:
-    """The free search over all meshes; the best answer and the least proven bound over the meshes that were searched."""
+def _looks(request: Request) -> bool:
+    """Whether the search is the free one that looks at everything before it solves anything."""
+    return request.recipe is None and _search_of(request) is ilp.search
+
+
+def _search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
+    """Another search than that over all meshes; the best answer and the least proven bound over the meshes that were searched."""
     request = planner.request
     search, meshes = _search_of(request), _meshes(planner)
-    if search is ilp.search:
-        return best_first(planner, meshes, timer, min(known_s, best.cost.time_s if best is not None else math.inf), elsewhere)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):

@@ -39,15 +39,15 @@ def candidate(name: str, time_s: float) -> Candidate:
     (1.1, "ddp", 0),  # a search out of time may be behind a recipe
 ])
 def test_a_recipe_is_preferred_where_prices_cannot_tell(searched_s: float, chosen: str, notes: int) -> None:
-    found, about = _simplest(candidate("search", searched_s), candidate("ddp", 1.0), {"model": "m", "notes": ("other",)})
+    found, said = _simplest(candidate("search", searched_s), candidate("ddp", 1.0))
     assert found is not None and found.name == chosen
-    assert len(about["notes"]) == 1 + notes
-    assert not notes or ("ddp (1 s)" in about["notes"][1] and "(998 ms)" in about["notes"][1])
+    assert len(said) == notes
+    assert not notes or ("ddp (1 s)" in said[0] and "(998 ms)" in said[0])
 
 
 def test_one_of_them_alone_is_the_answer() -> None:
     only = candidate("ddp", 1.0)
-    assert _simplest(None, only, {})[0] is only and _simplest(only, None, {})[0] is only and _simplest(None, None, {})[0] is None
+    assert _simplest(None, only)[0] is only and _simplest(only, None)[0] is only and _simplest(None, None)[0] is None
 
 
 @pytest.mark.parametrize(("samples", "outermost"), [(64, 32), (16, 16), (24, 8), (1, 0)])

@@ -1,0 +1,67 @@
+"""What a search has found when its time is up: everything is looked at before anything is solved, and more time is never for a worse plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from autopar import timer
+from autopar.bestfirst import Elsewhere
+from autopar.cluster import Cluster
+from autopar.onestage import SIMPLER, plan_with
+from autopar.plan import Plan
+from autopar.planner import Planner
+from autopar.request import Request
+from tests.helpers.planned import BATCH, graph
+
+SHORT_BYTES = 185 * 2**20
+"""The fastest plan takes more, with nothing run again."""
+
+
+class Clock:
+    """Time that goes by with what the search says: a second for each thing it does."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return float(len(self.said))
+
+    def ask(self, known_s: float) -> float:
+        """What pipelines come to: nothing."""
+        self.said.append("pipelines")
+        return math.inf
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Plan, list[str]]]:
+    """Plans for devices that are short of memory in so many seconds of a Clock, and what was done."""
+    request = Request(Cluster.parse("l4:1x4"), memory_bytes=SHORT_BYTES)
+    planner = Planner.of(graph(), {"b": 4 * BATCH}, request)
+
+    def within(limit_s: float) -> tuple[Plan, list[str]]:
+        clock = Clock()
+        monkeypatch.setattr(timer, "time", clock)
+        asked = Request(request.cluster, memory_bytes=SHORT_BYTES, progress=clock.said.append)
+        return plan_with(planner.anew(asked), Elsewhere(clock.ask), timer.Timer(limit_s), model="stack", graph_hash="0" * 64), clock.said
+
+    return within
+
+
+def test_everything_is_looked_at_before_anything_is_solved(planned: Callable[[float], tuple[Plan, list[str]]]) -> None:
+    """Blocks run again and pipelines too, so that a search that ends early has seen what each of them promises."""
+    said = planned(math.inf)[1]
+    looks = [number for number, what in enumerate(said) if what.startswith("search on")]
+    closer = [number for number, what in enumerate(said) if what.startswith(("honing", "solving"))]
+    assert len(looks) > said.count("search on 4") > 1, "devices are short of memory"
+    assert max(looks) < said.index("pipelines") < min(closer)
+
+
+@pytest.mark.slow
+def test_more_time_is_never_for_a_worse_plan(planned: Callable[[float], tuple[Plan, list[str]]]) -> None:
+    steps_s = [planned(limit_s)[0].predicted.step_s for limit_s in (0.0, 12.0, 14.0, 18.0, 22.0, math.inf)]
+    assert all(later_s <= earlier_s * (1 + SIMPLER) for earlier_s, later_s in pairwise(steps_s)), steps_s

@@ -119,7 +119,7 @@ class Look:
             with suppress(InfeasibleError):
                 look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
                 self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=self.known_s), self.known_s * HONED, GLANCE_S))
-                self.alone_s = min(self.alone_s, self.seen[-1].cost.time_s)
+                self._know(self.seen[-1])
 
     def hone(self) -> None:
         """Hone the best ones, unless what is elsewhere is far better."""
@@ -140,9 +140,14 @@ class Look:
             self.planner.request.say(f"solving {times(first.mesh.sizes)}")
             here = self._solved(first)
             self.bounds.append(max(first.solution.bound_s, here.solution.bound_s))
-            self.alone_s = min(self.alone_s, here.cost.time_s)
+            self._know(here)
             if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
                 self.honed += [here, *_honed(self.planner, [here], self.known_s, self.timer, min((each.cost.time_s for each in self.honed), default=math.inf))]
+
+    def _know(self, found: Candidate) -> None:
+        """There is such a plan, if it fits: what was not walked may not."""
+        if found.peak_bytes is not None:
+            self.alone_s = min(self.alone_s, found.cost.time_s)
 
     def _promises(self, first: Candidate) -> bool:
         """Whether it may be better than what is known by more than prices tell apart."""

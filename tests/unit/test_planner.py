@@ -6,24 +6,26 @@ import itertools
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from autopar.bestfirst import _unfolded
+from autopar.bestfirst import _unfolded, first_look, nowhere
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.onestage import SIMPLER, _short_of_memory, _simplest, plan
 from autopar.planner import Candidate, Planner
 from autopar.problem.settings import Settings
-from autopar.problem.types import Cost, Solution
+from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES
 from autopar.recipes.free import space, spaces, unfolded
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import in_bytes
+from autopar.timer import Timer
 from tests.helpers.verify import subject
 
 
@@ -67,6 +69,29 @@ def test_only_what_is_near_the_best_is_unfolded_and_nothing_twice() -> None:
     seen = [replace(candidate("search", time_s), mesh=cluster.mesh(sizes)) for time_s, sizes in ((1.0, (8, 8)), (1.05, (4, 16)), (1.08, (16, 4)), (2.0, (2, 32)))]
     assert _unfolded(seen, 1.0, [(8, 2, 4)]) == [(4, 2, 8)]
     assert _unfolded(seen, 0.5, []) == []
+
+
+def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
+    """Prices prove nothing below 1.0 on the first mesh; as it runs its answer takes 0.9, and nobody has looked at its memory."""
+    cluster = Cluster.parse("h100:2x4")
+    made = {(8,): replace(candidate("search", 0.9), peak_bytes=None), (2, 4): replace(candidate("search", 0.95), peak_bytes=1.0)}
+    planner: Any = SimpleNamespace(
+        open_levels=("none",), work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5), wary=lambda found, below_s, time_limit_s: found,
+        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None), candidate=lambda sizes, used, name, solve, cutoff_s: made[sizes])
+    look = first_look(planner, list(made), Timer(60.0), 0.98, nowhere())
+    assert look.best is made[2, 4] and look.known_s == 0.95
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_memory_of_what_is_faster_as_it_runs_is_counted_whatever_its_problem_proves(counted: bool) -> None:
+    who = subject("hf-gpt2")
+    planner = Planner.of(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train")))
+
+    def solve(problem: Problem) -> Solution:
+        return replace(ilp.glance(problem, time_limit_s=10), bound_s=1.0)
+
+    found = planner.candidate((4,), space((4,)), "search", solve, cutoff_s=0.9 if counted else 1e-9)
+    assert (found.peak_bytes is not None) == counted
 
 
 @pytest.mark.parametrize(("room", "short"), [(1000.0, False), (1.0, True)])

@@ -33,7 +33,8 @@ from autopar.text import seconds
 @dataclass(eq=False)
 class Explorer:
     """One walk. `known_s` is the step that others have; `wider` what a walk through a space around this one has proven; `reach` how many times the fastest
-    step a shape may take at most to be looked at to the end; `found` what every visited shape came to, None where it does not fit or is beaten."""
+    step a shape may take at most to be looked at to the end; `found` what every visited shape came to, None where it does not fit or is beaten, and `beaten` how many times
+    the fastest step it was looked at for, and that step."""
 
     inner: Inner
     space: Space
@@ -44,7 +45,7 @@ class Explorer:
     found: dict[Shape, Found | None] = field(default_factory=dict)
     floors: dict[Shape, float] = field(default_factory=dict)
     why: list[str] = field(default_factory=list)
-    beaten: set[Shape] = field(default_factory=set)
+    beaten: dict[Shape, tuple[float, float]] = field(default_factory=dict)
     expanded: set[Shape] = field(default_factory=set)
     polished: dict[Shape, None] = field(default_factory=dict)
     hurried: bool = False  # whether time was up before all that was promising was visited
@@ -150,8 +151,8 @@ class Explorer:
         self.polished[shape] = None
         exact = self.found[shape] = self.pricing.exact(found)
         if exact is None or exact.step_s > found.step_s * (1 + CLOSE):
-            again = {other for other in self.beaten if self.pricing.proven[other] < self.least_s * self._near}
-            self.beaten -= again
+            again = {other for other, (near, before_s) in self.beaten.items() if self.least_s > before_s and self.pricing.proven[other] < self.least_s * near}
+            self.beaten = {other: by for other, by in self.beaten.items() if other not in again}
             self.expanded.clear()
             self.found = {other: f for other, f in self.found.items() if other not in again}
 
@@ -203,11 +204,11 @@ class Explorer:
             self.hurried = True
             return
         self.inner.request.say(f"{self.space.name}: {shape}")
-        self.found[shape] = None
+        self.found[shape], near, least_s = None, min(near, self.reach), self.least_s
         try:
-            self.found[shape] = self.pricing.glance(shape, self.least_s * min(near, self.reach))
+            self.found[shape] = self.pricing.glance(shape, least_s * near)
         except Beaten:
-            self.beaten.add(shape)
+            self.beaten[shape] = near, least_s
         except InfeasibleError as error:
             self.why.append(f"{shape}: {error}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
 from autopar.joint.laid import Found
 from autopar.joint.prove import Prover
+from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
@@ -58,3 +61,19 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     best = All(inner, SEARCH, math.inf, time.monotonic() + 600).run()
     assert (walked is None) == (best is None)
     assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)
+
+
+@pytest.mark.parametrize(("polished_s", "open_again"), [({"slow": 1.15}, False), ({"fast": 1.02}, False), ({"fast": 1.2}, True)])
+def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_slower(polished_s: dict[str, float], *, open_again: bool) -> None:
+    """A shape of which 1.1 is proven, where what takes more than 1.05 times the fastest step, 1.0, was not looked at further."""
+    inner: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
+    shapes = {"fast": Shape(1, (8,), 2), "slow": Shape(2, (4,), 2), "beaten": Shape(4, (2,), 4)}
+    walk = Explorer(inner, SEARCH, math.inf, math.inf)
+    proven = {shapes["beaten"]: 1.1}
+    found: Any = {shapes[name]: SimpleNamespace(shape=shapes[name], step_s=step_s) for name, step_s in (("fast", 1.0), ("slow", 1.1))}
+    walk.found = {**found, shapes["beaten"]: None}
+    walk.beaten = {shapes["beaten"]: (explore.NEARER, 1.0)}
+    (name, step_s), = polished_s.items()
+    vars(walk)["pricing"] = SimpleNamespace(proven=proven, exact=lambda before: SimpleNamespace(shape=before.shape, step_s=step_s))
+    walk._polish(found[shapes[name]])
+    assert (shapes["beaten"] not in walk.found) == (shapes["beaten"] not in walk.beaten) == open_again

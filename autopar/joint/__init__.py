@@ -100,13 +100,12 @@ def _unsplit(inner: Inner) -> Iterator[str]:
 
 def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:
     """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    timer, step_s, mesh = inner.timer, made.predicted.step_s, _flat(made)
+    timer, step_s, mesh, notes = inner.timer, made.predicted.step_s, _flat(made), made.notes
     if inner.request.prove:
         bound_s = proven_s(inner, step_s, mesh)
     elif timer.left_s >= timer.limit_s * (1 - MOST):
         bound_s = proof.proven_s(step_s, mesh, timer.ends_at)
-    elif proof.looked:
-        bound_s = proof.so_far_s(step_s, mesh)
     else:
-        return replace(made, notes=(*made.notes, UNPROVEN))
-    return replace(made, predicted=replace(made.predicted, bound_s=bound_s))
+        bound_s = proof.so_far_s(step_s, mesh)
+        notes = notes if proof.looked else (*notes, UNPROVEN)
+    return replace(made, notes=notes, predicted=replace(made.predicted, bound_s=bound_s))

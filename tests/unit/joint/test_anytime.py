@@ -11,9 +11,12 @@ import pytest
 from autopar import timer
 from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
+from autopar.joint import UNPROVEN, fastest
+from autopar.joint.inner import Inner
 from autopar.onestage import SIMPLER, plan_with
 from autopar.plan import Plan
 from autopar.planner import Planner
+from autopar.problem.settings import Settings
 from autopar.request import Request
 from tests.helpers.planned import BATCH, graph
 
@@ -65,3 +68,13 @@ def test_everything_is_looked_at_before_anything_is_solved(planned: Callable[[fl
 def test_more_time_is_never_for_a_worse_plan(planned: Callable[[float], tuple[Plan, list[str]]]) -> None:
     steps_s = [planned(limit_s)[0].predicted.step_s for limit_s in (0.0, 12.0, 14.0, 18.0, 22.0, math.inf)]
     assert all(later_s <= earlier_s * (1 + SIMPLER) for earlier_s, later_s in pairwise(steps_s)), steps_s
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str) -> None:
+    """As its note says."""
+    request = Request(Cluster.parse("l4:1x2"), Settings(mode), time_limit_s=1e-3)
+    inner = Inner(graph(), {"b": BATCH}, request)
+    made = fastest(inner, model="stack", graph_hash="0" * 64)
+    assert UNPROVEN in made.notes
+    assert made.predicted.bound_s == pytest.approx(inner.work(1).step_s(2, 1, 1))

@@ -17,6 +17,7 @@ from autopar.memory.book import Book, Storage
 from autopar.memory.local import Local
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import copies, forward_bytes
+from autopar.memory.rest import cast_bytes
 from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
@@ -148,12 +149,19 @@ class Forward:
         return Value(ref, pair, storage, self.shares.gradient(ref, pair) if graded else 0.0)
 
     def _holder(self, op: Op) -> None:
-        value = self._value((op.name, 0), None)
+        value = self._value((op.name, 0), self._cast_input(op) if op.role == "input" else None)
         if op.role == "param" and value.pair.has_grad:
             value.leaf = op
             value.pair = value.pair.partial((*self.sync.get(value.ref, ()), *value.pair.gathered))
             value.grad_bytes = self.shares.gradient(value.ref, value.pair) if value.grad_bytes else 0.0
         self.values[op.name, 0] = value
+
+    def _cast_input(self, op: Op) -> Storage | None:
+        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole batch, the whole step (memory/rest.py)."""
+        if self.shares.plan.pipelined or not (nbytes := cast_bytes(self.shares, op)):
+            return None
+        self.frame.append(self.book.new("activations", op.name, op.where, nbytes))
+        return self.frame[-1]
 
     def _close(self, frame: Sequence[Storage | None]) -> None:
         """A function returns: all that it made was there until now."""

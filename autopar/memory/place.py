@@ -18,8 +18,8 @@ from autopar.pipeline.views import View
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
-WEIGHTS = "backward for weights"
-"""The phase in which a backward in two parts comes to the weights."""
+WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
+"""The phase in which a backward in two parts comes to the weights, and those behind the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Holding:
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
-        moments = [*self._moments(base, held), *(self._after(base, gradients) if training else ())]
+        moments = [*self._moments(base, held), *(self._after(still, gradients) if training else ())]
         peak = max(moments, key=lambda moment: moment.nbytes)
         order, flying = sorted(self.profiles), self._in_flight()
         return Place(
@@ -100,8 +100,8 @@ class Holding:
                                self.profiles[action.stage].share(time, forward=action.kind == "F")))
             before = after
         if training:
-            late = sum(e.nbytes for e in gradients if e.kind == "gradients")
-            found += [Level(base + held, base + held + self.sums_bytes(), base + late), Level(base + late, base + late + self.update_bytes(), base + late)]
+            late = sum(e.nbytes for e in _rested(still, gradients))
+            found += [Level(base + held, base + held + self.sums_bytes(), late), Level(late, late + self.update_bytes(), late)]
         return found
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
@@ -166,13 +166,12 @@ class Holding:
             yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
                          tuple(halfway[i] for i in stages), transit, several and back)
 
-    def _after(self, base: float, gradients: Sequence[Entry]) -> Iterator[Moment]:
+    def _after(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
-        summed = sum(e.nbytes for e in gradients)
-        yield Moment(base + summed + self.sums_bytes(), "sums of gradients", -1, 0, nothing, nothing, {}, True)
-        whole = sum(e.nbytes for e in gradients if e.kind == "gradients")
-        yield Moment(base + whole + self.update_bytes(), "update", -1, 0, nothing, nothing, {}, True)
+        summed = sum(e.nbytes for e in (*still, *gradients))
+        yield Moment(summed + self.sums_bytes(), SUMS, -1, 0, nothing, nothing, {}, True)
+        yield Moment(sum(e.nbytes for e in _rested(still, gradients)) + self.update_bytes(), UPDATE, -1, 0, nothing, nothing, {}, True)
 
     def sums_bytes(self) -> float:
         """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients that are scattered
@@ -215,9 +214,7 @@ class Holding:
         return f"{label} in stage {peak.stage}" if self.staged else label
 
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
-        found = list(still)
-        if peak.gradients:
-            found += [e for e in gradients if e.kind == "gradients" or peak.phase != "update"]
+        found = _rested(still, gradients) if peak.phase == UPDATE else [*still, *(gradients if peak.gradients else ())]
         for stage, n, halfway in zip(sorted(self.profiles), peak.waiting, peak.halfway, strict=True):
             found += self._waiting(self.profiles[stage], n, halfway, self._here(stage))
         for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
@@ -226,9 +223,14 @@ class Holding:
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
         elif peak.phase != WEIGHTS:
-            nbytes = self.sums_bytes() if peak.phase == "sums of gradients" else self.update_bytes()
-            found += [Entry("gradient sums" if peak.phase == "sums of gradients" else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
+            nbytes = self.sums_bytes() if peak.phase == SUMS else self.update_bytes()
+            found += [Entry("gradient sums" if peak.phase == SUMS else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
+
+
+def _rested(still: Sequence[Entry], gradients: Sequence[Entry]) -> list[Entry]:
+    """What of both is there when the step has ended: whole gradients are scattered by then, and inputs that were cast for its microbatches are gone."""
+    return [*(e for e in still if e.kind != "pipeline buffers"), *(e for e in gradients if e.kind == "gradients")]
 
 
 def _merged(entries: Sequence[Entry]) -> list[Entry]:

@@ -37,9 +37,13 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
             continue
         count, numel = counts[op.name], elements(shares, op)
         name = named(op)
+        if op.role == "input":
+            yield Entry("inputs", name, op.where, float(numel * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision))), count, ALWAYS, ALWAYS)
+            if plan.pipelined and (cast := cast_bytes(shares, op)):
+                yield Entry("pipeline buffers", name, op.where, cast, count, ALWAYS, ALWAYS)
+            continue
         if op.role != "param":
-            kind = "inputs" if op.role == "input" else "buffers"
-            yield Entry(kind, name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)
+            yield Entry("buffers", name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)
             continue
         lies = shares.lies((op.name, 0))
         rest = shares.elements(op.call.outs[0].sizes, lies.rest)
@@ -79,6 +83,12 @@ def _hosted(shares: Shares, views: Sequence[View]) -> float:
 def elements(shares: Shares, op: Op) -> int:
     """Elements of one parameter's leaf, buffer or input on this rank."""
     return shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).value)
+
+
+def cast_bytes(shares: Shares, op: Op) -> float:
+    """Bytes of the copy of an input in the dtype of the computation, where mixed precision has another one: what is given is in that of parameters at rest (runtime/batch.py: as_computed)."""
+    computed = str(op.out_dtypes[0])
+    return float(elements(shares, op) * itemsize(computed)) if itemsize(rests_in(computed, shares.plan.precision)) != itemsize(computed) else 0.0
 
 
 def largest_state(shares: Shares, views: Sequence[View]) -> float:

@@ -125,6 +125,25 @@ def test_the_peak_of_squares_is_counted(name: str) -> None:
     _is_counted(lambda: Squared(name))
 
 
+class Scaled(nn.Module):
+    """Vectors that scale rows: no products, for which a CPU without 16-bit instructions takes more."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(128)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = (x * scale).relu()
+        return x.sum()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_inputs_that_are_cast_are_there_in_both_dtypes(count: int) -> None:
+    """What is given is in float32, and its copy in 16 bits takes as much as each of what is made of it."""
+    _is_counted(lambda: Scaled(count), "bf16")
+
+
 TAKING = {
     "a divergence": lambda p, q, x: F.kl_div(p.log_softmax(-1), q.softmax(-1), reduction="batchmean"),
     "logits of two classes": lambda p, q, x: F.binary_cross_entropy_with_logits(p, x.sigmoid()) + q.mean(),

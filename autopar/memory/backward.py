@@ -198,10 +198,10 @@ class Backward:
         node, value = self.forward.program.ops[source.ref[0]], partial(self.shares.value, source.ref)
         moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
-            self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value))
+            self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu))
             self.late.add(Whole(self.book, moved.slot, halfway(moved_by, value)), self.block or object())
         else:
-            self.book.new("temporaries", node.name, node.where, workspace(back, value))
+            self.book.new("temporaries", node.name, node.where, workspace(back, value, staged=self.shares.on_cpu))
         self._arrived(source, grad)
 
     def _gathered_again(self, storage: Storage) -> Storage:

@@ -195,7 +195,7 @@ class Forward:
             if reshard.fetches(self.sizes):
                 storage.halfway, left = (*self._cast(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
                 self._fetched(storage)
-            self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref)))
+            self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref), staged=self.shares.on_cpu))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
         steps.append(Step((source,), (value,), reshard=reshard))

@@ -12,13 +12,14 @@ def fresh(steps: Sequence[Step]) -> bool:
     return any(not is_placed(step.after[step.axis]) for step in steps)
 
 
-def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -> float:
-    """The most bytes that stand beside what comes in and what comes out; `nbytes` gives those of the tensor under a layout."""
+def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float], *, staged: bool) -> float:
+    """The most bytes that stand beside what comes in and what comes out; `nbytes` gives those of the tensor under a layout. `staged`: gloo, on CPUs, gathers
+    into a tensor of its own and sums in a copy before it scatters."""
     most = 0.0
     for number, step in enumerate(steps):
         before, after = nbytes(step.before), nbytes(step.after)
         own = (before if number else 0.0) + (after if number + 1 < len(steps) else 0.0)
-        most = max(most, own + _parts(step, before, after))
+        most = max(most, own + (_staged(step, before, after) if staged else _parts(step, before, after)))
     return most
 
 
@@ -35,6 +36,13 @@ def _parts(step: Step, before: float, after: float) -> float:
     if step.kind == "reduce_scatter":
         return 0.0 if _leading(step.after[step.axis]) else before
     return before + after if step.kind == "all_to_all" else 0.0
+
+
+def _staged(step: Step, before: float, after: float) -> float:
+    """The same with gloo's own copies: one that it gathers into, which is gone before parts are put in order; and the one that it sums in, beside parts."""
+    if step.kind == "all_gather":
+        return after
+    return _parts(step, before, after) + before * (step.kind == "reduce_scatter")
 
 
 def _leading(entry: str) -> bool:

@@ -22,7 +22,7 @@ from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.inner import sites
-from autopar.problem.looking import looks
+from autopar.problem.looking import joins_heads, looks
 from autopar.problem.saved import HOLDERS
 from autopar.rules.tiles import weight_of
 
@@ -222,11 +222,11 @@ class Forward:
         for value in ins:
             self.book.use(value.storage)
         local = self._local(op, ins)
-        outs = []
+        outs, view = [], looks(op) and not _put_in_order(op, ins)
         for index, nbytes in enumerate(local.outs):
-            storage = ins[0].storage if looks(op) else self._made(op, ins, nbytes)
+            storage = ins[0].storage if view else self._made(op, ins, nbytes)
             outs.append(self._value((op.name, index), storage))
-            outs[-1].view = looks(op)
+            outs[-1].view = view
             self.values[op.name, index] = outs[-1]
             self.frame.append(storage)
         runs = self.shares.plan.nodes[op.name].runs
@@ -362,3 +362,8 @@ class Forward:
                 elif reached and storage not in made:
                     made.append(storage)
         return stored, made
+
+
+def _put_in_order(op: Op, ins: Sequence[Value]) -> bool:
+    """Whether heads that are joined are copied: what another rank has sent of them is in the order of its own dims, not in that of the query's memory."""
+    return joins_heads(op.node) and ins[0].storage is not None and ins[0].storage.kind == "reshards"

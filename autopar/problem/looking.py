@@ -16,10 +16,10 @@ aten = torch.ops.aten
 
 def looks(op: Op) -> bool:
     """Whether the results of `op` are views of its first operand."""
-    return op.role == "op" and bool(op.operands) and op.node.target is not operator.getitem and (is_view(op.node) or _joins_heads(op.node))
+    return op.role == "op" and bool(op.operands) and op.node.target is not operator.getitem and (is_view(op.node) or joins_heads(op.node))
 
 
-def _joins_heads(node: fx.Node) -> bool:
+def joins_heads(node: fx.Node) -> bool:
     """Whether `node` joins the heads of an attention's result without a copy.
 
     The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without a

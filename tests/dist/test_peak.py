@@ -228,6 +228,27 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, self.mask, self.dropped).mean()
 
 
+class Heads(nn.Module):
+    """Attention whose heads are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.parts(x).view(*x.shape[:2], 3, 4, 32).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("recipe", ["megatron", "ulysses"])
+def test_heads_that_come_from_other_ranks_are_put_in_order(recipe: str) -> None:
+    """Joining heads is a copy then, of which the next product keeps all; of heads that a rank has made itself it is none."""
+    model, x = Loss(Heads()), torch.randn(16, 128, 128)
+    made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])
 def test_the_peak_of_attention_as_products_is_counted(dropped: float, precision: str) -> None:
     """In float32, whatever it is given."""

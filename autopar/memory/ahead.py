@@ -17,12 +17,15 @@ from autopar.memory.book import Book, Storage
 @dataclass(eq=False, slots=True)
 class Unit:
     """What one block gathers, or the model itself for one operator, of `nbytes` in all. Blocks that are not walked have no storages; `time`
-    is when the first of the storages was made; `halfway` are the bytes on the way to them, the last collective's input first."""
+    is when the first of the storages was made; `halfway` are the bytes on the way to them, the last collective's input first; `more` are whole gradients on
+    their way that were not there yet when the one before it ran; `end` is the time at which a block has gone back, whose weights may be let go before."""
 
     nbytes: float = 0.0
     storages: list[Storage] = field(default_factory=list)
     time: int = 0
     halfway: list[float] = field(default_factory=list)
+    more: float = 0.0
+    end: int = 0
 
     def add(self, storage: Storage) -> None:
         """One more weight, made when its storage was."""
@@ -58,11 +61,12 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
             storage.born = min(storage.born, unit.time)
         if at and not units[at - 1].storages:
             before = sum(u.nbytes for u in _coming(units, at - 1)) + _halfway_bytes(units, at - 1)
-            unseen += max(0.0, before - sum(u.nbytes for u in coming) - _halfway_bytes(units, at))
+            unseen += max(0.0, before - sum(u.nbytes for u in coming) - _halfway_bytes(units, at) - unit.more)
         if unseen:
             made = book.new("gathered weights", "weights of the blocks to come", "", unseen)
             following = [later.time for later in units[at + 1:] if later.storages]
-            made.born, made.last = unit.time, max(unit.time, following[0] - 1) if following else max(storage.last for storage in unit.storages)
+            last = unit.end or (following[0] - 1 if following else max(storage.last for storage in unit.storages))
+            made.born, made.last = unit.time, max(unit.time, last)
 
 
 def _coming(units: Sequence[Unit], at: int) -> Sequence[Unit]:

@@ -19,8 +19,10 @@ from autopar.memory.shares import named
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
+LATE_BYTES = 2 * BUCKET_BYTES
+"""Whole gradients of gathered weights that may wait behind those of a block."""
 SETTLED_BYTES = 4 * BUCKET_BYTES
-"""Gradients after which as many buckets are on their way as ever."""
+"""Gradients after which as much is on its way as ever."""
 
 
 class Backward:
@@ -31,7 +33,9 @@ class Backward:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
-        self.late: Queue[Whole] = Queue(2 * BUCKET_BYTES)
+        self.late: Queue[Whole] = Queue(LATE_BYTES)
+        self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
+        self.sending: list[tuple[Storage, Sequence[float]]] = []  # what the block that is walked has scattered late, with what comes on the way
         self.buckets = Buckets(self.book, self.shares.on_cpu)
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
@@ -92,7 +96,8 @@ class Backward:
     def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None]) -> bool:
         """One block; whether it gathers weights."""
         self.again.clear()
-        self.block = Unit()
+        self.sending.clear()
+        self.block, self.grown = Unit(more=self.grown), 0.0
         stored = [twins.get(storage, storage) for storage in blocks.stored]
         if blocks.again:
             twins = {**twins, **self._run_again(blocks)}
@@ -100,6 +105,7 @@ class Backward:
             self._step(step, twins)
         for storage in stored:
             self.book.use(storage)
+        self.block.end = self.book.now
         gathered, self.block = bool(self.block.storages), None
         return gathered
 
@@ -134,17 +140,26 @@ class Backward:
             port.slot = None
 
     def _gradients_between(self, blocks: Blocks, count: int) -> None:
-        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next buckets of them begin."""
+        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next of them begin."""
         leaves = {value.leaf.name: (value, value.leaf, value.slot) for step in reversed(blocks.steps) for value in step.ins
                   if value.leaf is not None and value.leaf.scope and value.slot is not None}
         whole = [(value, slot) for value, _, slot in leaves.values() if self._scattered(value) and slot.nbytes]
-        for _ in range(min(count, math.ceil(SETTLED_BYTES / sum(slot.nbytes for _, slot in whole))) if whole else 0):
-            unit = object()
+        for unit in _units(count, [slot for _, slot in whole]):
             for value, slot in whole:
                 self.book.step(f"backward of {blocks.run.scope}")
                 self.buckets.add(self.shares.lies(value.ref), self.book.like(slot, self.book.now), unit)
+        for unit in _units(count, [slot for slot, _ in self.sending]):
+            before = self._late_bytes()
+            for slot, ways in self.sending:
+                self.book.step(f"backward of {blocks.run.scope}")
+                self.late.add(Whole(self.book, self.book.like(slot, self.book.now), ways), unit)
+            self.grown = self._late_bytes() - before
         for value, op, slot in leaves.values() if self.stay else ():
             self.final.append(self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count))
+
+    def _late_bytes(self) -> float:
+        """Whole gradients of gathered weights that are on their way."""
+        return sum(late.nbytes for late, _ in self.late.waiting)
 
     def _step(self, step: Step, twins: Mapping[Storage, Storage | None]) -> None:
         if all(value.slot is None for value in step.outs):
@@ -199,7 +214,9 @@ class Backward:
         moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
             self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu))
-            self.late.add(Whole(self.book, moved.slot, halfway(moved_by, value)), self.block or object())
+            ways = halfway(moved_by, value)
+            self.sending.append((moved.slot, ways))
+            self.late.add(Whole(self.book, moved.slot, ways), self.block or object())
         else:
             self.book.new("temporaries", node.name, node.where, workspace(back, value, staged=self.shares.on_cpu))
         self._arrived(source, grad)
@@ -258,6 +275,12 @@ class Backward:
         rest = self.shares.value(value.ref, self.shares.lies(value.ref).rest)
         return self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
                              / op.out_dtypes[0].itemsize, count)
+
+
+def _units(count: int, whole: Sequence[Storage]) -> list[object]:
+    """As many of `count` blocks, each with these whole gradients, as it takes until no more of them are on their way."""
+    nbytes = sum(slot.nbytes for slot in whole)
+    return [object() for _ in range(min(count, math.ceil(SETTLED_BYTES / nbytes)))] if nbytes else []
 
 
 def _kept_of(blocks: Blocks) -> list[Storage]:

@@ -99,12 +99,13 @@ class Tables(nn.Module):
 
 ALIKE = {
     "tables": (Tables, lambda: torch.randint(4096, (64,))),
+    "layers": (lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5))), lambda: torch.randn(4, 512)),
 }
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str) -> None:
-    """Of weights under ZeRO-3 that are alike: what gloo has of the first ones is there while the last one is copied. What it has gathered
+    """Of weights under ZeRO-3 that are alike, whether a block each or not: what gloo has of the first ones is there while the last one is copied. What it has gathered
     into may be there for a little longer, by when its thread runs."""
     build, drawn = ALIKE[name]
     model, x = Loss(build()), drawn()

@@ -63,12 +63,21 @@ class Backward:
                 self.book.use(value.storage)
             self.book.use(came.get(value))
         self.buckets.drain()
+        self._stay_apart(start - 1)
         for storage in (*self.final, *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None)):
             self.book.use(storage)
         for ref in self.forward.part.receives:
             self.book.use(self.forward.values[ref].slot)
         for arrived in self.forward.received:
             self.book.use(arrived)
+
+    def _stay_apart(self, turn: int) -> None:
+        """Of a backward that is taken apart, all that the forward has kept is there when the part for inputs ends, since torch's stages retain the graph (stage_backward_input), and so
+        are the gradients that the part for weights takes. A stage that is given nothing with a gradient has weights alone, and does all at once."""
+        if self.scattering or not self.habits.keeps_sent or not any(self.forward.values[ref].grad_bytes for ref in self.forward.part.receives):
+            return
+        for storage in (*self.waiting, *(storage for storage in self.book.storages if storage.born <= turn < storage.last)):
+            self.book.use(storage)
 
     def early(self) -> list[Storage]:
         """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken apart needs none of it."""

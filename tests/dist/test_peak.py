@@ -319,3 +319,24 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(name: str, mesh: Sizes,
     who = subject(name)
     for place, counted in compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)):
         assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.07), place.number
+
+
+class Rectified(nn.Module):
+    """The sum of what layers make whose results are as large as what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def test_a_backward_that_is_taken_apart_keeps_all_until_its_part_for_inputs_ends() -> None:
+    model, x = Rectified(), torch.randn(2048, 128)
+    made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero_bubble", mesh=(1,), time_limit_s=5.0)
+    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
+    for place, counted in zip(made.memory().places, seen, strict=True):
+        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05), place.number

@@ -37,12 +37,12 @@ def _cross_entropy(node: fx.Node) -> fx.Node | None:
 
 
 def _nll(node: fx.Node) -> fx.Node | None:
-    """nll_loss of a log_softmax over the classes is a cross-entropy."""
+    """nll_loss of a log_softmax over the classes is a cross-entropy, of logits in the dtype that the log_softmax is asked for."""
     given = edit.args_of(node)
     log_probabilities = given["self"]
     rank = len(facts.shape(log_probabilities))
     if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
-        return _split_cross_entropy(node, log_probabilities.args[0], given, 0.0)
+        return _split_cross_entropy(node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0)
     return _over_valid(node, _reduced(node, given, _SUM), given["target"], given) if given["reduction"] == _MEAN else None
 
 
@@ -67,6 +67,10 @@ def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str,
     else:
         count = edit.call(graph, ops.weigh_valid, (labels, weight, ignored), like=node)
     return edit.call(graph, aten.div.Tensor, (total, count), like=node)
+
+
+def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
+    return x if facts.dtype(x) == dtype else edit.call(node.graph, aten.to.dtype, (x, dtype), like=node)
 
 
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:

@@ -125,6 +125,26 @@ def test_no_entropy_is_a_mean_of_its_own(name, way):
     assert all(reduction != 1 for reduction in kept) and not any(node.target is torch.ops.aten.cross_entropy_loss.default for node in gm.graph.nodes)
 
 
+def narrow(loss, dtype):
+    """The graph of a loss of a model on meta in `dtype`, and the dtype that torch gives the loss."""
+    with torch.device("meta"):
+        model = Loss(loss).to(dtype)
+        inputs = {"x": torch.randn(4, D, dtype=dtype), "y": torch.randn(4, D, dtype=dtype), "c": torch.zeros(4, dtype=torch.long)}
+    gm = export_graph(model, (), inputs, {name: {0: B} for name in inputs})
+    wanted = facts.dtype(edit.results(gm)[0])
+    return run(gm, NORMALIZE), wanted
+
+
+NARROW = {**FORMS, **{name: lambda x, y, c, loss=loss: loss(x, y, c, "mean") for name, loss in ENTROPIES.items() if name in ("nll", "probabilities")},
+          "nll of a wider log-softmax": lambda x, y, c: F.nll_loss(x.log_softmax(-1, dtype=torch.float32), c)}
+
+
+@pytest.mark.parametrize("name", [name for name in NARROW if name != "binary_cross_entropy_with_logits"])  # its form has numbers in float64
+def test_means_of_narrow_terms_are_of_the_dtype_that_they_have_on_one_device(name):
+    gm, wanted = narrow(NARROW[name], torch.bfloat16)
+    assert facts.dtype(edit.results(gm)[0]) == wanted
+
+
 def test_all_labels_ignored():
     """torch divides nothing by nothing."""
     gm = normalized(lambda x, y, c: F.cross_entropy(x, c * 0, SHARES, ignore_index=0, reduction="sum") + F.cross_entropy(x, c * 0, SHARES, ignore_index=0).nan_to_num(7.0))

@@ -24,7 +24,7 @@ def losses(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
     does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes have weights; those against
     probabilities become plain operators; other mean losses sum over number.
-    gives: losses without a mean, on unflattened logits and labels.
+    gives: losses without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a number of labels, may leave float16's range.
     """
     return edit.rewrite(gm, LOSSES)
 
@@ -43,19 +43,22 @@ def _nll(node: fx.Node) -> fx.Node | None:
     rank = len(facts.shape(log_probabilities))
     if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
         return _split_cross_entropy(node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0)
-    return _over_valid(node, _reduced(node, given, _SUM), given["target"], given) if given["reduction"] == _MEAN else None
+    if given["reduction"] != _MEAN:
+        return None
+    given = {**given, **{name: _summed(given[name], given, node) for name in ("self", "weight")}}
+    return _over_valid(node, _reduced(node, given, _SUM), given["target"], given)
 
 
 def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], smoothing: float) -> fx.Node:
-    labels, reduction = given["target"], given["reduction"]
+    labels, reduction, graph = given["target"], given["reduction"], node.graph
+    given = {**given, "weight": _summed(given["weight"], given, node)}
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
-    graph = node.graph
     if len(facts.shape(logits)) > 2:  # [n, v, ...]: classes last
         logits = edit.call(graph, aten.movedim.int, (logits, 1, -1), like=node)
     if reduction == _NONE:
         return edit.call(graph, ops.cross_entropy_each, (logits, labels, *options), like=node)
     logits, labels = _unflattened(logits, labels)
-    total = edit.call(graph, ops.cross_entropy_sum, (logits, labels, *options), like=node)
+    total = edit.call(graph, ops.cross_entropy_sum, (_summed(logits, given, node), labels, *options), like=node)
     return total if reduction == _SUM else _over_valid(node, total, labels, given)
 
 
@@ -66,7 +69,12 @@ def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str,
         count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
     else:
         count = edit.call(graph, ops.weigh_valid, (labels, weight, ignored), like=node)
-    return edit.call(graph, aten.div.Tensor, (total, count), like=node)
+    return _cast(edit.call(graph, aten.div.Tensor, (total, count), like=node), facts.dtype(node), node)
+
+
+def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
+    """`x`, None or an operand of the loss `node`, in the dtype in which the terms of a mean are added up: float32 for float16."""
+    return _cast(x, torch.float32, node) if x is not None and given["reduction"] == _MEAN and facts.dtype(x) == torch.float16 else x
 
 
 def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
@@ -83,6 +91,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     if dim == len(facts.shape(logits)) - 1 and given["reduction"] != _NONE:
         logits, wanted = _unflattened(logits, wanted, 0)
         dim = len(facts.shape(logits)) - 1
+    logits, wanted, weight = (_summed(x, given, node) for x in (logits, wanted, weight))
 
     def call(target: Any, *args: Any) -> fx.Node:
         return edit.call(graph, target, args, like=node)
@@ -99,7 +108,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     if given["reduction"] == _SUM:
         return total
     sizes = [edit.size(logits, d) for d in range(len(facts.shape(logits))) if d != dim]
-    return call(aten.div.Tensor, total, edit.product(graph, sizes, like=node))
+    return _cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), node)
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
@@ -119,8 +128,11 @@ def _mean(node: fx.Node) -> fx.Node | None:
     operand = edit.tensor_operands(node)[0]
     terms = _reduced(node, given, _NONE)
     shape = facts.shape(terms)
+    other = shape != facts.shape(operand)[:len(shape)]  # the other operands are larger
+    if facts.dtype(terms) == torch.float16 and not other:
+        return edit.call(node.graph, aten.mean.default, (terms,), like=node)  # their sum would be in float16: the pass `means` takes it in float32
     node.graph.erase_node(terms)
-    if shape != facts.shape(operand)[:len(shape)]:  # the other operands are larger
+    if other:
         return None
     total = _reduced(node, given, _SUM)
     count = edit.product(node.graph, [edit.size(operand, dim) for dim in range(len(shape))], like=node)

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from passes import NORMALIZE, edit, facts, run
+from passes import NORMALIZE, edit, facts, ops, run
 from passes.losses import LOSSES, MEANS
-from tests.helpers.export import B, assert_same, check_values, export_graph, targets
+from tests.helpers.export import B, assert_same, check_values, export_graph, run_graph, targets
 
 D = 3
 FORMS = {
@@ -136,13 +136,36 @@ def narrow(loss, dtype):
 
 
 NARROW = {**FORMS, **{name: lambda x, y, c, loss=loss: loss(x, y, c, "mean") for name, loss in ENTROPIES.items() if name in ("nll", "probabilities")},
-          "nll of a wider log-softmax": lambda x, y, c: F.nll_loss(x.log_softmax(-1, dtype=torch.float32), c)}
+          "classes": lambda x, y, c: F.cross_entropy(x, c), "classes with weights": lambda x, y, c: F.cross_entropy(x, c, x.new_ones(D)),
+          "nll with weights": lambda x, y, c: F.nll_loss(x - 1, c, x.new_ones(D)), "nll of a wider log-softmax": lambda x, y, c: F.nll_loss(x.log_softmax(-1, dtype=torch.float32), c),
+          "nll of a log-softmax": lambda x, y, c: F.nll_loss(x.log_softmax(-1), c), "nll of a wider log-softmax with weights": lambda x, y, c: F.nll_loss(x.log_softmax(-1, dtype=torch.float32), c, x.new_ones(D).float())}
+ADDED = {*MEANS, torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default, ops.cross_entropy_sum, ops.count_valid, ops.weigh_valid}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in NARROW if name != "binary_cross_entropy_with_logits"])  # its form has numbers in float64
-def test_means_of_narrow_terms_are_of_the_dtype_that_they_have_on_one_device(name):
-    gm, wanted = narrow(NARROW[name], torch.bfloat16)
+def test_means_of_narrow_terms_are_of_the_dtype_that_they_have_on_one_device(name, dtype):
+    """What is added up in float16, or counted, may leave its range where the mean does not."""
+    gm, wanted = narrow(NARROW[name], dtype)
     assert facts.dtype(edit.results(gm)[0]) == wanted
+    summed = [node for node in gm.graph.nodes if node.target in ADDED and facts.shape(node) == ()]
+    assert summed and (dtype != torch.float16 or {facts.dtype(node) for node in summed} == {torch.float32})
+
+
+@pytest.mark.parametrize("loss", [
+    F.mse_loss, lambda x, target: F.cross_entropy(x, target.argmax(-1)), lambda x, target: F.nll_loss(x.log_softmax(-1), target.argmax(-1)),
+    lambda x, target: F.cross_entropy(x, target.softmax(-1)),
+])
+def test_means_of_more_terms_than_float16_counts(loss):
+    torch.manual_seed(0)
+    x, y = torch.randn(70_000, 8).half(), torch.randn(70_000, 8).half()
+    model = nn.Linear(8, 8)
+    gm = capture(model.half(), (x, y), loss_fn=loss).gm
+    weights = {name: value.detach().float() for name, value in model.named_parameters()}
+    wanted = loss(F.linear(x.float(), weights["weight"], weights["bias"]), y.float())
+    (found,) = [value for value, about in zip(run_graph(gm, model, {"input": x, "target": y}), gm.meta["outputs"], strict=True) if about["kind"] == "loss"]
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(wanted), rel=2e-3) and 0 < float(model.weight.grad.norm()) < float("inf")
 
 
 def test_all_labels_ignored():

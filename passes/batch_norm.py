@@ -79,11 +79,12 @@ def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
 
 
 def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
+    """`value * w + b` in the dtype of the input, which may be narrower than weights and statistics are."""
     if given["weight"] is not None:
         value = _op(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
     if given["bias"] is not None:
         value = _op(node, aten.add.Tensor, value, _per_channel(node, given["bias"], given))
-    return value
+    return _as(node, value, given["input"])
 
 
 def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:

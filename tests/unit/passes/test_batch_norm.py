@@ -1,0 +1,54 @@
+"""Batch norms taken apart: what torch's own give, gradients and new statistics included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from passes import NORMALIZE, facts, run
+from passes.edit import results
+from tests.helpers.export import B, assert_same, check_values, export_graph, targets
+
+SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}  # behind the samples: channels, then what a layer takes two of
+OPTIONS: dict[str, dict[str, bool | float]] = {
+    "plain": {}, "without weights": {"affine": False}, "of each batch": {"track_running_stats": False}, "slow": {"momentum": 0.9, "eps": 1e-2},
+}
+
+
+class Normed(nn.Module):
+    """A norm in `rests` between layers that compute in `dtype`."""
+
+    def __init__(self, norm: nn.Module, dtype: torch.dtype, rests: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 2, dtype=dtype), norm.to(rests), nn.Linear(2, 2, dtype=dtype)
+        for value in (*norm.parameters(), *norm.buffers()):
+            if value.is_floating_point():
+                value.data.uniform_(0.5, 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x).flatten(-2))
+        return self.last(y.unflatten(-1, (-1, 2)))
+
+
+def normalized(norm: nn.Module, dtype: torch.dtype, rests: torch.dtype, *, training: bool, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = Normed(norm, dtype, rests).train(training)
+    inputs = {"x": torch.randn(4, *SIZES[type(norm)], 2, dtype=dtype)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B}}), NORMALIZE)
+    check_values(gm)
+    assert "aten.batch_norm.default" not in targets(gm) and facts.dtype(results(gm)[0]) == dtype
+    assert_same(gm, model, inputs, tolerance)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", SIZES)
+def test_norms_are_those_of_torch(kind: type[nn.BatchNorm2d], options: str, training: bool) -> None:
+    normalized(kind(3, **OPTIONS[options]), torch.float64, torch.float64, training=training, tolerance=1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_rests_in_float32_gives_what_layers_in_bfloat16_take(training: bool) -> None:
+    """As models are made narrower but for their norms."""
+    normalized(nn.BatchNorm2d(3), torch.bfloat16, torch.float32, training=training, tolerance=4e-2)

@@ -40,7 +40,8 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, _as(node, mean, x))
-    squares = _sum(node, _op(node, aten.mul.Tensor, centred, centred), dims)
+    spread = _op(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred  # its squares may leave float16's range
+    squares = _sum(node, _op(node, aten.mul.Tensor, spread, spread), dims)
     variance = _mean(gm, node, squares, count, given, "running_var")
     if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)

@@ -8,7 +8,7 @@ from torch import nn
 
 from passes import NORMALIZE, facts, run
 from passes.edit import results
-from tests.helpers.export import B, assert_same, check_values, export_graph, targets
+from tests.helpers.export import B, assert_same, check_values, export_graph, run_graph, targets
 
 SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}  # behind the samples: channels, then what a layer takes two of
 OPTIONS: dict[str, dict[str, bool | float]] = {
@@ -52,3 +52,12 @@ def test_norms_are_those_of_torch(kind: type[nn.BatchNorm2d], options: str, trai
 def test_a_norm_that_rests_in_float32_gives_what_layers_in_bfloat16_take(training: bool) -> None:
     """As models are made narrower but for their norms."""
     normalized(nn.BatchNorm2d(3), torch.bfloat16, torch.float32, training=training, tolerance=4e-2)
+
+
+def test_what_is_far_from_its_mean_has_a_variance_in_float16() -> None:
+    """As layers make of pixels that nobody has scaled; the square of 256 is beyond float16."""
+    model = nn.BatchNorm1d(3)
+    inputs = {"input": (torch.randn(64, 3) * 1000).half()}
+    gm = run(export_graph(model.half(), (), inputs, {"input": {0: B}}), NORMALIZE)
+    found = next(value for value, about in zip(run_graph(gm, model, inputs), gm.meta["outputs"], strict=True) if about["kind"] == "output")
+    torch.testing.assert_close(found.float(), nn.BatchNorm1d(3)(inputs["input"].float()), rtol=4e-3, atol=4e-3)

@@ -121,6 +121,19 @@ def test_vocab_cross_entropy_of_nothing_is_zero():
     on_ranks(2, _nothing_valid)
 
 
+def _no_class(label):
+    mesh = _mesh((2,))
+    logits, labels = torch.zeros(3, 4), torch.tensor([0, label, -100])
+    loss = vocab_cross_entropy_sum(logits, labels, -100, vocab=8, axes=(0,), mesh=mesh)
+    return float(_sum(loss, mesh))
+
+
+@pytest.mark.parametrize(("label", "wanted"), [(-1, math.nan), (8, math.nan), (7, 2 * math.log(8))])
+def test_vocab_cross_entropy_of_what_is_no_class_is_no_number(label, wanted):
+    """One device raises an error. Labels that are padded with another number than is ignored would have a loss that nobody wants to go down."""
+    assert on_ranks(2, _no_class, label) == pytest.approx([wanted] * 2, nan_ok=True)
+
+
 def _causal(sizes, length, kv_heads):
     mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
     torch.manual_seed(0)

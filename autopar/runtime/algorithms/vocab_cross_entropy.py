@@ -27,7 +27,7 @@ from autopar.runtime.mesh import Mesh
 
 def vocab_cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, *,
                             vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`.
+    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`; nan where a label is neither, for which one device has an error.
 
     Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"), whose
     dtype rules it follows: the result has the dtype of the logits. The backward keeps the logits, not their exponentials, which are wider than 16-bit ones.
@@ -75,7 +75,8 @@ class _CrossEntropy(torch.autograd.Function):
             part = part + top + log_total
         ctx.save_for_backward(logits, top, log_total, at, here, valid)
         ctx.smoothing, ctx.vocab = smoothing, vocab
-        return part.where(valid, 0.0).sum().to(logits.dtype)
+        known = (labels >= 0) & (labels < vocab)  # to raise an error would be to wait for the device
+        return part.where(known, math.nan).where(valid, 0.0).sum().to(logits.dtype)
 
     @staticmethod
     @once_differentiable

@@ -59,6 +59,19 @@ def test_vocab_embedding(sizes, vocab, padding):
     on_ranks(math.prod(sizes), _embedding, sizes, vocab, padding)
 
 
+def _no_row(ids):
+    mesh, table = _mesh((2,)), torch.arange(14.0).view(7, 2)
+    start, stop = mesh.span(7, (0,))
+    return _sum(vocab_embedding(torch.tensor(ids), table[start:stop], vocab=7, axes=(0,), mesh=mesh), mesh).tolist()
+
+
+def test_vocab_embedding_of_no_row_is_no_number():
+    """One device raises an error. Positions of a sequence that is longer than their table would all have had the same value, zero."""
+    nothing = [math.nan] * 2
+    for found in on_ranks(2, _no_row, [0, 7, 6, -1]):
+        assert found == [pytest.approx(row, nan_ok=True) for row in ([0.0, 1.0], nothing, [12.0, 13.0], nothing)]
+
+
 def _bag(sizes, vocab, mode, gated, padding):
     mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from autopar.runtime.mesh import Mesh
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`.
+    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`; nan for ids of no row, for which one device has an error.
 
     Row `padding_idx` (-1: none) gets no gradient. The gradient that comes back must be whole on `axes`. Uneven and empty shards
     are exact. No communication.
@@ -22,4 +23,5 @@ def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab
     here = (ids >= start) & (ids < stop)
     padding = padding_idx - start if start <= padding_idx < stop else None
     rows = F.embedding((ids - start).where(here, 0), weight, padding_idx=padding)
-    return rows * here.unsqueeze(-1)
+    counted = here.to(weight.dtype).masked_fill((ids < 0) | (ids >= vocab), math.nan)  # to raise an error would be to wait for the device
+    return rows * counted.unsqueeze(-1)

@@ -24,7 +24,7 @@ from autopar.joint.shapes import MOST_MICROBATCHES
 from autopar.layout import parse, ways_of
 from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
-from autopar.onestage import meshes_for, undivided
+from autopar.named import meshes_for, undivided
 from autopar.pipeline.orders import PLAIN, orders
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan

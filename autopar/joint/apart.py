@@ -45,6 +45,7 @@ def each_apart(inner: Inner, found: Found) -> Found:
     seen = views(inner.whole.program, found.plan)
     alone = only_place(found.chosen.model, inner.whole.program, found.plan, seen)
     offered = [chosen for place in _probed(found) for chosen in _offered(inner, found, Weights.of(found, place, inner.whole.program, seen, alone), place)]
+    offered += _kept_otherwise(inner, found)
     each = tuple(_best(found, place, offered) for place in range(found.table.places))
     alike = found.chosen
     if all(chosen is alike for chosen in each):
@@ -67,15 +68,19 @@ def _probed(found: Found) -> list[int]:
 
 def _offered(inner: Inner, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
     """What may be best for a place: with nothing run again, with all blocks run again at some level, and with so many run again that memory costs what
-    running blocks again does; and as all are laid out, with other results kept of blocks that are run again."""
+    running blocks again does."""
     alike, here = found.chosen, _Place.of(found, place)
     models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(inner, alike, here):
         problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
             yield replace(alike, solution=ilp.glance(problem, time_limit_s=SOLVE_S), level=again, kept=None)
+
+
+def _kept_otherwise(inner: Inner, found: Found) -> Iterator[Chosen]:
+    """What all places are, with other results kept of blocks that are run again."""
     if found.plan.remat and len(inner.whole.open_levels) > 1:
-        opened, kept = Fuller.of(alike, inner.whole), alike.levels(inner.whole)
+        opened, kept = Fuller.of(found.chosen, inner.whole), found.chosen.levels(inner.whole)
         yield from (chosen for scope in kept for chosen in opened.ways(scope, kept))
 
 

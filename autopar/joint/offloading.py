@@ -18,6 +18,7 @@ from autopar.joint.inner import Inner
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.memory import hosts
+from autopar.named import refused_meshes
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
 from autopar.problem.settings import OFFLOADED
@@ -36,7 +37,7 @@ def by_recipe(inner: Inner, about: Mapping[str, Any]) -> Plan:
     offloads.checked(offload.name, inner.request.cluster, inner.request.settings)
     there = inner.hosted(offload.held)
     planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=inner.limit_bytes))
-    onestage.refused_meshes(planner, replace(RECIPES[offload.base], name=offload.name))
+    refused_meshes(planner, replace(RECIPES[offload.base], name=offload.name))
     return _settled(there.whole.program, onestage.plan_with(planner, timer=there.timer, **about), "")
 
 

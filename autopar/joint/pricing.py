@@ -19,7 +19,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.timetables import Kind, Timetable, timetable
 from autopar.joint.worth import least_s
-from autopar.onestage import FULL
+from autopar.named import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.floor import least_wait
 from autopar.text import gibibytes, seconds
@@ -52,8 +52,8 @@ class Way:
 
 @dataclass(eq=False)
 class Pricing:
-    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape should beat (with some blocks run again that is an estimate), of the shapes that were priced; `roomy`: seconds of those
-    at which more memory would not have been faster (at least, where they are beaten); `laid`: what was laid out at a glance."""
+    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced, an estimate where only some blocks are run again (`_eased`);
+    `roomy`: seconds of those at which more memory would not have been faster (at least, where they are beaten); `laid`: what was laid out at a glance."""
 
     inner: Inner
     space: Space
@@ -127,8 +127,8 @@ class Pricing:
             self.roomy[shape] = step_s
 
     def exact(self, found: Found) -> Found | None:
-        """The same shape solved to the end and laid out as it runs, or the answer that there is where that is faster; or what else the glance has seen there, as long
-        as it promises more. Where none of that fits, the faster of the answer with more run again and of one under another timetable; None where nothing fits."""
+        """The same shape solved to the end and laid out as it runs, or the answer that there is where that is faster; or what else the glance has seen there, or what that is with other
+        results kept, as long as it promises more. Where none of that fits, the faster of the answer with more run again and of one under another timetable; None where nothing fits."""
         best: Found | None = None
         with suppress(InfeasibleError):
             best = self.price(found.shape, [found.table], found.level, exact=True)

@@ -9,6 +9,7 @@ import torch
 
 from autopar.memory.local import Bytes, Local, rows, taken
 from autopar.rules.arguments import given, named
+from passes import edit, facts
 from passes.beside import SPECTRAL, matrix_dims
 
 aten = torch.ops.aten
@@ -133,6 +134,102 @@ def _eigen(local: Local) -> float:
     return float(tensor.itemsize * (2 * size**2 + 6 * size + 1) + 4 * (5 * size + 3) if tensor.grad or local.op.target is aten.linalg_eigh.default else tensor.itemsize * (2 * size + 1))
 
 
+def _least(local: Local) -> float:
+    """Squares with the shorter sides of the matrices."""
+    return _oblong(local)[1]
+
+
+def _by_lapack(local: Local) -> bool:
+    """Whether the first operand rests column by column, as LAPACK reads matrices: it copies others."""
+    step = facts.tensors(edit.tensor_operands(local.op.node)[0])[0].stride()[-2]
+    return isinstance(step, int) and step == 1
+
+
+def _copied(local: Local) -> float:
+    """Matrices in the order of LAPACK."""
+    return 0.0 if _by_lapack(local) else local.ins[0]
+
+
+def _lower_and_upper_back(local: Local) -> float:
+    """Of triangles three products, or the gradient as it is joined of both, when that is larger (linalg_lu_backward)."""
+    return max(3 * _least(local), local.ins[0])
+
+
+def _factors_back(local: Local) -> float:
+    """The same, of triangles that are unpacked first, and what orders the rows."""
+    orders = _oblong(local)[0 if _tall(local) else 1] * local.given("pivot")
+    return orders + local.ins[0] + _least(local) + _lower_and_upper_back(local)
+
+
+def _unpacked(local: Local) -> float:
+    """The order of rows, in two numbers each; then the triangle of matrices that are no squares as a copy."""
+    square = local.op.call.ins[0].sizes[-1] == local.op.call.ins[0].sizes[-2]
+    return max(_rows(2)(local), 0.0 if square else _least(local))
+
+
+def _unpacked_back(local: Local) -> float:
+    """Both triangles and their sum; where that is only a part of the gradient, one triangle and all of it."""
+    return max(3 * _least(local), _least(local) + local.ins[0]) - local.ins[0]
+
+
+def _by_factors_back(local: Local) -> float:
+    """Of what is solved for another solution. Of the factors both triangles, two products, a solution and its triangle; where rows are put in order, by another square, the result too,
+    as long as products are made of it (linalg_lu_solve_backward)."""
+    if not local.grad(0):
+        return _copied(local)
+    ordered = local.given("left") == local.given("adjoint")
+    return (max(6 * local.ins[0] + local.out, 7 * local.ins[0]) if ordered else 6 * local.ins[0]) - local.ins[0]
+
+
+def _reflected_back(local: Local) -> float:
+    """The reflections, and two squares of their rows, which the loop over them works in; of each reflection and of each row a few numbers (householder_product_backward)."""
+    (matrices, factors), sizes = local.ins[:2], local.op.call.ins[0].sizes
+    return matrices * (1 + (2 * sizes[-2] + 2) / sizes[-1]) + 3 * factors - factors * local.grad(1)
+
+
+def _turned_back(local: Local) -> float:
+    """The same where the reflections have gradients, of which both are made; else what they are copied for."""
+    if not (local.grad(0) or local.grad(1)):
+        return _copied(local)
+    return _reflected_back(local) + local.ins[0] * (not local.grad(0))
+
+
+def _spectral(local: Local) -> bool:
+    """Whether a condition number is the quotient of singular values, or of sums of them."""
+    return local.given("p") is None or local.given("p") in SPECTRAL
+
+
+def _condition(local: Local) -> float:
+    """A copy that singular values are taken of; or the inverse, and LU factors with their pivots."""
+    return local.ins[0] if _spectral(local) else 2 * local.ins[0] + _rows(2)(local) - local.extra
+
+
+def _condition_back(local: Local) -> float:
+    """Singular vectors times the gradients of the values, and these."""
+    return _least(local) * (1 + 1 / min(local.op.call.ins[0].sizes[-2:]))
+
+
+def _as_complex(local: Local) -> float:
+    """The matrices as complex numbers."""
+    return local.ins[0] * local.op.call.outs[0].itemsize / local.op.call.ins[0].itemsize
+
+
+def _eigenvalues_back(local: Local) -> float:
+    """Vectors times the gradients of the values, and what they are solved for by: a copy, LU factors with their pivots, and the result."""
+    return 4 * _as_complex(local) + _rows(1)(local) - local.ins[0]
+
+
+def _eigenvalues(local: Local) -> float:
+    """Values in two parts, a copy, the vectors of real numbers, and what LAPACK works in for one matrix after the other (geev). It takes blocks of the sizes that the library has."""
+    tensor = local.op.call.ins[0]
+    size = tensor.sizes[-1]
+    block = 2 * VECTORS if tensor.grad and size >= BLOCKED else HESSENBERG
+    return local.out + (1 + tensor.grad) * local.ins[0] + tensor.itemsize * (2 + block) * size
+
+
+HESSENBERG, VECTORS, BLOCKED = 32, 192, 12
+"""Rows of the blocks in which MKL makes a matrix triangular (gehrd), and its eigenvectors (trevc3), these of matrices from that size on."""
+
 PSEUDOINVERSES = "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_pinv.default pinverse.default"
 NORMS = "linalg_matrix_norm.default linalg_matrix_norm.str_ord linalg_norm.default linalg_norm.ord_str"
 
@@ -143,8 +240,13 @@ FORWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power),
     **dict.fromkeys(named(PSEUDOINVERSES), _inverted),
     **dict.fromkeys(named("stft.center stft.default"), _framed),
+    **dict.fromkeys((aten.linalg_cond.default, aten.linalg_cond.p_str), _condition),
     aten.istft.default: _joined_frames,
+    aten.linalg_lu.default: lambda local: local.ins[0] + _rows(1)(local),  # factors with their pivots, before they are taken apart
+    aten.linalg_lu_solve.default: _copied,
     aten.linalg_qr.default: lambda local: local.outs[1] * _tall(local),
+    aten.lu_unpack.default: _rows(2),
+    aten.ormqr.default: _copied,
     aten.quantile.scalar: _sorted,
 }
 """While the forward runs."""
@@ -156,13 +258,25 @@ BACKWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named("nanquantile.scalar quantile.scalar"), lambda local: max(0.0, local.ins[0] - 3 * local.out)),
     **dict.fromkeys(named(PSEUDOINVERSES), _inverted_back),
     **dict.fromkeys(named("stft.center stft.default"), _framed_back),
+    **dict.fromkeys((aten.linalg_cond.default, aten.linalg_cond.p_str), _condition_back),
+    **dict.fromkeys((aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default), _factors_back),
     aten.istft.default: _joined_frames_back,
+    aten.linalg_eigvals.default: _eigenvalues_back,
+    aten.linalg_householder_product.default: _turned_back,
+    aten.linalg_lu.default: _lower_and_upper_back,
+    aten.linalg_lu_solve.default: _by_factors_back,
     aten.linalg_qr.default: _factored_back,
     aten.linalg_solve.default: _solved_back,
     aten.linalg_svd.default: _singular_back,
-    aten.linalg_svdvals.default: lambda local: _oblong(local)[1],
+    aten.linalg_svdvals.default: _least,
+    aten.lu_unpack.default: _unpacked_back,
+    aten.ormqr.default: _turned_back,
 }
 """While the backward runs."""
 
-CPU: dict[Any, tuple[Bytes, Bytes]] = {target: (_eigen, BACKWARD[target]) for target in named("linalg_eigh.default linalg_eigvalsh.default")}
-"""Both of those for which LAPACK takes more."""
+CPU: dict[Any, tuple[Bytes, Bytes]] = {
+    **{target: (_eigen, BACKWARD[target]) for target in named("linalg_eigh.default linalg_eigvalsh.default")},
+    aten.linalg_eigvals.default: (_eigenvalues, _eigenvalues_back),
+    aten.lu_unpack.default: (_unpacked, _unpacked_back),
+}
+"""Both of those for which LAPACK takes more, or the kernels of triangles."""

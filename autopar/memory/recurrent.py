@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.memory.local import Bytes, Local
+from autopar.memory.local import Bytes, Local, taken
 from autopar.rules.arguments import named
 from passes.recurrent import ONEDNN, line
 
@@ -60,5 +60,30 @@ def _backward(local: Local) -> float:
     return layer.gates + layer.weights + STATES * layer.state + inward + (layer.ways - 1) * layer.given
 
 
-CPU: dict[Any, tuple[Bytes, Bytes]] = dict.fromkeys(named("gru.input lstm.input rnn_relu.input rnn_tanh.input"), (_forward, _backward))
+def _reset(local: Local) -> float:
+    """A cell's candidate, its difference from the state and what is multiplied in place, which is kept; of one that keeps nothing the products with the gates."""
+    return (3 if local.extra else 7) * local.out
+
+
+def _both(local: Local) -> float:
+    """Products of what comes in and of the state, four gates each, before there are results."""
+    return max(0.0, 8 * local.out - sum(local.outs) - local.extra)
+
+
+def _cell_back(early: int, gates: int) -> Bytes:
+    """So many states at the begin; at the end all gradients and that of the gates, when nothing of what was kept is there any more: less than nothing where that is more."""
+
+    def nbytes(local: Local) -> float:
+        given, made = sum(local.outs), sum(nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
+        return max(early * local.out, made + gates * local.out - local.extra) - given - made
+
+    return nbytes
+
+
+CPU: dict[Any, tuple[Bytes, Bytes]] = {
+    **dict.fromkeys(named("gru.input lstm.input rnn_relu.input rnn_tanh.input"), (_forward, _backward)),
+    **dict.fromkeys(named("rnn_relu_cell.default rnn_tanh_cell.default"), (taken("2o"), _cell_back(2, 1))),
+    aten.gru_cell.default: (_reset, _cell_back(3, 3)),
+    aten.lstm_cell.default: (_both, _cell_back(4, 4)),
+}
 """Both ways."""

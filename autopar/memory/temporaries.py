@@ -148,6 +148,22 @@ def _not_summed(formula: str) -> Bytes:
     return lambda local: 0.0 if local.given("reduce") == "sum" else taken(formula)(local)
 
 
+def _counts(local: Local) -> float:
+    """Of a mean how many numbers each place has: ones that are added up, then where there are none."""
+    return local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize) if local.given("reduce") == "mean" else 0.0
+
+
+SPREAD = {"mean": (2, 3, 0), "amax": (4, 4, 0), "amin": (4, 4, 0), "prod": (6, 7, 2)}
+"""Of a reduction at indices, tensors of the size of the operand, of the source, and masks of the source in index_reduce_backward, both gradients with them."""
+
+
+def _spread_back(local: Local) -> float:
+    """What they are beside the gradients that are wanted."""
+    wide, sources, masks = SPREAD[local.given("reduce")]
+    source = local.ins[2]
+    return (wide - local.grad(0)) * local.ins[0] + (sources - local.grad(2) + masks / local.op.call.ins[2].itemsize) * source
+
+
 NONE, MEAN = 0, 1  # the reduction argument of ATen losses
 
 
@@ -200,6 +216,7 @@ FORWARD: dict[Any, Bytes] = {
     aten.fft_hfft.default: _along("a", "3.5a"),
     **matrices.FORWARD,
     aten.index.Tensor: _masked,
+    aten.index_reduce.default: _counts,
     aten.roll.default: _turns("shifts"),
     aten.abs.default: _complex,
     aten.diff.default: lambda local: local.out if len(local.ins) > 1 else 0.0,
@@ -262,6 +279,7 @@ BACKWARD: dict[Any, Bytes] = {
     **matrices.BACKWARD,
     aten.index.Tensor: _masked,
     aten.index_put.default: _put_back,
+    aten.index_reduce.default: _spread_back,
     aten.kron.default: _for(1, "2w", "w"),
     aten.linalg_cross.default: _smaller,
     aten.linalg_solve_triangular.default: _for(1, "a", "a+o"),
@@ -355,7 +373,7 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     **dict.fromkeys(named("conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding"), (partial(_blocks, "o"), partial(_blocks, "a+o"))),
     **dict.fromkeys(named("conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"),
                     (lambda local: local.out * (len(local.ins) - 1), taken("a+o"))),
-    **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec"), (taken("a+o"), nothing)),  # channels last
+    **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec _upsample_nearest_exact2d.vec"), (taken("a+o"), nothing)),  # channels last
     **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
     **matrices.CPU,
     **recurrent.CPU,

@@ -9,7 +9,8 @@ import torch
 
 from passes import ops
 from tests.helpers.temporaries import both_ways
-from tests.unit.rules.samples import T, case, f
+from tests.unit.rules.samples import T, case, f, i
+from tests.unit.rules.samples_linalg import PIVOTS, d
 from tests.unit.rules.table import SAMPLES
 
 aten = torch.ops.aten
@@ -35,6 +36,15 @@ BLOCKED = {
 MORE = {
     aten.abs.default: [case(T((5, 4), "z"))],
     aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), f(5, 4), None, None, 2), case(f(5, 4), T((5, 4), "t"), None, T((4,), "c"), 2)],
+    aten.gru_cell.default: [case(f(60, 12), f(60, 20), f(60, 12), f(60, 20))],
+    aten.index_reduce.default: [case(f(5, 4, 6), 1, i(4, 3), f(5, 3, 6), reduce) for reduce in ("amin", "prod")],
+    aten.linalg_cond.default: [case(f(5, 3, 6))],
+    aten.linalg_cond.p_str: [case(d(5, 4, 4), "nuc")],
+    aten.linalg_eigvals.default: [case(d(16, 16))],
+    aten.linalg_householder_product.default: [case(f(5, 6, 2), T((5, 2), "sig"))],
+    **{target: [case(f(5, 3, 9)), case(f(5, 9, 3))] for target in (aten.linalg_lu.default, aten.linalg_lu_factor.default)},
+    aten.linalg_lu_solve.default: [case(d(5, 4, 4), PIVOTS, f(5, 4, 1)), case(d(5, 4, 4), PIVOTS, f(5, 1, 4), left=False)],
+    aten.lu_unpack.default: [case(f(5, 4, 12), PIVOTS), case(f(5, 12, 4), PIVOTS)],
     aten.kl_div.default: [case(f(5, 4), f(5, 4), reduction, log_target=True) for reduction in (0, 1, 2)],
     aten.mul.Tensor: [case(T((5, 4), "z"), T((5, 4), "z"))],
     aten.poisson_nll_loss.default: [case(T((5, 4), "p"), T((5, 4), "p"), False, False, 1e-8, 2)],

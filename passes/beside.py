@@ -116,6 +116,16 @@ def _singular_vectors(node: fx.Node) -> Size:
     return _vectors(edit.tensor_operands(node)[0], -2, -1)
 
 
+def _condition(node: fx.Node) -> Size:
+    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch has no gradient: nothing."""
+    order = edit.args_of(node)["p"]
+    if order is not None and order not in SPECTRAL:
+        return 0
+    result = facts.nbytes(node)
+    values = result * _least(*facts.shape(edit.tensor_operands(node)[0])[-2:])
+    return _singular_vectors(node) + values + (values + 2 * result if order == "nuc" else 0)
+
+
 def matrix_dims(given: Mapping[str, Any], rank: int) -> tuple[int, int] | None:
     """The two dims of the matrices that a norm is of; None where it is of vectors: of all numbers, or of one dim."""
     dims, order = given["dim"], given["ord"]
@@ -225,8 +235,7 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), _quantile),
     **dict.fromkeys((aten.stft.center, aten.stft.default), _frames),
     aten.istft.default: _envelope,
-    aten.linalg_cond.default: _singular_vectors,
-    aten.linalg_cond.p_str: _first,
+    **dict.fromkeys((aten.linalg_cond.default, aten.linalg_cond.p_str), _condition),
     aten.linalg_eigvals.default: lambda node: 2 * _first(node),  # eigenvectors, which are complex
     aten.linalg_eigvalsh.default: _first,  # eigenvectors
     aten.linalg_svdvals.default: _singular_vectors,

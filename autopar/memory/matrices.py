@@ -201,7 +201,7 @@ def _spectral(local: Local) -> bool:
 
 def _condition(local: Local) -> float:
     """A copy that singular values are taken of; or the inverse, and LU factors with their pivots."""
-    return local.ins[0] if _spectral(local) else 2 * local.ins[0] + _rows(2)(local) - local.extra
+    return local.ins[0] if _spectral(local) else 2 * local.ins[0] + _rows(2)(local)
 
 
 def _condition_back(local: Local) -> float:

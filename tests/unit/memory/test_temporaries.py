@@ -39,7 +39,6 @@ MORE = {
     aten.gru_cell.default: [case(f(60, 12), f(60, 20), f(60, 12), f(60, 20))],
     aten.index_reduce.default: [case(f(5, 4, 6), 1, i(4, 3), f(5, 3, 6), reduce) for reduce in ("amin", "prod")],
     aten.linalg_cond.default: [case(f(5, 3, 6))],
-    aten.linalg_cond.p_str: [case(d(5, 4, 4), "nuc")],
     aten.linalg_eigvals.default: [case(d(16, 16))],
     aten.linalg_householder_product.default: [case(f(5, 6, 2), T((5, 2), "sig"))],
     **{target: [case(f(5, 3, 9)), case(f(5, 9, 3))] for target in (aten.linalg_lu.default, aten.linalg_lu_factor.default)},

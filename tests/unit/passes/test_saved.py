@@ -163,7 +163,7 @@ def test_row_agrees_with_autograd_on_the_samples_of_rules(target):
 
 FUSED = (aten.cosine_similarity.default, aten.hinge_embedding_loss.default, aten.kl_div.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.poisson_nll_loss.default,
          aten.triplet_margin_loss.default,
-         aten.det.default, aten.linalg_det.default, aten.linalg_eigvalsh.default, aten.linalg_matrix_power.default, aten.linalg_solve.default,
+         aten.det.default, aten.linalg_cond.default, aten.linalg_cond.p_str, aten.linalg_det.default, aten.linalg_eigvalsh.default, aten.linalg_matrix_power.default, aten.linalg_solve.default,
          aten.linalg_svdvals.default, aten.logdet.default, aten.matrix_power.default, aten.nanmean.default, aten.nanquantile.scalar, aten.quantile.scalar, aten.stft.center,
          aten.stft.default)
 """Operators that are made of several, and those that keep factors."""

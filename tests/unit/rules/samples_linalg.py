@@ -30,7 +30,7 @@ LINALG: Samples = {
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), POWERS),
     **dict.fromkeys((aten.linalg_matrix_rank.atol_rtol_float, aten.linalg_matrix_rank.atol_rtol_tensor), OBLONG),
     **dict.fromkeys((aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default), CONSTANT),
-    aten.linalg_cond.p_str: [case(T((5, 4, 4), "c"), "fro")],
+    aten.linalg_cond.p_str: [case(T((5, 4, 4), "c"), "fro"), case(d(5, 4, 4), "nuc")],
     aten.linalg_householder_product.default: [case(f(5, 4, 3), T((5, 3), "sig"))],
     aten.linalg_lu.default: [case(f(5, 4, 6)), case(d(4, 4))],
     aten.linalg_lu_solve.default: [case(d(5, 4, 4), PIVOTS, f(5, 4, 6)), case(d(5, 4, 4), PIVOTS, f(5, 6, 4), left=False), case(d(4, 4), PIVOTS[0], f(4, 6), adjoint=True)],

@@ -23,6 +23,9 @@ class Late(Protocol):
 
 Kind = TypeVar("Kind", bound=Late)
 
+BUCKETS = 2
+"""So many buckets of whole gradients that are scattered may wait behind those of a block."""
+
 
 class Queue(Generic[Kind]):
     """Late work, oldest first. What one unit adds goes on when a later one has added `limit_bytes` behind it: a block's scatters hide under all of

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError
-from autopar.joint.fuller import Fuller
+from autopar.joint.fuller import Fuller, opens
 from autopar.joint.inner import SOLVE_S, Inner
 from autopar.joint.laid import Found, lay
 from autopar.joint.models import Apart, Chosen, Models
@@ -79,7 +79,7 @@ def _offered(inner: Inner, found: Found, weights: Weights, place: int) -> Iterat
 
 def _kept_otherwise(inner: Inner, found: Found) -> Iterator[Chosen]:
     """What all places are, with other results kept of blocks that are run again."""
-    if found.plan.remat and len(inner.whole.open_levels) > 1:
+    if opens(found, inner.whole):
         opened, kept = Fuller.of(found.chosen, inner.whole), found.chosen.levels(inner.whole)
         yield from (chosen for scope in kept for chosen in opened.ways(scope, kept))
 

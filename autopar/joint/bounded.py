@@ -211,8 +211,7 @@ class Timed:
         limited = counted(self.passing, plain)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
-        asked = self.inner.request.remat_level
-        again = self._kept.levels(counted) if len(self.inner.whole.open_levels) > 1 else [counted(self._passing(self.models.at(asked)), self.models.at(asked))] * (asked != "none")
+        again = self._kept.levels(counted) if len(self.inner.whole.open_levels) > 1 else (counted(passing, passing.model) for passing in self._asked)
         return max(roomy_s, cut_s([limited, *again], cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
@@ -229,6 +228,12 @@ class Timed:
     def _kept(self) -> _Kept:
         """What running blocks again takes at least."""
         return _Kept.of(self.models.micro, self.models.at("full"), self.models.forward, self._passing)
+
+    @cached_property
+    def _asked(self) -> list[Passing]:
+        """With all blocks run again at the level that is asked for; nothing where that is none."""
+        asked = self.inner.request.remat_level
+        return [self._passing(self.models.at(asked))] if asked != "none" else []
 
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
         """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""

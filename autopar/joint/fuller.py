@@ -19,6 +19,11 @@ from autopar.problem.keeping import choices
 from autopar.problem.remat import Levels
 
 
+def opens(found: Found, planner: Planner) -> bool:
+    """Whether some blocks are run again, and what they keep is open."""
+    return bool(found.plan.remat) and len(planner.open_levels) > 1
+
+
 @dataclass(eq=False)
 class Fuller:
     """The choices of `chosen` with anything kept of blocks that are run again; `nothing` says of which runs, and that they keep nothing."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError, PlanError
-from autopar.joint.fuller import Fuller
+from autopar.joint.fuller import Fuller, opens
 from autopar.joint.inner import Inner
 from autopar.joint.kinds import Ground
 from autopar.joint.laid import Found, lay
@@ -120,7 +120,7 @@ class Pricing:
 
     def _runs_again(self, found: Found) -> bool:
         """Whether what its blocks keep that are run again is open."""
-        return bool(found.plan.remat) and len(self.levels) > 1
+        return opens(found, self.inner.whole)
 
     def _note_roomy(self, shape: Shape, level: str, step_s: float) -> None:
         if level == self.levels[0]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autopar.cost.memory import itemsize, rests_in
-from autopar.late import Queue
+from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Storage
@@ -19,8 +19,6 @@ from autopar.memory.shares import named
 from autopar.problem.graph import Op
 from autopar.problem.resting import EACH
 
-LATE_BYTES = 2 * BUCKET_BYTES
-"""Whole gradients of gathered weights that may wait behind those of a block."""
 SETTLED_BYTES = 4 * BUCKET_BYTES
 """Gradients after which as much is on its way as ever."""
 
@@ -33,7 +31,7 @@ class Backward:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
         self.final: list[Storage] = []  # gradients of parameters
-        self.late: Queue[Whole] = Queue(LATE_BYTES)
+        self.late: Queue[Whole] = Queue(BUCKETS * BUCKET_BYTES)
         self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
         self.sending: list[tuple[Storage, Sequence[float]]] = []  # what the block that is walked has scattered late, with what comes on the way
         self.buckets = Buckets(self.book, self.shares.on_cpu)

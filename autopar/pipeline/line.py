@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.late import Queue
+from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES
 from autopar.pipeline.lines import Sent, Stop, Stops, Sum
 from autopar.pipeline.work import BACKWARD, Pass, shown_s
@@ -146,7 +146,7 @@ class _Clock:
         self._now_s, self._late_s = 0.0, 0.0
         self._blocked_s: defaultdict[int, float] = defaultdict(float)
         self._until_s: dict[int, float] = {}  # by axis, in seconds that are not blocked
-        self._late: Queue[_Coming] = Queue(2 * BUCKET_BYTES)
+        self._late: Queue[_Coming] = Queue(BUCKETS * BUCKET_BYTES)
         self._buckets: defaultdict[object, list[Sent]] = defaultdict(list)
         self._filled: dict[object, tuple[float, float]] = {}  # of a bucket so far: when all of it has come to its leaves, and bytes
 

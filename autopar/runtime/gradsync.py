@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
 from autopar.errors import RunError
-from autopar.late import Queue
+from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
 from autopar.runtime.first_order import only_first_order
@@ -82,7 +82,7 @@ class GradSync:
         self.held_of = {id(h.leaf): h for h in held}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
-        self.late: Queue[Scatter] = Queue(2 * bucket_bytes)
+        self.late: Queue[Scatter] = Queue(BUCKETS * bucket_bytes)
         self.sums: Queue[Together] = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
         self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
         self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends

@@ -24,7 +24,7 @@ from functools import cached_property
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
-from autopar.late import Queue
+from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES
 from autopar.simulate.chains import Ahead, Bucket, Chain, Fetch, Filling, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run
@@ -55,7 +55,7 @@ class Rank:
         self.during, self.instance = "forward", -1
         self._waiting: list[int] = []  # what computes next waits for these
         self._last: dict[Spot | None, int] = {}  # of each lane
-        self._late: Queue[Scatter] = Queue(2 * BUCKET_BYTES)
+        self._late: Queue[Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[Sums] = Queue(BUCKET_BYTES)
         self._started: dict[int, Chain] = {}
         self._ahead = Ahead(self, [])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -116,9 +115,12 @@ class Look:
                 self.bounds.append(0.0)  # of what was not looked at nothing is proven
                 return
             planner.request.say(f"search on {times(sizes)}")
-            with suppress(InfeasibleError):
-                look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
+            look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
+            try:
                 self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=self.known_s), self.known_s * HONED, GLANCE_S))
+            except InfeasibleError as error:
+                self.bounds += error.proven
+            else:
                 self._know(self.seen[-1])
 
     def hone(self) -> None:

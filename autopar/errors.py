@@ -6,6 +6,8 @@ do, with the value got and the value wanted.
 
 from __future__ import annotations
 
+import math
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""
@@ -16,11 +18,17 @@ class CaptureError(AutoparError):
 
 
 class InfeasibleError(AutoparError, ValueError):
-    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short."""
+    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short. Where none was found that fits, and one may be,
+    it takes `bound_s` seconds at least."""
 
-    def __init__(self, message: str, missing_bytes: float | None = None) -> None:
+    def __init__(self, message: str, missing_bytes: float | None = None, bound_s: float = math.inf) -> None:
         super().__init__(message)
-        self.missing_bytes = missing_bytes
+        self.missing_bytes, self.bound_s = missing_bytes, bound_s
+
+    @property
+    def proven(self) -> list[float]:
+        """`bound_s` where something may fit."""
+        return [self.bound_s] if self.bound_s < math.inf else []
 
 
 class PlanError(AutoparError, ValueError):

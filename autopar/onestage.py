@@ -282,7 +282,8 @@ def _search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
         try:
             solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
             here = planner.candidate(sizes, space(sizes), "search", solve)
-        except InfeasibleError:
+        except InfeasibleError as error:
+            bounds += error.proven
             continue
         bounds.append(here.solution.bound_s)
         found = here if found is None or here.cost.time_s < found.cost.time_s else found

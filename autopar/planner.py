@@ -238,6 +238,7 @@ class Planner:
             found = within(self.request.limit_bytes, solved, peak_bytes, 2 * TRIES if self.tiling(sizes, used) else TRIES)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
+            error.bound_s = min(bounds[:1], default=error.bound_s)
             raise
         self.missing_bytes += [peaks[0] - self.request.limit_bytes] if found.short else []
         return found

@@ -82,6 +82,27 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
     assert look.best is made[2, 4] and look.known_s == 0.95
 
 
+def test_what_does_not_fit_as_it_runs_may_with_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh on which no answer was found that fits is no mesh on which nothing does: what is proven of it is proven of the search."""
+    who = subject("hf-gpt2")
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("h100:2x2")))
+
+    meshes = [(4,), (2, 2)]
+    bounds = {sizes: ilp.glance(planner.model(sizes, space(sizes), "search").problem, time_limit_s=2.0).bound_s for sizes in meshes}
+    promising = min(meshes, key=lambda sizes: bounds[sizes])
+    assert bounds[promising] < max(bounds.values())
+    counted = planner.counted
+
+    def walked(planner: Planner, found: Candidate) -> Candidate:
+        found = counted(found)
+        return replace(found, peak_bytes=2 * planner.request.limit_bytes) if found.mesh.sizes == promising else found
+
+    monkeypatch.setattr(Planner, "counted", walked)
+    found, proven_s = first_look(planner, meshes, Timer(60.0), math.inf, nowhere()).finished(math.inf)
+    assert found is not None and found.mesh.sizes != promising
+    assert 0.0 < proven_s <= bounds[promising] * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_memory_of_what_is_faster_as_it_runs_is_counted_whatever_its_problem_proves(counted: bool) -> None:
     who = subject("hf-gpt2")

@@ -96,3 +96,15 @@ def test_what_is_missing_may_be_said_too_large() -> None:
 def test_where_a_step_would_leave_nothing_less_is_tried() -> None:
     """A peak of more than twice the limit, which falls faster than the room does."""
     assert within(100.0, lambda room: room, lambda answer: 100 + 5 * (answer - 60) if answer > 60 else 90.0) <= 60
+
+
+def test_what_was_passed_by_is_tried() -> None:
+    """From 82 on 64, and 74 on 46, of which less is kept and more lives for a moment: what fits is between."""
+    def solve(room: float) -> float:
+        if room < 45:
+            raise InfeasibleError("nothing is that small", missing_bytes=45 - room)
+        return max(n for n in (45.0, 53.0, 62.0) if n <= room)
+
+    assert within(64.0, solve, lambda answer: {62.0: 82.0, 53.0: 56.0, 45.0: 74.0}[answer]) == 53.0
+    with pytest.raises(InfeasibleError, match="nothing is that small"):
+        within(64.0, solve, lambda answer: {62.0: 82.0, 53.0: 75.0, 45.0: 74.0}[answer])

@@ -38,10 +38,10 @@ from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
 
 UNPROVEN = "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes (--prove), says more"
-"""Where planning took more than MOST of its time."""
+"""Where the search took all of its time, and nobody has looked at anything beside it."""
 
 MOST = 2 / 3
-"""Of the time limit: a proof takes half as long as the search that it is for, or about so."""
+"""Of the time limit: a proof takes half as long as the search that it is for, or about so. Behind a longer search it ends with what was looked at beside that, if anything was."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -103,9 +103,8 @@ def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:
     timer, step_s, mesh, notes = inner.timer, made.predicted.step_s, _flat(made), made.notes
     if inner.request.prove:
         bound_s = proven_s(inner, step_s, mesh)
-    elif timer.left_s >= timer.limit_s * (1 - MOST):
-        bound_s = proof.proven_s(step_s, mesh, timer.ends_at)
     else:
-        bound_s = proof.so_far_s(step_s, mesh)
+        enough = timer.left_s < timer.limit_s * (1 - MOST) and proof.looked
+        bound_s = proof.proven_s(step_s, mesh, -math.inf if enough else timer.ends_at)
         notes = notes if proof.looked else (*notes, UNPROVEN)
     return replace(made, notes=notes, predicted=replace(made.predicted, bound_s=bound_s))

@@ -72,21 +72,15 @@ class Beside:
 
     @property
     def looked(self) -> bool:
-        """Whether the other process has proven more than the least work there is."""
-        return self._process is not None and self.prover.board.looked
-
-    def so_far_s(self, known_s: float, mesh: tuple[int, ...] | None) -> float:
-        """Seconds that no plan beats by what was looked at so far; `mesh` as proven_s has it."""
-        return min([self.prover.proven_s(known_s), *map(self.prover.floor_s, self._others(mesh))])
+        """Whether more is proven than the least work there is."""
+        return self.prover.board.looked
 
     def proven_s(self, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
-        """As joint.prove.proven_s, with the other process where there is one."""
-        if self._process is None:
-            return proven_s(self.inner, known_s, mesh, closely=False, deadline=deadline)
+        """As joint.prove.proven_s, with what the other process has looked at so far; before the `deadline` both look on."""
         board = self.prover.board
         board.know(known_s)
         while time.monotonic() < deadline and board.open(self.prover.enough_s(known_s)):
-            if self.prover.look(known_s, OURS):
+            if self.prover.look(known_s, OURS) or self._process is None:
                 continue
             self._process.join(WAIT_S)
             if not self._process.is_alive():

@@ -14,14 +14,14 @@ from functools import cache
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint import beside, plan
+from autopar.joint import UNPROVEN, _proven, beside, plan
 from autopar.joint.beside import Beside
 from autopar.joint.inner import Inner
 from autopar.joint.prove import Prover, proven_s
 from autopar.joint.shapes import Shape
 from autopar.problem.settings import Settings
 from autopar.request import Request
-from tests.helpers.verify import subject
+from tests.helpers.verify import by_recipe, subject
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_two_processes_prove_what_one_does() -> None:
         proof.know(2 * step_s())  # slower ones are not news
         (child,) = multiprocessing.active_children()
         assert child.daemon and proof.proven_s(step_s(), None, math.inf) == pytest.approx(alone_s, rel=1e-9) and proof.looked
-        assert proof.so_far_s(step_s(), None) == pytest.approx(alone_s, rel=1e-9)
+        assert proof.proven_s(step_s(), None, -math.inf) == pytest.approx(alone_s, rel=1e-9)
 
 
 def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothing() -> None:
@@ -61,7 +61,7 @@ def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothin
         while not proof.looked:
             time.sleep(0.01)
         multiprocessing.active_children()[0].join()
-        found_s = proof.so_far_s(step_s(), None)
+        found_s = proof.proven_s(step_s(), None, -math.inf)
     assert found_s == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
     assert found_s > min(proof.prover.floor_s(shape) for shape in proof.prover.shapes())
 
@@ -86,6 +86,18 @@ def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pyt
         assert not proof.looked and proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
 
 
+@pytest.mark.parametrize("left_s", [20.0, -1.0])
+def test_a_search_that_took_most_of_its_time_leaves_the_rest_to_a_proof(left_s: float) -> None:
+    """Where nobody has looked at anything beside it: the gap to the least work there is says little."""
+    inner = inner_of()
+    made = by_recipe(subject("hf-gpt2"), (4,), "ddp")
+    made = replace(made, predicted=replace(made.predicted, step_s=step_s()))
+    inner.timer.ends_at = time.monotonic() + left_s
+    proven = _proven(inner, made, Beside(inner))
+    floor_s = min(map(Prover(inner, closely=False).floor_s, Prover(inner, closely=False).shapes()))
+    assert (proven.predicted.bound_s > floor_s, UNPROVEN in proven.notes) == ((True, False) if left_s > 0 else (False, True))
+
+
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
     who = subject("hf-gpt2")
     own = Shape(1, (2, 2, 2), 1)
@@ -94,7 +106,7 @@ def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
         known_s = 1.3 * proof.prover.floor_s(own)
         proof.know(known_s)
         least_s = proven_s(proof.inner, known_s, closely=False, only=[own])
-        assert proof.proven_s(known_s, (2, 2, 2), math.inf) <= least_s and proof.so_far_s(known_s, (2, 2, 2)) <= proof.prover.floor_s(own) < least_s
+        assert proof.proven_s(known_s, (2, 2, 2), math.inf) <= least_s and proof.proven_s(known_s, (2, 2, 2), -math.inf) <= proof.prover.floor_s(own) < least_s
 
 
 def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from autopar.joint.laid import Found
 from autopar.joint.spaces import SEARCH, Space, asked, of_recipe
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
-from autopar.text import seconds
+from autopar.text import seconds, times
 
 
 def best(inner: Inner, **about: Any) -> Plan:
@@ -81,13 +81,13 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
     if best is None and flat is not None:
         made = _among_all(flat, tried, bound_s)
-        return replace(made, notes=inner.timer.noted(made.notes))
+        return replace(made, notes=inner.timer.noted((*made.notes, *_rather(made, walks))))
     if best is None:
         faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}{faster}: "
                               + ("; ".join(why[-3:]) or walks[0].reason))
     made = _finished(inner, best, flat, tried, bound_s, about)
-    return replace(made, notes=inner.timer.noted(made.notes))
+    return replace(made, notes=inner.timer.noted((*made.notes, *_rather(made, walks))))
 
 
 def _hoped(inner: Inner) -> float:
@@ -121,6 +121,15 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
         notes = (*notes, f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of their Problem")
     predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
+
+
+def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
+    """What is to be said where a pipeline is faster than `made`, which is easier to live with, by less than prices tell apart."""
+    step_s = made.predicted.step_s
+    other = min((found for walk in walks for found in walk.settled), key=lambda found: found.step_s, default=None)
+    if other is not None and other.step_s < step_s:
+        how, others = (f"{times(plan.grid)}{', ' * bool(plan.how)}{plan.how}" for plan in (made, other.plan))
+        yield f"{how} ({seconds(step_s)}) rather than {others} ({seconds(other.step_s)}): prices do not tell {100 * (step_s / other.step_s - 1):.2f} % apart"
 
 
 def _order(asked: Cluster, plan: Plan) -> Iterator[str]:

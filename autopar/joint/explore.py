@@ -69,6 +69,11 @@ class Explorer:
         return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
 
     @property
+    def settled(self) -> list[Found]:
+        """The answers that were solved to the end."""
+        return [found for shape, found in self.fit.items() if shape in self.polished]
+
+    @property
     def least_floor_s(self) -> float:
         """Seconds that no plan of the space beats: the least work there is, and the wait that no schedule avoids."""
         return min((self.pricing.floor_s(shape, self.pricing.levels[0]) for shape in self.floors), default=math.inf)

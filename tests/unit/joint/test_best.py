@@ -6,13 +6,14 @@ import dataclasses
 import math
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
+from autopar.joint.best import _rather
 from autopar.joint.effort import Effort
 from autopar.joint.explore import CLOSE, Explorer
 from autopar.joint.inner import Inner
@@ -23,7 +24,7 @@ from autopar.joint.spaces import SEARCH
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
 from autopar.request import Request
-from tests.helpers.verify import subject
+from tests.helpers.verify import by_recipe, subject
 
 
 class All(Explorer):
@@ -77,3 +78,13 @@ def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_sl
     vars(walk)["pricing"] = SimpleNamespace(proven=proven, exact=lambda before: SimpleNamespace(shape=before.shape, step_s=step_s))
     walk._polish(found[shapes[name]])
     assert (shapes["beaten"] not in walk.found) == (shapes["beaten"] not in walk.beaten) == open_again
+
+
+@pytest.mark.parametrize(("step_s", "said"), [(1.0, True), (0.9, False)])
+def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: float, *, said: bool) -> None:
+    made = by_recipe(subject("hf-gpt2"), (2,), "ddp")
+    made = dataclasses.replace(made, predicted=dataclasses.replace(made.predicted, step_s=step_s))
+    walk: Any = SimpleNamespace(settled=[SimpleNamespace(step_s=slower_s, plan=dataclasses.replace(made, microbatches=4)) for slower_s in (0.995, 0.998)])
+    notes = list(_rather(made, [walk, cast("Any", SimpleNamespace(settled=[]))]))
+    assert notes == (["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else [])
+    assert not list(_rather(made, []))

@@ -87,7 +87,7 @@ def _refused(source: str, light: Light, name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_cannot_step_on_shards_says_so(name: str) -> None:
-    """When this fails, torch can: say so in docs/usage.md, and of what is fused in autopar/optimizers.py."""
+    """When this fails, torch can: say so in docs/training.md, and of what is fused in autopar/optimizers.py."""
     who = subject("gpt")
     case = who.case(by_recipe(who, (2,), "zero3"))
     for said in living(2).run(_refused, case.source(), case.light, name):

@@ -150,7 +150,7 @@ def _data() -> tuple[bool, bool]:
 
 
 def test_data_of_parameters_is_changed_in_place_only() -> None:
-    """When this fails, torch heeds assignments too: say so in docs/usage.md."""
+    """When this fails, torch heeds assignments too: say so in docs/training.md."""
     assert on_ranks(2, _data) == [(True, True)] * 2
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from torch import fx, nn
 
 import passes
-from autopar._torch import code_when_asked, pytree
+from autopar._torch import code_when_asked
 from autopar.capture import alike, dims
+from autopar.capture.asked import Asked
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
 from autopar.capture.chance import draws
@@ -24,17 +24,13 @@ from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.failures import refuse_sizes_of_values
-from autopar.capture.hooks import refuse_hooks
 from autopar.capture.nested import nested
 from autopar.capture.norms import momenta
-from autopar.capture.shadow import WithLoss, shadow
+from autopar.capture.outputs import check_loss, mark_loss, other_outputs, plain
+from autopar.capture.shadow import shadow
 from autopar.capture.state import other_state, own_state
 from autopar.capture.steps import one_step
-from autopar.capture.tape import Tape
-from autopar.capture.targets import count_targets, refuse_trained
-from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import CaptureError
-from autopar.frontend import max_positions
 from passes import facts
 
 
@@ -49,60 +45,53 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     `rests` is the model as it rests, where `model` is it in the dtype of activations: its buffers keep their own dtypes.
     Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
-    clock = _Clock(progress)
-    refuse_wrapped(model)
-    refuse_trained(loss_fn)
-    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # what it changes when it is traced, the user's own does not
-    targets = count_targets(loss_fn, model, len(args), kwargs or {})
-    _check_inputs(model, args, kwargs or {}, targets)
-    if mode == "train":
-        refuse_hooks(model)
-    inputs, named = _to_meta(args), _to_meta(dict(kwargs or {}))
-    flat, tree = pytree.tree_flatten((inputs, named))
-    asked = dims.explicit(flat, dynamic_shapes, tree) if dynamic_shapes is not None else dims.find(flat, max_positions(model))
-    runs = alike.find(model) if fold else []
-    notes = [note] if dynamic_shapes is None and (note := dims.unshared(flat)) else []
+    asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
+    try:
+        return _captured(asked, alike.find(model) if fold else [], _Clock(progress))
+    except _Shortened:
+        return _captured(asked, [], _Clock(progress))
+
+
+class _Shortened(Exception):
+    """Passes refuse a graph of shortened runs of blocks, maybe for want of what is left out: the model is captured whole instead."""
+
+
+def _captured(asked: Asked, runs: list[alike.AlikeRun], clock: _Clock) -> Captured:
+    """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where it is to be captured whole."""
+    model, mode = asked.model, asked.mode
     with clock("shadow"):
-        twin, runs, why = _shadow(model, runs, targets, mode, asked, flat, tree)
-        resting = {} if rests is None else _buffer_dtypes(shadow(rests, _kept(rests, runs)))
-        notes += [f"blocks are captured one by one: {why}"] if why else []
+        twin, runs, why = _shadow(asked, runs)
+        resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept(asked.rests, runs)))
     with clock("export"), code_when_asked():
-        program, known, found, left_out = export(lambda: _with_loss(shadow(twin), loss_fn, targets, len(inputs)), tuple(inputs), dict(named), asked, training=mode == "train")
-    notes += found
+        program, known, found, left_out = export(lambda: asked.with_loss(shadow(twin)), asked.inputs, dict(asked.named), asked.dims, training=mode == "train")
     with clock("evaluation"):
-        given, keywords = pytree.tree_unflatten(known.stand_ins(flat), tree)
-        given = given[:len(given) - targets]  # the loss function is not asked
-        step = one_step(lambda: shadow(twin), type(model).__name__, given, keywords)
-        evaluating = _evaluation(twin, runs, step, given, keywords) if mode == "train" else Evaluation()
-    if evaluating.differs and not model.training:
-        notes.append("the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone")
+        evaluating = _evaluation(asked, twin, runs, known)
     with clock("passes"), code_when_asked():
-        try:
-            gm = _graph(model, program, known, runs, mode, evaluating.noises, resting)
-        except ValueError as error:
-            if not runs:  # nothing was shortened: the error is about the model itself
-                raise CaptureError(f"{type(model).__name__} cannot be captured: {error}") from error
-            return capture(model, args, kwargs, loss_fn=loss_fn, mode=mode, dynamic_shapes=dynamic_shapes, fold=False, progress=progress, rests=rests)
-    if gm.meta.get("noises", 0) != evaluating.noises:
-        evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
+        gm = _graph(asked, program, known, runs, evaluating.noises, resting)
     structure, numbers = outputs_of(program)
     left_out |= numbers
-    _check_loss(gm, mode, model, left_out)
-    refuse_sizes_of_values(gm, type(model).__name__)
-    leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
+    check_loss(gm, mode, model, left_out)
+    refuse_sizes_of_values(gm, asked.name)
     with clock("constants"):
-        values, valueless = constants(rests or model, gm)
-    notes += [*valueless.values(), *_other_outputs(left_out, structure), *_other_state(model)]
-    return Captured(gm, type(model).__name__, known.hints, tuple(leaves), _plain(structure), _aliases(model), values,
-                    graph_hash(gm), fleeting(model), tuple(notes), clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    nested=nested(inspect.signature(_with_loss(model, loss_fn, targets, len(inputs)).forward), inputs, named, gm.meta["leaves"]),
+        values, valueless = constants(asked.rests or model, gm)
+    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training), *valueless.values(), *other_outputs(left_out, structure), *_other_state(model))
+    if gm.meta.get("noises", 0) != evaluating.noises:
+        evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
+    leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
+    signature = inspect.signature(asked.with_loss(model).forward)
+    return Captured(gm, asked.name, known.hints, tuple(leaves), plain(structure), _aliases(model), values,
+                    graph_hash(gm), fleeting(model), notes, clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
+                    nested=nested(signature, asked.inputs, asked.named, gm.meta["leaves"]),
                     order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out), momenta=momenta(model))
 
 
-def _other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
-    """Notes of outputs that the sharded module gives otherwise than the model does."""
-    yield from (f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items())
-    yield from (f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items())
+def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
+    """Notes of how the model was captured: `why` not with blocks alike taken together, what export has `found`, and whether it is in evaluation, which `differs`."""
+    if why:
+        yield f"blocks are captured one by one: {why}"
+    yield from found
+    if differs:
+        yield "the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone"
 
 
 def _other_state(model: nn.Module) -> Iterator[str]:
@@ -115,17 +104,12 @@ def _other_state(model: nn.Module) -> Iterator[str]:
                "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
 
 
-def _shadow(model: nn.Module, runs: list[alike.AlikeRun], targets: int, mode: str,
-            asked: dims.Dims, flat: list[Any], tree: Any) -> tuple[nn.Module, list[alike.AlikeRun], str]:
+def _shadow(asked: Asked, runs: list[alike.AlikeRun]) -> tuple[nn.Module, list[alike.AlikeRun], str]:
     """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
-    why = ""
-    twin = _in_mode(shadow(model, _kept(model, runs)), mode)
-    args, kwargs = pytree.tree_unflatten(asked.stand_ins(flat), tree)
-    if runs:
-        why = is_chain(model, shadow(twin), runs, tuple(args[:len(args) - targets]), kwargs)
-    if why:
-        runs, twin = [], _in_mode(shadow(model), mode)
-    return twin, runs, why
+    model = asked.model
+    twin = _in_mode(shadow(model, _kept(model, runs)), asked.mode)
+    why = is_chain(model, shadow(twin), runs, *asked.stand_ins(asked.dims)) if runs else ""
+    return (_in_mode(shadow(model), asked.mode), [], why) if why else (twin, runs, "")
 
 
 def _kept(model: nn.Module, runs: list[alike.AlikeRun]) -> dict[str, Mapping[int, int]]:
@@ -137,28 +121,14 @@ def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in twin.named_buffers(remove_duplicate=False)}
 
 
-def _with_loss(twin: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, targets: int, inputs: int) -> nn.Module:
-    """A model that takes so many positional `inputs`, the `targets` of its loss function included."""
-    return twin if loss_fn is None else WithLoss(twin, loss_fn, targets, inputs - targets)
-
-
-def _evaluation(twin: nn.Module, runs: list[alike.AlikeRun], step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How the model of which `twin` is the short shadow evaluates."""
+def _evaluation(asked: Asked, twin: nn.Module, runs: list[alike.AlikeRun], known: dims.Dims) -> Evaluation:
+    """How the model of which `twin` is the short shadow evaluates. Raises CaptureError where a training step differs from the first one."""
+    args, kwargs = asked.stand_ins(known)
+    step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
+    if asked.mode != "train":
+        return Evaluation()
     found = evaluation(twin, step, args, kwargs)
     return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
-
-
-def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise CaptureError where the inputs are not what forward takes, and the loss function behind it so many `targets`."""
-    signature = inspect.signature(model.forward)
-    got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
-    if len(args) < targets:
-        raise CaptureError(f"{type(model).__name__}: {got}, wanted those of the model and, last, {targets} for loss_fn")
-    try:
-        signature.bind(*args[:len(args) - targets], **kwargs)
-    except TypeError as error:
-        taken = f", of which the last {targets} go to loss_fn" if targets else ""
-        raise CaptureError(f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}") from None
 
 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
@@ -166,19 +136,24 @@ def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
-def _graph(model: nn.Module, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], mode: str, noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
-    """The exported program as the contract's graph, all passes run."""
-    first = _first_names(model)
-    trained = {name: p.requires_grad and mode == "train" for name, p in model.named_parameters()}
-    gm = to_graph(program, known, lambda name: first.get(name, name), trained)
-    kinds = gm.meta["outputs"]
-    if mode == "train" and kinds:
-        _mark_loss(gm)
-    gm.meta.update(noises=noises, own_dtypes=resting)
-    if runs:
-        gm.meta["repeat_counts"] = _repeat_counts(runs)
-    with torch.device("cpu"):  # passes evaluate masks: not on meta, even when the caller builds models there
-        return passes.run(gm, (*passes.NORMALIZE, *passes.ANNOTATE))
+def _graph(asked: Asked, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
+    """The exported program as the contract's graph, all passes run. Raises as `_captured`."""
+    training = asked.mode == "train"
+    first = _first_names(asked.model)
+    trained = {name: p.requires_grad and training for name, p in asked.model.named_parameters()}
+    try:
+        gm = to_graph(program, known, lambda name: first.get(name, name), trained)
+        if training and gm.meta["outputs"]:
+            mark_loss(gm)
+        gm.meta.update(noises=noises, own_dtypes=resting)
+        if runs:
+            gm.meta["repeat_counts"] = _repeat_counts(runs)
+        with torch.device("cpu"):  # passes evaluate masks: not on meta, even when the caller builds models there
+            return passes.run(gm, (*passes.NORMALIZE, *passes.ANNOTATE))
+    except ValueError as error:
+        if runs:
+            raise _Shortened from error
+        raise CaptureError(f"{asked.name} cannot be captured: {error}") from error
 
 
 def _repeat_counts(runs: list[alike.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
@@ -187,25 +162,6 @@ def _repeat_counts(runs: list[alike.AlikeRun]) -> dict[str, list[tuple[int, int,
     for run in runs:
         found.setdefault(run.path, []).append((run.start, run.period, alike.KEPT, run.count))
     return found
-
-
-def _mark_loss(gm: fx.GraphModule) -> None:
-    """The output called loss, or else the only scalar float, is the loss."""
-    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
-    entries = gm.meta["outputs"]
-    scalars = [i for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and facts.is_tensor(n) and facts.is_float(n)
-               and facts.numel(n) == 1]
-    named = [i for i in scalars if entries[i]["name"].rsplit(".", 1)[-1] == "loss"]
-    chosen = named or (scalars if len(scalars) == 1 else [i for i in scalars if i == 0])
-    if chosen:
-        entries[chosen[0]] = {"name": "loss", "kind": "loss", "target": ""}
-
-
-def _check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mapping[str, str]) -> None:
-    if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
-        others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
-        raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference'")
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -222,26 +178,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first for name, first in _first_names(model).items() if name != first}
 
 
-def _plain(structure: Any) -> Any:
-    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of these."""
-    if isinstance(structure, Mapping):
-        return {k if type(k) is int else str(k): _plain(v) for k, v in structure.items()}
-    if isinstance(structure, (tuple, list)):
-        return tuple(_plain(v) for v in structure)
-    if structure is not None and not isinstance(structure, (bool, int, str)):
-        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make again: return its tensors in a dict, a tuple or a dataclass")
-    return structure
-
-
-def _named_tuples(structure: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Names and fields of the named tuples in the user's pytree."""
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        yield type(structure).__name__, structure._fields
-    if isinstance(structure, (Mapping, tuple, list)):
-        for item in structure.values() if isinstance(structure, Mapping) else structure:
-            yield from _named_tuples(item)
-
-
 def graph_hash(gm: fx.GraphModule) -> str:
     """Hash of what the graph computes: ops, sizes, arguments and parameter names, not source lines."""
     text = [passes.run.__name__]
@@ -251,10 +187,6 @@ def graph_hash(gm: fx.GraphModule) -> str:
             target = getattr(node.target, "__name__", str(node.target))
             text.append(f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} {node.meta.get('repeat')}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
-
-
-def _to_meta(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, tree)
 
 
 class _Clock:

@@ -1,0 +1,88 @@
+"""What is to be captured: a model, and the inputs that it is captured for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture import dims
+from autopar.capture.dims import Dims
+from autopar.capture.hooks import refuse_hooks
+from autopar.capture.shadow import WithLoss
+from autopar.capture.targets import count_targets, refuse_trained
+from autopar.capture.wrapped import refuse_wrapped
+from autopar.errors import CaptureError
+from autopar.frontend import max_positions
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A model and its inputs on meta, positional `inputs` and `named` ones, whose dims have names; the last `targets` of the positional ones are for `loss_fn`. `rests` is the
+    model as it rests, where `model` is it in the dtype of activations. `notes` say what was found of the dims."""
+
+    model: nn.Module
+    loss_fn: Callable[..., torch.Tensor] | None
+    mode: str
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    targets: int
+    dims: Dims
+    notes: tuple[str, ...]
+    rests: nn.Module | None
+
+    @staticmethod
+    def of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
+           dynamic_shapes: Any, rests: nn.Module | None) -> Asked:
+        """As `capture` is asked. Raises CaptureError for models, loss functions and inputs that cannot be."""
+        refuse_wrapped(model)
+        refuse_trained(loss_fn)
+        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # what it changes when it is traced, the user's own does not
+        targets = count_targets(loss_fn, model, len(args), kwargs)
+        _check_inputs(model, args, kwargs, targets)
+        if mode == "train":
+            refuse_hooks(model)
+        inputs, named = _to_meta(args), _to_meta(dict(kwargs))
+        flat, tree = pytree.tree_flatten((inputs, named))
+        if dynamic_shapes is not None:
+            return Asked(model, loss_fn, mode, tuple(inputs), named, targets, dims.explicit(flat, dynamic_shapes, tree), (), rests)
+        note = dims.unshared(flat)
+        return Asked(model, loss_fn, mode, tuple(inputs), named, targets, dims.find(flat, max_positions(model)), (note,) if note else (), rests)
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
+
+    def stand_ins(self, known: Dims) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs of the model alone, without targets, of sizes that tell the dims apart."""
+        flat, tree = pytree.tree_flatten((self.inputs, self.named))
+        args, kwargs = pytree.tree_unflatten(known.stand_ins(flat), tree)
+        return tuple(args[:len(args) - self.targets]), kwargs
+
+    def with_loss(self, twin: nn.Module) -> nn.Module:
+        """`twin`, a model as this one, with the loss function behind it."""
+        return twin if self.loss_fn is None else WithLoss(twin, self.loss_fn, self.targets, len(self.inputs) - self.targets)
+
+
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
+    """Raise CaptureError where the inputs are not what forward takes, and the loss function behind it so many `targets`."""
+    signature = inspect.signature(model.forward)
+    got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
+    if len(args) < targets:
+        raise CaptureError(f"{type(model).__name__}: {got}, wanted those of the model and, last, {targets} for loss_fn")
+    try:
+        signature.bind(*args[:len(args) - targets], **kwargs)
+    except TypeError as error:
+        taken = f", of which the last {targets} go to loss_fn" if targets else ""
+        raise CaptureError(f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}") from None
+
+
+def _to_meta(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, tree)

@@ -1,0 +1,57 @@
+"""What a captured model gives: which output is its loss, and what of its outputs an emitted program can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from autopar.errors import CaptureError
+from passes import facts
+
+
+def mark_loss(gm: fx.GraphModule) -> None:
+    """The output called loss, or else the only scalar float, is the loss."""
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    entries = gm.meta["outputs"]
+    scalars = [i for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and facts.is_tensor(n) and facts.is_float(n)
+               and facts.numel(n) == 1]
+    named = [i for i in scalars if entries[i]["name"].rsplit(".", 1)[-1] == "loss"]
+    chosen = named or (scalars if len(scalars) == 1 else [i for i in scalars if i == 0])
+    if chosen:
+        entries[chosen[0]] = {"name": "loss", "kind": "loss", "target": ""}
+
+
+def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mapping[str, str]) -> None:
+    """Raise CaptureError where a model that trains has no loss; `left_out` are outputs that the graph lacks, by name."""
+    if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
+        others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
+        raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
+                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference'")
+
+
+def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
+    """Notes of outputs that the sharded module gives otherwise than the model does."""
+    yield from (f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items())
+    yield from (f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items())
+
+
+def plain(structure: Any) -> Any:
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of these."""
+    if isinstance(structure, Mapping):
+        return {k if type(k) is int else str(k): plain(v) for k, v in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        return tuple(plain(v) for v in structure)
+    if structure is not None and not isinstance(structure, (bool, int, str)):
+        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make again: return its tensors in a dict, a tuple or a dataclass")
+    return structure
+
+
+def _named_tuples(structure: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Names and fields of the named tuples in the user's pytree."""
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        yield type(structure).__name__, structure._fields
+    if isinstance(structure, (Mapping, tuple, list)):
+        for item in structure.values() if isinstance(structure, Mapping) else structure:
+            yield from _named_tuples(item)

@@ -62,10 +62,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
         walk = Explorer(inner, space, known_s, deadline if known_s < math.inf else deadline + inner.timer.limit_s, wider, reach)
         if first is not None and not walks:
             walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
-            walk.polished, walk.expanded = first.polished, first.expanded
-            walk.pricing.proven.update(first.pricing.proven)
-            walk.pricing.roomy.update(first.pricing.roomy)
-            walk.pricing.laid.update(first.pricing.laid)
+            walk.polished, walk.expanded, walk.pricing = first.polished, first.expanded, first.pricing
         walks.append(walk)
         found = walk.run()
         if found is not None and inner.request.recipe is None and found.step_s < known_s * _hoped(inner):

@@ -60,6 +60,7 @@ class Pricing:
     proven: dict[Shape, float] = field(default_factory=dict)
     roomy: dict[Shape, float] = field(default_factory=dict)
     laid: dict[Shape, list[Way]] = field(default_factory=dict)
+    _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
         """A first answer, with nothing run again or with as many blocks as memory wants. Raises Beaten where nothing is as fast as
@@ -96,12 +97,19 @@ class Pricing:
         """`found`, or with other results kept of the blocks that it runs again, where that is faster."""
         if not self._runs_again(found):
             return found
-        made = Fuller.of(found.chosen, self.inner.whole).fastest(lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen))
+        made = self._open(found.chosen).fastest(lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen))
         return found if made is None or made.step_s >= found.step_s else made
+
+    def _open(self, chosen: Chosen) -> Fuller:
+        """What may be kept under the choices of `chosen`, found once: the glance and the exact answer ask for it."""
+        key = id(chosen.models), chosen.level, chosen.solution.choice
+        if key not in self._opened:
+            self._opened[key] = Fuller.of(chosen, self.inner.whole)
+        return self._opened[key]
 
     def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Way]:
         """The same choices with other results kept, under the timetables that are the fastest where nothing is."""
-        opened = Fuller.of(chosen, self.inner.whole)
+        opened = self._open(chosen)
 
         def laid(way: tuple[Timetable, Ground]) -> Callable[[Chosen], Found]:
             return lambda chosen: self._glanced(shape, *way, chosen)

@@ -1,7 +1,8 @@
 """Which dims of the inputs are symbolic: the batch `b`, the sequence `s`.
 
 Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence, but for
-the classes [b, h, w] of the places of images [b, c, h, w].
+the classes [b, h, w] of the places of images [b, c, h, w]. Where floating inputs have the same size there (weights of tokens, log-probabilities, embeddings),
+that may be the sequence too, or chance: who exports tries both.
 Export runs on stand-in sizes where the user's own would be specialised (1, or batch equal to sequence).
 """
 
@@ -20,6 +21,7 @@ from autopar.errors import CaptureError
 from passes.facts import UNBOUNDED
 
 STAND_IN = {"b": 6, "s": 10}  # small sizes that are neither 1 nor each other
+FEW = 4  # from so many positions on a sequence that is one or two shorter is still one
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Dims:
     loose: str = ""  # the symbol whose sizes are left to the model's conditions
     steps: dict[str, int] = field(default_factory=dict)  # what sizes must be multiples of
     own: bool = False  # whether that one is exported at the user's own size
+    also: dict[int, dict[int, str]] = field(default_factory=dict)  # dims of floating inputs that have the size of the sequence
+    wide: bool = False  # whether these are taken for it
 
     @property
     def of_samples(self) -> set[str]:
@@ -42,6 +46,11 @@ class Dims:
         """The same with the sizes of `name` left to the model's conditions, exported at the user's `own` one or at a stand-in."""
         return replace(self, loose=name, own=own)
 
+    def widened(self) -> list[Dims]:
+        """The same with floating inputs that have positions, too; nothing where none look like that."""
+        of = {i: {**self.of.get(i, {}), **self.also.get(i, {})} for i in {**self.of, **self.also}}
+        return [replace(self, of=of, also={}, wide=True)] if self.also else []
+
     def without(self, name: str) -> Dims:
         """The same with symbol `name` static."""
         of = {i: {d: n for d, n in dims.items() if n != name} for i, dims in self.of.items()}
@@ -49,7 +58,8 @@ class Dims:
 
     def shapes(self, flat: list[Any]) -> list[Any]:
         """`dynamic_shapes` of torch.export, flat."""
-        dims: dict[str, Any] = {name: Dim(name, min=2, max=self.limits[name]) if name in self.limits else Dim(name, min=2) for name in self.hints}
+        least = {name: FEW if self.wide and self.loose and name not in self.of_samples else 2 for name in self.hints}
+        dims: dict[str, Any] = {name: Dim(name, min=least[name], max=self.limits[name]) if name in self.limits else Dim(name, min=least[name]) for name in self.hints}
         if self.loose:
             dims[self.loose] = Dim.AUTO
         return [{d: dims[n] for d, n in self.of.get(i, {}).items()} or None if isinstance(x, torch.Tensor) else None
@@ -91,6 +101,7 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
         found.hints["s"] = size
         for i in tokens:
             found.of.setdefault(i, {})[1] = "s"
+        found.also = {i: {1: "s"} for i, x in tensors.items() if i not in tokens and x.ndim in (2, 3) and x.is_floating_point() and x.shape[1] == size >= FEW}
         if max_positions is not None:
             found.limits["s"] = max_positions
     return found

@@ -24,7 +24,7 @@ from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
-from autopar.capture.dims import Dims
+from autopar.capture.dims import FEW, Dims
 from autopar.capture.emptied import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
@@ -83,9 +83,9 @@ class _Exporting:
     kwargs: dict[str, Any]
     dims: Dims
     training: bool
-    failure: BaseException | None = None
+    failures: dict[bool, BaseException] = field(default_factory=dict)  # the first one, and the first one with floating inputs that have positions
     notes: list[str] = field(default_factory=list)
-    numbers: set[str] = field(default_factory=set)  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
+    numbers: set[tuple[bool, str]] = field(default_factory=set)  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
     least: int | None = None  # so many rows, at least, are taken to be picked by any mask
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
@@ -93,7 +93,7 @@ class _Exporting:
         attempts, model = deque(_weaker(self.dims)), None
         while attempts:
             dims = attempts.popleft()
-            if not self.numbers.isdisjoint(dims.hints):
+            if any((wide, name) in self.numbers for wide in (False, dims.wide) for name in dims.hints):
                 continue
             trial = self._trial(dims)
             model = trial.model
@@ -105,9 +105,10 @@ class _Exporting:
                 continue
             if self._holds(trial, program):
                 return program, trial.dims, self._noted(trial), trial.left_out
-        assert self.failure is not None and model is not None
-        place = source(self.failure, model)
-        raise CaptureError(f"{_class(model)} cannot be exported: {says(self.failure, self.dims)}\n{place}; {advice(self.failure, place)}") from self.failure
+        failure = self.failures[False]
+        assert model is not None
+        place = source(failure, model)
+        raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}") from failure
 
     def _trial(self, dims: Dims) -> _Trial:
         """A model made anew, with a forward that torch.export can take."""
@@ -138,10 +139,10 @@ class _Exporting:
         if self.least != 1 and of_values(error) and (self.least is None or nothing_of_nothing(self.fresh(), trial.args, trial.kwargs)):
             self.least = 0 if self.least is None else 1
             return True
-        if self.failure is None:
+        if not self.failures:
             _refuse_what_does_not_run(self.fresh, ((trial.args, trial.kwargs), (self.args, self.kwargs)), self.dims, error)
-        self.failure = self.failure or error
-        self.numbers |= made_numbers(error)
+        self.failures.setdefault(trial.dims.wide, error)
+        self.numbers |= {(trial.dims.wide, name) for name in made_numbers(error)}
         return False
 
     def _holds(self, trial: _Trial, program: ExportedProgram) -> bool:
@@ -152,12 +153,14 @@ class _Exporting:
         try:
             allowed = span(program, dims.of, dims.loose, dims.hints[dims.loose], dims.limits.get(dims.loose))
         except Fixed:
-            self.numbers.add(dims.loose)
+            self.numbers.add((dims.wide, dims.loose))
             return False
         if allowed is None:
             return False
         if allowed.most < (dims.limits.get(dims.loose) or TRIED) or allowed.step > 1:
-            self.notes.append(f"{dims.loose} may be {allowed}: {says(self.failure, self.dims)}")
+            self.notes.append(f"{dims.loose} may be {allowed}: {says(self.failures.get(dims.wide), self.dims, dims.loose)}")
+        if dims.wide and dims.loose in dims.of_samples:
+            self.notes.append(f"s is at least {FEW}: with fewer positions the model may do something else")
         trial.dims = replace(dims, steps={dims.loose: allowed.step} if allowed.step > 1 else {})
         return True
 
@@ -165,7 +168,7 @@ class _Exporting:
         """All that a user should know."""
         picked = [UNPICKED] if self.least and self.training else []
         fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
-        static = [why_static(self.failure, fixed, self.dims, trial.model)] if fixed else []
+        static = [why_static(self.failures.get(trial.dims.wide), fixed, self.dims, trial.model)] if fixed else []
         return [*self.notes, *picked, *static, *trial.notes]
 
 
@@ -242,9 +245,10 @@ def _listed(shapes: Any) -> Any:
 
 
 def _weaker(dims: Dims) -> list[Dims]:
-    """The dims as asked; then with one size left to the model's conditions, that of the batch last, at a stand-in or, where those are not met by the user's own size, at that;
-    then with fewer symbolic ones, the batch left to conditions there, too."""
-    found = [dims, *_loosened(dims, sorted(dims.hints, key=lambda name: name in dims.of_samples))]
+    """The dims as asked, then with floating inputs that may have positions; then with one size left to the model's conditions, that of the batch last, at a stand-in or, where those are not
+    met by the user's own size, at that; then with fewer symbolic ones, the batch left to conditions there, too."""
+    wide, names = dims.widened(), sorted(dims.hints, key=lambda name: name in dims.of_samples)
+    found = [dims, *wide, *(each.loosened(name, own=False) for each in wide for name in names), *_loosened(dims, names)]
     for name in reversed(list(dims.hints)):
         if len(dims.hints) > 1:
             fewer = dims.without(name)

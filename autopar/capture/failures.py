@@ -33,13 +33,14 @@ _WHOLE = "compute all rows and take those with torch.where or a product with the
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
 
-def says(error: BaseException | None, dims: Dims) -> str:
-    """The error's first line. Of violated constraints what the model wants of the sizes, `(4*b) == (8*(b // 2))`."""
+def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
+    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything of that, `(4*b) == (8*(b // 2))`."""
     text = str(error)
     names = {place: name for name, place in _SIZE.findall(text)}
     guards = [_named(guard, names) for guard in _GUARD.findall(text)]
     if guards:
-        return f"the model works only where {guards[0].strip()}"
+        wanted = next((guard for guard in guards if re.search(rf"\b{size}\b", guard)), guards[0]) if size else guards[0]
+        return f"the model works only where {wanted.strip()}"
     lines = [line.strip() for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines()) if line.strip()]
     line = lines[0][:300] if lines else type(error).__name__
     if _NO_SPAN in line:

@@ -102,6 +102,8 @@ class _Exporting:
             except export_errors() as error:
                 if self._picks_otherwise(trial, error):
                     attempts.appendleft(dims)
+                elif not attempts:
+                    _refuse_what_does_not_run(self.fresh, ((self.args, self.kwargs),), self.dims, error)
                 continue
             if self._holds(trial, program):
                 return program, trial.dims, self._noted(trial), trial.left_out

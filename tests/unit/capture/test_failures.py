@@ -180,10 +180,19 @@ class WrongSize(Net):
         return x * torch.ones(x.shape[1] + 1)  # the line
 
 
+class WrongBehind(Net):
+    """It has a number of samples first, for which it is tried with others than its own."""
+
+    def change(self, x):
+        x = x + torch.ones(8, 1)
+        return x * torch.ones(x.shape[1] + 1)  # the line
+
+
 @pytest.mark.parametrize(("model", "text"), [
     (Clamps, r"changes param linear.weight in place .*use a changed copy.* behind the optimizer's step"),
     (MasksUnlessCompiled, r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code fails there .*pass it as an input"),
     (Missing, r"(?s)Missing does not run on these inputs: .*has no attribute 'scale'.*at test_failures.py:\d+: .*# the line; it was called as it is, not traced"),
+    (WrongBehind, r"(?s)WrongBehind does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; it was called as it is, not traced"),
     (WrongSize, r"(?s)WrongSize does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; .*input 0 float32\[8, 4\], input 1 float32\[8, 4\]"),
     (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
     (Directional, r"Directional cannot be captured: .*transform of torch.func .*operators on batches"),

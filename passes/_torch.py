@@ -56,5 +56,9 @@ for _kernel in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
 for _kernel in ("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor"):
     torch.library.register_fake(_kernel, lambda grad, log_probs, *_: torch.empty_like(log_probs))
 
+# Nor for numbers as they are after quantisation, with which of them are in range.
+for _kernel in ("aten::fake_quantize_per_tensor_affine_cachemask", "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "aten::fake_quantize_per_channel_affine_cachemask"):
+    torch.library.register_fake(_kernel, lambda operand, *_: (torch.empty_like(operand), torch.empty_like(operand, dtype=torch.bool)))
+
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
            "shape_check", "size_functions"]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes.fake_quantize import FAKE_QUANTIZED
 from passes.spellings import reshape_sizes
 
 aten = torch.ops.aten
@@ -171,4 +172,5 @@ COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.rot90.default: _rotated,
     aten.take.default: _taken,
     aten.take_along_dim.default: _along,
+    **FAKE_QUANTIZED,
 }

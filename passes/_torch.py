@@ -60,5 +60,18 @@ for _kernel in ("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor"):
 for _kernel in ("aten::fake_quantize_per_tensor_affine_cachemask", "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "aten::fake_quantize_per_channel_affine_cachemask"):
     torch.library.register_fake(_kernel, lambda operand, *_: (torch.empty_like(operand), torch.empty_like(operand, dtype=torch.bool)))
 
+def _covariance(operand: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.cov` of rows of observations: products of what is left without the mean, over as many as there are, less `correction`."""
+    rows = operand.reshape(1, -1) if operand.dim() < 2 else operand
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    total = rows.shape[1] if weights is None else weights.sum()
+    left = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
+    off = correction if aweights is None or weights is None else correction * (weights * aweights).sum() / total
+    return (left @ (left if weights is None else left * weights).mT.conj() / (total - off)).squeeze()
+
+
+# torch's own looks at the values of weights, and asks of a number of observations whether it is enough, which it cannot where there are none. This one runs only where torch traces.
+torch.ops.aten.cov.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_covariance)
+
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
            "shape_check", "size_functions"]

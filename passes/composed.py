@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes.covariance import COVARIANCES
 from passes.fake_quantize import FAKE_QUANTIZED
 from passes.spellings import reshape_sizes
 
@@ -172,5 +173,6 @@ COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.rot90.default: _rotated,
     aten.take.default: _taken,
     aten.take_along_dim.default: _along,
+    **COVARIANCES,
     **FAKE_QUANTIZED,
 }

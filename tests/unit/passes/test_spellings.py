@@ -67,8 +67,14 @@ def test_second_names_take_the_same_arguments():
     lambda m, x, y: F.affine_grid((x @ m.w)[:, :2, :3], (x.shape[0], 1, 4, 7), align_corners=False), lambda m, x, y: F.affine_grid((x @ m.w)[:, :3, :4], (x.shape[0], 1, 4, 7, 3), align_corners=True),
     lambda m, x, y: torch.dist(x @ m.w, x) + torch.dist(x, m.w[0], 1), lambda m, x, y: x[..., :3] @ torch.diagflat(m.w[0, :2], 1),
     lambda m, x, y: torch.linalg.diagonal(x @ m.w) + torch.linalg.diagonal(x, offset=1, dim1=2, dim2=1).sum(), lambda m, x, y: torch.linalg.vecdot(x @ m.w, x, dim=1),
-    lambda m, x, y: (x @ m.w).msort(),
+    lambda m, x, y: (x @ m.w).msort(), lambda m, x, y: torch.cov((x @ m.w).flatten(0, 1).T) + torch.cov(m.w, correction=0), lambda m, x, y: torch.corrcoef((x @ m.w).flatten(0, 1).T),
 ])
 def test_operators_that_are_made_of_common_ones(function):
     gm = normalized(function, data(4, 5, 6), dims=None if "take_along_dim" in function.__code__.co_names else {"x": {0: B}})
     assert not {str(op) for op in COMPOSED} & set(targets(gm))
+
+
+def test_covariances_with_weights_or_of_one_variable_stay():
+    gm = normalized(lambda m, x, y: torch.cov(m.w, fweights=torch.arange(6)) + torch.cov(m.w, correction=2, fweights=torch.arange(6), aweights=torch.arange(6) / 7) * x.sum()
+                    + torch.cov(m.w[0], aweights=torch.arange(6) / 7, correction=0) + torch.corrcoef(x[0, 0] * m.w[0]), data(4, 5, 6))
+    assert targets(gm).count("aten.cov.default") == 3

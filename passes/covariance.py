@@ -1,0 +1,52 @@
+"""Covariances and correlations of rows of observations (`torch.cov`, `torch.corrcoef`), as products of what is left without the mean."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+
+def _covariance(node: fx.Node) -> fx.Node | None:
+    """Of several real variables without weights."""
+    given = edit.args_of(node)
+    weighted = given.get("fweights") is not None or given.get("aweights") is not None
+    return None if weighted or not _is_plain(given["self"]) else _products(given["self"], given["correction"], node)
+
+
+def _correlation(node: fx.Node) -> fx.Node | None:
+    """The covariance over both deviations."""
+    operand = edit.args_of(node)["self"]
+    if not _is_plain(operand):
+        return None
+    found = _products(operand, 1, node)
+    deviation = edit.call(node.graph, aten.sqrt.default, (edit.call(node.graph, aten.diagonal.default, (found,), like=node),), like=node)
+    for dim in (1, 0):
+        found = edit.call(node.graph, aten.div.Tensor, (found, edit.call(node.graph, aten.unsqueeze.default, (deviation, dim), like=node)), like=node)
+    return edit.call(node.graph, aten.clamp.default, (found, -1, 1), like=node)
+
+
+def _is_plain(operand: fx.Node) -> bool:
+    """Whether there are rows of several variables, of real numbers."""
+    return len(facts.shape(operand)) == 2 and facts.shape(operand)[0] != 1 and facts.dtype(operand).is_floating_point
+
+
+def _products(operand: fx.Node, correction: int, node: fx.Node) -> fx.Node:
+    """Products of the variables with each other, over as many observations as there are, less `correction`."""
+    mean = edit.call(node.graph, aten.mean.dim, (operand, [1], True), like=node)
+    left = edit.call(node.graph, aten.sub.Tensor, (operand, mean), like=node)
+    product = edit.call(node.graph, aten.matmul.default, (left, edit.call(node.graph, aten.transpose.int, (left, 0, 1), like=node)), like=node)
+    count = edit.size(operand, 1)
+    number = count - correction if isinstance(count, int) else edit.call(node.graph, operator.sub, (count, correction), like=node)
+    return edit.call(node.graph, aten.div.Tensor, (product, number), like=node)
+
+
+COVARIANCES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {aten.cov.default: _covariance, aten.corrcoef.default: _correlation}
+"""Operators that `passes.composed` writes so; those with weights stay as they are."""

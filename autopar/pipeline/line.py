@@ -96,9 +96,13 @@ class Line:
         summed = {scope: self._summed[scope] if back else none for scope in scopes}
         runs = {scope: _Ran.of(passes[way], self.program.runs[scope].count, self.gathers_bytes[scope, way], summed[scope], contention) for scope, passes in scopes.items() if scope}
         late_s = self._late_s(runs, contention, back=back, at_once=at_once)
-        own_s = scopes[""][way].work_s - summed[""].shown_s if "" in scopes else 0.0
+        own_s = scopes[""][way].work_s - summed[""].shown_s - self._opened_s(back=back) if "" in scopes else 0.0
         took_s = own_s + late_s + sum(ran.seconds for ran in runs.values())
         return max(0.0, took_s - sum(passes[way].work_s + shares[scope] * passes[way].background_s for scope, passes in scopes.items()))
+
+    def _opened_s(self, *, back: bool) -> float:
+        """Seconds of collectives of weights that are taken when nothing has computed yet."""
+        return sum(load.seconds for stop in self.stops.named("", back=back).values() for _, sent in stop.opens for load in sent.way)
 
     def _late_s(self, runs: Mapping[str, _Ran], contention: float, *, back: bool, at_once: bool) -> float:
         """Seconds in which a pass waits for gathers that have not come and gradients that are on their way, and by which these make what computes beside them longer."""
@@ -133,7 +137,7 @@ def _gathers(each: _Ran | Stop) -> list[Gather]:
     """What is gathered for it ahead."""
     if isinstance(each, _Ran):
         return [(each.takes, each.more)] if each.takes.way else []
-    return [(sent, ()) for _, sent in each.takes]
+    return [(sent, ()) for _, sent in (*each.opens, *each.takes)]
 
 
 class _Clock:

@@ -47,9 +47,11 @@ class Sum:
 @dataclass(eq=False, slots=True)
 class Stop:
     """What one operator of a block does: before it `takes` gathered weights and waits for collectives, each with the number of the operand for which,
-    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to. Seconds of one block."""
+    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to. Seconds of one block. `opens`: weights that it takes when
+    nothing has computed yet, which are part of the work as they are priced."""
 
     compute_s: float = 0.0
+    opens: list[tuple[int, Sent]] = field(default_factory=list)
     takes: list[tuple[int, Sent]] = field(default_factory=list)
     waits: list[tuple[int, Load]] = field(default_factory=list)
     behind: list[Load] = field(default_factory=list)

@@ -246,8 +246,8 @@ class Passes:
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
-        """Whether the piece `name` reads a weight in front of all blocks (Link.opening); pieces that are `apart` each by themselves."""
-        return link.opening and (not self.apart or any(opens and self.home[op.name] == name for (op, _), opens in zip(link.readers, link.opens, strict=True)))
+        """Whether nothing computes while a weight that the piece `name` reads is gathered (Link.opening); of pieces that are `apart` all that is read in front of blocks."""
+        return any(leads and self.home[op.name] == name for (op, _), leads in zip(link.readers, link.leads, strict=True)) if self.apart else link.opening
 
     def _weight(self, link: Link, made: Pair, asked: Pair, cost_s: float, name: str, reads: Sequence[tuple[Op, int]]) -> None:
         """The gather of a weight, and its gradient back."""
@@ -266,7 +266,9 @@ class Passes:
                 self.line.gathers_bytes[self._place(link)[0], way].append(link.size_bytes * fraction(asked.value, self.prices.sizes))
         if gathers and reads:
             gathered = Sent(split(ahead)[1], link.size_bytes * fraction(asked.value, self.prices.sizes))
-            if not opening:
+            if opening:
+                self.stops.at(reads[0][0], back=False).opens.append((reads[0][1], gathered))
+            else:
                 self._takes(reads[0], gathered, ahead, back=False)
             for read in [read for read in reads if read[0].needs_again(read[1])][-1:] if again and link.again_ahead else ():
                 self._takes(read, gathered, ahead, back=True)

@@ -177,6 +177,11 @@ class Program:
         return {name: place for place, name in enumerate(self.ops)}
 
     @cached_property
+    def first_read(self) -> str:
+        """The first operator that reads a weight; empty where there is none."""
+        return next((op.name for op in self.ops.values() if op.role == "op" and op.name not in self.following and any(map(self.is_weight, op.operands))), "")
+
+    @cached_property
     def fed(self) -> dict[Ref, list[str]]:
         """Value -> the ports of runs of blocks that it is fed to."""
         found: dict[Ref, list[str]] = {}

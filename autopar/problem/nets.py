@@ -72,14 +72,15 @@ class Link:
 
     @cached_property
     def opening(self) -> bool:
-        """Whether the value is a weight of the model itself that something in front of all blocks reads: it is gathered when nothing computes yet,
-        and its gradient is there when nothing computes any more. One that blocks are fed is waited for before the first of them, and its
-        gradient comes behind the last of their backwards."""
-        return any(self.opens)
+        """Whether the value is a weight that `leads` and that no other weight is read before: it is gathered when nothing computes yet, and its gradient is there when nothing
+        computes any more. Others that lead are gathered behind it (runtime.ahead)."""
+        first = self.kind == "feed" or any(op.name == self.program.first_read for op, _ in self.readers)
+        return first and any(self.leads)
 
     @cached_property
-    def opens(self) -> Sequence[bool]:
-        """The same for each of the readers."""
+    def leads(self) -> Sequence[bool]:
+        """For each of the readers, whether the value is a weight of the model itself that is read in front of all blocks. One that blocks are fed is waited for before the first of
+        them, and its gradient comes behind the last of their backwards."""
         blocks = [name for run in self.program.runs.values() for name in run.ports]
         if not self.weight or not blocks or self.readers[0][0].scope:
             return (self.weight and self.kind == "feed",) * len(self.readers)

@@ -37,6 +37,28 @@ def _gpt() -> Captured:
         return _captured(*gpt.build(gpt.Config(vocab=1024, positions=256, layers=6, heads=8, hidden=512), 32, 256))
 
 
+class _Fronted(nn.Module):
+    """Words, layers of their own in front of four blocks, as a T5 has its first one, and a head."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)) for width in (*widths, *[2048] * 4)]
+        self.words, self.front, self.blocks, self.head = nn.Embedding(8192, 512), nn.Sequential(*layers[:-4]), nn.ModuleList(layers[-4:]), nn.Linear(512, 8192)
+
+    def forward(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        h = self.front(self.words(ids))
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.cross_entropy(self.head(h), wanted)
+
+
+@cache
+def _fronted(*widths: int) -> Captured:
+    with torch.device("meta"):
+        ids = torch.zeros(16384, dtype=torch.long)
+        return _captured(_Fronted(widths), (ids, ids))
+
+
 def _off(captured: Captured, cluster: str, recipe: str) -> float:
     """How far the simulation is above the price."""
     request = Request(Cluster.parse(cluster), Settings(precision="bf16"), recipe=recipe, time_limit_s=10.0)
@@ -64,3 +86,10 @@ def test_one_collective_at_a_time_takes_compute_units() -> None:
 def test_stages_fill_buckets_of_their_own(captured: Callable[[], Captured], cluster: str) -> None:
     """Sums after every microbatch hide where a stage's own gradients fill a bucket early enough, and nowhere else."""
     assert _off(captured(), cluster, "pp_zero2") == pytest.approx(0.0, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("cluster", "recipe", "widths"), [("h100:1x8", "zero3", ()), ("h100:1x8", "zero3", (1024, 1536, 1792)), ("a100-80:2x4", "hsdp", (1024, 1536, 1792)), ("h100:1x8", "tp_zero3", ())])
+def test_what_is_in_front_of_blocks_computes_while_gathers_behind_it_come(cluster: str, recipe: str, widths: tuple[int, ...]) -> None:
+    """The first weight of all is waited for; what comes behind it begins with that, the first block's too. All in front of blocks was taken to be waited for, and blocks to begin behind it:
+    prices were 6 to 15 % too slow."""
+    assert _off(_fronted(*widths), cluster, recipe) == pytest.approx(0.0, abs=CLOSE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 
@@ -22,8 +22,16 @@ def parts_of_token(experts: int, copies: int, parts: int) -> float:
     return min(float(copies), parts * (1.0 - missed))
 
 
-def rows_sent(tokens: float, experts: int, copies: int, sizes: Sequence[int], own: int = 1) -> list[float]:
+@cache
+def parts_of_run(experts: int, copies: int, parts: int) -> float:
+    """The same of `copies` experts that lie next to each other, as gates of benchmarks give them out: token i has those from i k on, and the first ones behind the last (NVIDIA-NeMo/Automodel,
+    components/moe/layers.py, FakeBalancedGate: arange(tokens k) % experts)."""
+    starts = range(0, experts, math.gcd(experts, copies))
+    return sum(len({(start + i) % experts * parts // experts for i in range(min(copies, experts))}) for start in starts) / len(starts)
+
+
+def rows_sent(tokens: float, experts: int, copies: int, sizes: Sequence[int], own: int = 1, of: Callable[[int, int, int], float] = parts_of_token) -> list[float]:
     """Rows that leave a rank of `tokens` along each of several axes, one behind the other, those for itself counted: the first axis has `sizes[0]` parts of
-    the experts, each of which has `sizes[1]`, and so on. This rank sends to one of `own` parts only: no token goes to an expert of the others."""
+    the experts, each of which has `sizes[1]`, and so on. This rank sends to one of `own` parts only: no token goes to an expert of the others. `of` says how many parts have experts of a token."""
     parts = itertools.accumulate(sizes, operator.mul, initial=own)
-    return [tokens * parts_of_token(experts, copies, count) / own for count in itertools.islice(parts, 1, None)]
+    return [tokens * of(experts, copies, count) / own for count in itertools.islice(parts, 1, None)]

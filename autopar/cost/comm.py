@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,14 +72,13 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
     return min(line.seconds(nbytes) for line in affine(kind, axis))
 
 
-def sent_once(axis: MeshAxis, copies: float) -> MeshAxis:
-    """The axis as all-to-alls of rows see it that are for `copies` ranks each, of which any is as likely, where what goes over a level goes there once for each of its parts (as DeepEP does:
-    https://github.com/deepseek-ai/DeepEP): k copies are in n (1 - (1 - 1/n)^k) of n parts on the mean."""
-    def faster(span: Span) -> Span:
-        apart = span.size * (1.0 - (1.0 - 1.0 / span.size) ** copies)
-        return replace(span, level=replace(span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * copies / apart))
-
-    return replace(axis, spans=(*map(faster, axis.spans[:-1]), axis.spans[-1]))
+def sent_once(axis: MeshAxis, reached: Callable[[int], float]) -> MeshAxis:
+    """The axis as all-to-alls of rows see it that are for several ranks each, where what goes over a level goes there once for each of its parts (as DeepEP does:
+    https://github.com/deepseek-ai/DeepEP). `reached` says of so many equal parts of the axis how many a row is for."""
+    parts = itertools.accumulate((span.size for span in axis.spans[:-1]), operator.mul)
+    faster = [replace(span, level=replace(span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * reached(axis.size) / reached(count)))
+              for span, count in zip(axis.spans, parts, strict=False)]
+    return replace(axis, spans=(*faster, axis.spans[-1]))
 
 
 def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:

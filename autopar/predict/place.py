@@ -111,7 +111,7 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
     software = setup.software
     settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
                         turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * device.flash2, dealt=True,
-                        tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts")
+                        tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts", in_a_row=software.in_a_row)
     planner = Planner.of(gm, sizes(gm, setup.micro_batch * setup.expert_ways, setup.seq), Request(cluster, settings))
     mesh = _mesh(cluster, ways)
     prices = Prices(mesh, cluster.device, settings)

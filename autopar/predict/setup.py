@@ -43,6 +43,7 @@ class Software:
     stops_early          a block that runs again ends behind the last operator that saves anything
     tokens_in_parts      tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
     rows_once            a token goes once to each node with experts for it, and from there to each of them
+    in_a_row             the experts of a token lie next to each other, as gates of benchmarks give them out
     expert_calls         calls of the host for a layer of experts in the forward, beside one: sorting of tokens, their way to experts and back, a matmul or two for each
     captured             kernels are launched from a captured graph or compiled code: the host is not in the way
     """
@@ -66,6 +67,7 @@ class Software:
     stops_early: bool = False
     tokens_in_parts: bool = False
     rows_once: bool = False
+    in_a_row: bool = False
     expert_calls: int = 0
     habits: Habits = EMITTED
 

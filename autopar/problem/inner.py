@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cluster import Mesh
 from autopar.cost.comm import collective_s, sent_once
@@ -42,7 +43,8 @@ class Wait:
 def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Settings) -> tuple[Wait, ...]:
     """Those of some algorithms in one direction."""
     found: list[Wait] = []
-    for site, inner in used:
+    for at, inner in used:
+        site = replace(at, in_a_row=settings.in_a_row)
         for each in inner:
             times = 0 if each.hidden or (each.reorders and settings.dealt) else each.times(site)
             if times:
@@ -51,6 +53,6 @@ def waits(used: Sequence[tuple[Site, Sequence[Inner]]], mesh: Mesh, settings: Se
                 sent = [(each.kind, site.axis, nbytes / math.prod(site.sizes[axis] for axis in beside))]
                 sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
                 for kind, axis, nbytes in sent:
-                    link = sent_once(mesh.axes[axis], each.coordinates(site)) if settings.rows_to == "nodes" and axis == site.axis else mesh.axes[axis]
+                    link = sent_once(mesh.axes[axis], partial(each.reached, site)) if settings.rows_to == "nodes" and axis == site.axis else mesh.axes[axis]
                     found.append(Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last))
     return tuple(found)

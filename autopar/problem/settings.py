@@ -28,7 +28,7 @@ class Settings:
     the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
     `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
     `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there.
-    `rows_to` (ROWS_TO): to what of its experts a token goes once. Emitted programs do nothing of this but to send it once to a rank.
+    `rows_to` (ROWS_TO): to what of its experts a token goes once; `in_a_row`: these lie next to each other. Emitted programs do nothing of this but to send it once to a rank.
     `offload` (OFFLOADED): what is in the memory of the host.
     """
 
@@ -45,6 +45,7 @@ class Settings:
     dealt: bool = False
     tokens_in_parts: bool = False
     rows_to: str = "ranks"
+    in_a_row: bool = False
     offload: str = ""
 
     @staticmethod

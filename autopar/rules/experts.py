@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autopar.routing import rows_sent
+from autopar.routing import parts_of_run, parts_of_token, rows_sent
 from autopar.rules.language import Call, Together
 from autopar.rules.rule import Rule
 from autopar.rules.site import Inner, Inside, Site
@@ -62,16 +62,17 @@ def rows(site: Site) -> float:
 
 def sent(site: Site) -> float:
     """Rows that leave a rank along the axis: a token goes once to a coordinate, from the major axis to the minor ones."""
-    return _held_and_sent(site)[1]
+    return _held_and_sent(site, site.ways)[1]
 
 
-def _held_and_sent(site: Site) -> tuple[float, float]:
-    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it."""
+def _held_and_sent(site: Site, parts: int) -> tuple[float, float]:
+    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it where each goes once to each of so many equal parts of the axis."""
     along = [axis for axis, option in enumerate(site.options) if option.run == "expert_dispatch"]
     own = math.prod(size for option, size in zip(site.options, site.sizes, strict=True) if option.run == "own_experts")
     tokens = site.local(CHOSEN, *range(len(site.operands[CHOSEN].shape) - 1))
-    held, *further = rows_sent(tokens, site.operands[UP].sizes[0], _chosen(site), [1, *(site.sizes[axis] for axis in along)], own)
     at = along.index(site.axis)
+    sizes = [1, *(site.sizes[axis] for axis in along[:at]), parts]
+    held, *further = rows_sent(tokens, site.operands[UP].sizes[0], _chosen(site), sizes, own, parts_of_run if site.in_a_row else parts_of_token)
     return (held, *further)[at], further[at]
 
 
@@ -80,9 +81,9 @@ def _chosen(site: Site) -> int:
     return site.operands[CHOSEN].sizes[-1]
 
 
-def coordinates(site: Site) -> float:
-    """To how many ranks of the axis a token goes that has experts there."""
-    held, leave = _held_and_sent(site)
+def reached(site: Site, parts: int) -> float:
+    """To how many of so many equal parts of the axis a token goes that has experts there."""
+    held, leave = _held_and_sent(site, parts)
     return leave / held
 
 
@@ -183,7 +184,7 @@ def if_any_learns(site: Site) -> int:
     return int(site.operands[HIDDEN].grad or site.operands[GATES].grad)
 
 
-_ROWS = partial(Inner, "all_to_all", parts=parts, apart=apart, coordinates=coordinates)
+_ROWS = partial(Inner, "all_to_all", parts=parts, apart=apart, reached=reached)
 FORWARD = (Inner("all_to_all", counts_bytes), _ROWS(there_bytes), _ROWS(returned_bytes, last=True))
 BACKWARD = (_ROWS(returned_bytes), _ROWS(gradients_bytes, if_any_learns, last=True))
 

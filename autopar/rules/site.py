@@ -15,7 +15,7 @@ from autopar.rules.language import Call, Option, Tensor
 @dataclass(frozen=True, slots=True)
 class Site:
     """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what is no tensor. `wider`: an
-    element of the sum of a weight's gradients has so many times the bytes of one of the weight."""
+    element of the sum of a weight's gradients has so many times the bytes of one of the weight. `in_a_row`: the experts of a token lie next to each other."""
 
     operands: Sequence[Tensor]
     options: Sequence[Option]
@@ -23,6 +23,7 @@ class Site:
     axis: int = 0
     call: Call | None = None
     wider: float = 1.0
+    in_a_row: bool = False
 
     @property
     def ways(self) -> int:
@@ -55,6 +56,11 @@ def once(site: Site) -> int:
     return 1
 
 
+def everywhere(site: Site, parts: int) -> float:
+    """One of any number of parts."""
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Inner:
     """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them.
@@ -62,7 +68,7 @@ class Inner:
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
     of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
     hidden is waited for: before the operator works, or behind it where it is `last`. `parts` are axes whose ranks all have what is sent, of which each could send a
-    part by itself: by axis, the bytes that are then gathered there beside. A row goes to so many `coordinates` of the axis; `apart` is how many times the
+    part by itself: by axis, the bytes that are then gathered there beside. Of so many equal parts of the axis a row goes to so many (`reached`); `apart` is how many times the
     bytes are where software sends it to each of its readers there.
     """
 
@@ -73,7 +79,7 @@ class Inner:
     reorders: bool = False
     last: bool = False
     parts: Callable[[Site], Mapping[int, float]] = lambda site: {}
-    coordinates: Callable[[Site], float] = once
+    reached: Callable[[Site, int], float] = everywhere
     apart: Callable[[Site], float] = once
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.memory import Habits
 from autopar.predict import Software
@@ -142,6 +143,14 @@ SHORT_MOMENTS = r"\(bf16\) Adam moments|Moonlight"
 recipes/moonlight)."""
 
 
+NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("CUDA graphs", {"expert_calls": 0}),  # of routers at least, and of what sorts tokens
+    ("mode PURE", {"gradient_bytes": 2, "optimizer_bytes": 16.0}),
+    ("(?i)fake balanced gate", {"in_a_row": True}),  # NeMo AutoModel's (autopar.routing.parts_of_run)
+)
+"""What notes say of software, and what that is."""
+
+
 def in_one_graph(source: str, table: str, dtype: str) -> bool:
     """Whether a run of experts is one graph: recipes of Megatron-Bridge in mxfp8 from release 26.06 on (cuda_graph_impl = "full_iteration", scripts/performance/configs at v0.5.1), and in the
     verification cards, which are later."""
@@ -159,8 +168,9 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
         software = replace(software, hidden_tensor=0.0)
-    if "CUDA graphs" in notes:  # of routers at least, and of what sorts tokens
-        software = replace(software, expert_calls=0)
+    for pattern, noted in NOTED:
+        if re.search(pattern, notes):
+            software = replace(software, **noted)
     if re.search("HybridEP|DeepEP", notes, re.I):
         software = replace(software, rows_once=True)
     elif "alltoall" in notes:
@@ -168,8 +178,6 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
     software = replace(software, tokens_in_parts=software.tokens_in_parts and sequence_parallel)
     if re.search(SHORT_MOMENTS, notes, re.I):
         software = replace(software, habits=replace(software.habits, moment_bytes=2))
-    if "mode PURE" in notes:
-        software = replace(software, gradient_bytes=2, optimizer_bytes=16.0)
     local = "_mcore_" in notes and "_te_" not in notes  # cases of Megatron-LM's tests whose names have no te run its own layers
     if local or "attention-backend unfused" in notes:
         found = replace(found, flash=False)

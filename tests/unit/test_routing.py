@@ -7,10 +7,11 @@ import math
 from statistics import mean
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.routing import parts_of_token, rows_sent
+from autopar.routing import parts_of_run, parts_of_token, rows_sent
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
@@ -19,6 +20,14 @@ def test_mean_over_all_choices(parts: int, each: int, data: st.DataObject) -> No
     copies = data.draw(st.integers(1, experts))
     wanted = mean(len({expert // each for expert in chosen}) for chosen in itertools.combinations(range(experts), copies))
     assert parts_of_token(experts, copies, parts) == pytest.approx(wanted)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_mean_over_all_tokens_that_a_gate_of_benchmarks_deals(parts: int, each: int, data: st.DataObject) -> None:
+    experts = parts * each
+    copies = data.draw(st.integers(1, experts))
+    dealt = torch.arange(experts * copies).view(-1, copies) % experts
+    assert parts_of_run(experts, copies, parts) == pytest.approx(mean(len(set(chosen)) for chosen in (dealt // each).tolist()))
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.data())

@@ -220,6 +220,12 @@ def test_whose_tokens_go_once_to_a_node(tmp_path: Path, source: str, notes: str,
     assert row.setup.software.rows_once == once
 
 
+@pytest.mark.parametrize("notes, together", [("kernels: TE + DeepEP; fake balanced gate; mock data", True), ("force balanced routing", False), ("", False)])
+def test_whose_gates_choose_neighbours(tmp_path: Path, notes: str, together: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": "nemo-automodel", "notes": notes}])).rows
+    assert row.setup.software.in_a_row == together
+
+
 @pytest.mark.parametrize("change, captured", [
     ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.06.01 NeMo Container / line 5"}, True), ({"source_id": "megatron-bridge-cards", "dtype": "mxfp8", "source_table": "items"}, True),
     ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.04 NeMo Container"}, False), ({"source_id": "megatron-bridge", "source_table": "26.08 NeMo Container"}, False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from autopar.cluster.types import COLLECTIVES
 from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, link_shares, sent_once, step_s, steps_s
 from autopar.errors import ClusterError
 from autopar.layout import Step, parse, steps
+from autopar.routing import parts_of_token
 
 from .published import COMPARED, Table
 
@@ -161,11 +163,14 @@ def test_steps_add_up() -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
-def test_what_is_sent_once_to_each_part_is_counted_over_all_choices_of_ranks(copies: int) -> None:
-    axis = Cluster.parse("h100:4x2").mesh((8,)).axes[0]
-    slower, faster = axis.spans[0].bandwidth_bytes_s, sent_once(axis, copies).spans[0].bandwidth_bytes_s
-    choices = list(itertools.product(range(axis.size), repeat=copies))
-    parts = sum(len({rank // 2 for rank in choice}) for choice in choices) / len(choices)
-    assert faster / slower == pytest.approx(copies / parts)
-    assert sent_once(axis, copies).spans[-1] == axis.spans[-1]
-    assert collective_s("all_to_all", 1e9, sent_once(axis, copies)) <= collective_s("all_to_all", 1e9, axis)
+def test_what_is_sent_once_to_each_part_is_counted_over_all_choices_of_experts(copies: int) -> None:
+    axis, experts = Cluster.parse("h100:4x2").mesh((8,)).axes[0], 16
+    choices = list(itertools.combinations(range(experts), copies))
+
+    def counted(parts: int) -> float:
+        return sum(len({expert * parts // experts for expert in choice}) for choice in choices) / len(choices)
+
+    once = sent_once(axis, partial(parts_of_token, experts, copies))
+    assert once.spans[0].bandwidth_bytes_s / axis.spans[0].bandwidth_bytes_s == pytest.approx(counted(8) / counted(4))
+    assert once.spans[-1] == axis.spans[-1]
+    assert collective_s("all_to_all", 1e9, once) <= collective_s("all_to_all", 1e9, axis)

@@ -43,6 +43,15 @@ def test_rows_go_once_to_each_node() -> None:
     assert all(fewer.seconds <= more.seconds for fewer, more in zip(once, each, strict=True))
 
 
+def test_rows_go_to_neighbours() -> None:
+    """Both experts of a token are on one of 4 ranks."""
+    site, mesh = _site("f"), Cluster.parse("h100:4x2").mesh(SIZES)
+    apart, beside = (waits([(site, FORWARD)], mesh, Settings(in_a_row=together)) for together in (False, True))
+    assert [fewer.nbytes / more.nbytes for fewer, more in zip(beside, apart, strict=True)] == pytest.approx([1, 7 / 13, 7 / 13])
+    nodes = waits([(site, FORWARD)], mesh, Settings(rows_to="nodes", in_a_row=True))
+    assert nodes == beside  # one node each, as one rank each
+
+
 def test_rows_go_to_each_expert_by_themselves() -> None:
     """Of 8 experts each rank of 4 has two: both of a token are on one in 1 of 7 cases."""
     site, mesh = _site("f"), Cluster.parse("h100:4x2").mesh(SIZES)

@@ -146,6 +146,7 @@ recipes/moonlight)."""
 NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CUDA graphs", {"expert_calls": 0}),  # of routers at least, and of what sorts tokens
     ("mode PURE", {"gradient_bytes": 2, "optimizer_bytes": 16.0}),
+    (r"\bTE\b(?!.*(SDPA|FlexAttn))", {"attention": MEGATRON.software.attention}),  # DotProductAttention of Transformer Engine, which is cuDNN's
     ("(?i)fake balanced gate", {"in_a_row": True}),  # NeMo AutoModel's (autopar.routing.parts_of_run)
 )
 """What notes say of software, and what that is."""

@@ -226,6 +226,14 @@ def test_whose_gates_choose_neighbours(tmp_path: Path, notes: str, together: boo
     assert row.setup.software.in_a_row == together
 
 
+@pytest.mark.parametrize("notes, rate", [
+    ("kernels: TE + DeepEP; mock data", 1.7), ("kernels: TE + triton", 1.7), ("kernels: TE + DeepEP + TorchSDPA; mock data", 1.0), ("kernels: TE + DeepEP + FlexAttn", 1.0), ("", 1.0),
+])
+def test_whose_attention_is_that_of_transformer_engine(tmp_path: Path, notes: str, rate: float) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": "nemo-automodel", "notes": notes}])).rows
+    assert row.setup.software.attention == rate
+
+
 @pytest.mark.parametrize("change, captured", [
     ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.06.01 NeMo Container / line 5"}, True), ({"source_id": "megatron-bridge-cards", "dtype": "mxfp8", "source_table": "items"}, True),
     ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.04 NeMo Container"}, False), ({"source_id": "megatron-bridge", "source_table": "26.08 NeMo Container"}, False),

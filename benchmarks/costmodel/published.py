@@ -10,7 +10,7 @@ from typing import Any
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
-from benchmarks.costmodel.ranks import Ranks
+from benchmarks.costmodel.ranks import FORWARDS_FIRST, Ranks
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.sharding import Sharding
@@ -195,7 +195,7 @@ def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_pa
 def _peaks(line: Line) -> tuple[Peak, ...]:
     """The peak, if one was published in a unit and of a kind that are known, of a schedule whose memory is that of 1F1B. A log that the last rank wrote is of the last place."""
     kind = next((kind for pattern, kind in MEASURED if re.search(pattern, line["peak_mem_kind"])), "")
-    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind or "gpipe" in line["schedule"].lower():
+    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind or re.search(FORWARDS_FIRST, line["schedule"]):
         return ()
     place = -1 if "(last) rank" in line["notes"] else None
     return (Peak(positive(line["peak_mem_value"], "peak_mem_value") * UNITS[line["peak_mem_unit"]], kind, place),)

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from benchmarks.costmodel.tables import Line, Refused, count
 
-UNKNOWN = r"(?i)\bzb-?(h-?)?2|\bh2\b|chimera"
-"""Schedules that are not priced: the second of zero bubble begins the next step before the last place has ended this one."""
+UNKNOWN = r"(?i)\bzb-?(h-?)?2|\bh2\b|chimera|2bw"
+"""Schedules that are not priced: the second of zero bubble begins the next step before the last place has ended this one, PipeDream-2BW has no end of a step."""
+
+FORWARDS_FIRST = r"(?i)g-?pipe|\bafab\b|all[- ]forward"
+"""All forwards first, which takes as long as 1F1B and other memory."""
+
+IN_ORDER = rf"{FORWARDS_FIRST}|1f1b|interleav|virtual|\bvpp\b|looped|flush|none|^no\b"
+"""How the column names that and 1F1B, interleaved where places have several stages."""
 
 SCHEDULES = ((r"(?i)dual[- ]?pipe[- ]?v", "dualpipev", 2), (r"(?i)dual[- ]?pipe", "dualpipe", 1), (r"(?i)\bzb[- ]?v|zero[- ]?bubble[- (]*v\b", "zbv_zero_bubble", 2),
              (r"(?i)\bzb|zero[- ]?bubble", "interleaved_zero_bubble", 0))
@@ -75,4 +81,7 @@ def _schedule(text: str, pp: int) -> tuple[str, int]:
         return "", 0
     if re.search(UNKNOWN, text):
         raise Refused(f"schedule {text} is not priced")
-    return next(((name, each) for pattern, name, each in SCHEDULES if re.search(pattern, text)), ("", 0))
+    found = next(((name, each) for pattern, name, each in SCHEDULES if re.search(pattern, text)), ("", 0))
+    if text and not found[0] and not re.search(IN_ORDER, text):
+        raise Refused(f"schedule {text} is not priced; wanted 1F1B, interleaved, GPipe, zero bubble, ZB-V, DualPipe or DualPipeV")
+    return found

@@ -363,7 +363,7 @@ def test_tables_that_lack_columns_or_end_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"tokens_s_gpu": "0"}, "tokens_s_gpu is 0"), ({"step_time_s": "inf"}, "a step of inf s"), ({"peak_mem_value": "-1"}, "peak_mem_value is -1"), ({"zero_fsdp": "FSDP over 0"}, "over 0 ranks"),
-    ({"zero_fsdp": "FSDP over 3"}, "over 3 ranks, of which 8"), ({"hidden": "4100"}, "4100 is no multiple of 32 heads"), ({"sp": "some"}, "sp is some"), ({"schedule": "ZB-H2"}, "ZB-H2 is not priced"), ({"schedule": "Chimera"}, "Chimera is not priced"),
+    ({"zero_fsdp": "FSDP over 3"}, "over 3 ranks, of which 8"), ({"hidden": "4100"}, "4100 is no multiple of 32 heads"), ({"sp": "some"}, "sp is some"), ({"schedule": "ZB-H2"}, "ZB-H2 is not priced"), ({"schedule": "Chimera"}, "Chimera is not priced"), ({"schedule": "V-half"}, "V-half is not priced"), ({"schedule": "Hanayo"}, "Hanayo is not priced"),
     ({"schedule": "ZB-V"}, "vpp is 4, and places have 2"), ({"schedule": "DualPipe", "pp": "1", "tp": "1", "n_gpus": ""}, "n_gpus was not published"),
     ({"dp": "4"}, "dp is 4, and 64 GPUs in tp 4 x cp 1 x pp 2 are 8"), ({"n_gpus": "", "dp": "0"}, "dp is 0"),
 ])

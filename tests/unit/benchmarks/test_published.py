@@ -91,10 +91,10 @@ def test_schedules_that_take_a_backward_apart(tmp_path: Path, name: str, vpp: st
 
 
 def test_other_spellings_are_read(tmp_path: Path) -> None:
-    lines = [RUN, RUN | {"dtype": "BF16", "sp": "yes", "status": "OK", "recompute": "None", "zero_fsdp": "zero stage 1"}, RUN | {"schedule": "GPipe"}, RUN | {"gpu": "H200-141GB-SXM"},
+    lines = [RUN, RUN | {"dtype": "BF16", "sp": "yes", "status": "OK", "recompute": "None", "zero_fsdp": "zero stage 1"}, RUN | {"schedule": "GPipe"}, RUN | {"schedule": "all-forward-all-backward (AFAB)"}, RUN | {"gpu": "H200-141GB-SXM"},
              RUN | {"seq_len": "8,192", "tokens_s_gpu": "2,000", "cp": "n/a", "ep": "-", "notes": "unknown"}]
-    one, other, gpipe, large, apart = published.load(write(tmp_path / "published_runs.csv", lines)).rows
-    assert other == one == apart and gpipe.setup == one.setup and one.peaks and not gpipe.peaks and large.cluster.device.name.startswith("H200")
+    one, other, gpipe, first, large, apart = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert other == one == apart and first == gpipe and gpipe.setup == one.setup and one.peaks and not gpipe.peaks and large.cluster.device.name.startswith("H200")
 
 
 @pytest.mark.parametrize("text, stage, replicas", [

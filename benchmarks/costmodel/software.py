@@ -84,6 +84,8 @@ FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYT
 TITAN = replace(FSDP, norm_in_parts=True, why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345)")
 FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
+NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "
+                 "of 32 bits (optim/gradient_accumulator.py), what is gathered along the sequence gathered again, collectives by themselves (parallel/tensor_parallel/nn.py), a loss that keeps the exponentials (functional.py)")
 COMPILED = Facts(Software(captured=True, habits=replace(PYTORCH, fused=True)), why="compiled per block")
 XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, habits=replace(PYTORCH, fused=True, loss_in_place=True)), flash=False, dropout=0.0,
             why="XLA: one program, loops fused, no fused attention")
@@ -99,6 +101,7 @@ SOURCES = (
     ("megatron-readme-2020", MEGATRON_2021),
     ("megatron-readme-h100", MEGATRON),
     ("megatron-sc21", MEGATRON_2021),
+    ("nanotron", NANOTRON),
     ("nemo-automodel", FSDP),
     ("nemo", NEMO),
     ("torchtitan", TITAN),

@@ -201,3 +201,10 @@ def test_whether_the_sequence_is_cut_may_be_said_by_the_ranks_that_cut_it(tmp_pa
 def test_compiled_software_is_torchs_own(notes: str, zero: int, hidden: float) -> None:
     """Tensor parallelism of other software than is listed was taken for Megatron-Core's, whose collectives run beside matmuls, unless weights were cut at rest too."""
     assert facts("somebody", notes, zero, True).software.hidden_tensor == hidden
+
+
+def test_eager_software_that_cuts_tensors_is_not_taken_for_megatron_core() -> None:
+    """Of nanotron's layers nothing is fused, and collectives run by themselves."""
+    mine, core = (facts(source, "", 1, True).software for source in ("nanotron", "somebody"))
+    assert (mine.fused, mine.hidden_tensor, mine.attention, mine.gradient_bytes) == (False, 0.0, 1.0, 4)
+    assert core.fused and core.hidden_tensor and mine.habits.standing and mine.habits.regathers and not mine.habits.fused

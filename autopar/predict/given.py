@@ -48,7 +48,7 @@ def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: st
     Microbatches behind the first few rounds of a pipeline are left out: they take what those before them took. Raises PlanError where
     the configuration cannot be planned (stages without a block, a batch that cannot be cut, heads that tensor-parallel ranks do not divide).
     """
-    kept = replace(setup, microbatches=_few(setup))
+    kept = replace(setup, microbatches=_few(setup), flushes=1)
     used = axes(kept)
     ways = tuple(axis.ways for axis in used)
     settings = Settings("train", "adamw", precision)
@@ -68,8 +68,8 @@ def _few(setup: Setup) -> int:
     if setup.pp == 1:
         return min(setup.microbatches, 2)
     if setup.vpp > 1:
-        return min(-(-setup.microbatches // setup.pp), ROUNDS) * setup.pp
-    return min(setup.microbatches, 2 * setup.pp)
+        return min(-(-setup.at_once // setup.pp), ROUNDS) * setup.pp
+    return min(setup.at_once, 2 * setup.pp)
 
 
 def _staged(planner: Planner, flat: Plan, setup: Setup) -> Plan:

@@ -77,7 +77,7 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `experts_over_context`: context-parallel ranks have experts of their own too, and are among them. `vpp`: stages per place. `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
+    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `experts_over_context`: context-parallel ranks have experts of their own too, and are among them. `vpp`: stages per place. `flushes`: so many times a step fills the pipeline and empties it, with as many microbatches each time (gradients that add up around a schedule). `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
     `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
     `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly, at least one to each); `again`: how many of them run again.
     """
@@ -93,6 +93,7 @@ class Setup:
     dp: int = 1
     pp: int = 1
     vpp: int = 1
+    flushes: int = 1
     schedule: str = ""
     sequence_parallel: bool = False
     zero: int = 0
@@ -122,6 +123,8 @@ class Setup:
         for name, dealt in (("blocks", self.blocks), ("again", self.again)):
             if dealt and (len(dealt) != self.pp * self.vpp or min(dealt) < 0):
                 raise PlanError(f"setup: {name} is {dealt}; wanted a number for each of {self.pp * self.vpp} stages")
+        if self.microbatches % self.flushes:
+            raise PlanError(f"setup: flushes is {self.flushes}; wanted a number that {self.microbatches} microbatches divide by")
         if 0 in self.blocks[1:-1]:
             raise PlanError(f"setup: blocks is {self.blocks}; wanted none without a block but the first stage, which has the embedding, and the last, which has the head")
         if self.ep % self.expert_share:
@@ -161,6 +164,11 @@ class Setup:
     def devices(self) -> int:
         """How many devices it runs on."""
         return math.prod((self.tp, self.cp, self.dp, self.pp))
+
+    @property
+    def at_once(self) -> int:
+        """Microbatches that go through the pipeline from when it is empty to when it is empty again."""
+        return self.microbatches // self.flushes
 
     @property
     def tokens(self) -> int:

@@ -216,7 +216,12 @@ class _Step:
         sent = self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp)
         hops = [collective_s("send", sent, between(self.stages, *pair)) for pair in zip(places, [*places[1:], places[-1]], strict=True)]
         times = [StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, hop) for t, hop in zip(stages, hops, strict=True)]
-        count, p = setup.microbatches, setup.pp
+        return setup.flushes * self._filled_s(times, places)
+
+    def _filled_s(self, times: Sequence[StageTime], places: Sequence[int]) -> float:
+        """The microbatches that go through the pipeline until it is empty."""
+        setup = self.setup
+        count, p = setup.at_once, setup.pp
         if count < 2 * p or (count <= 4 * p and ((setup.vpp == 1 and not setup.schedule) or count % p == 0)):
             return step_s(_order(setup, count), times, places)
         few = min(count // p, 4) * p  # in the steady state every round of the pipeline takes as long

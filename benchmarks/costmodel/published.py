@@ -70,7 +70,7 @@ def _row(line: Line, name: str) -> Row:
     ep = count(line, "ep", 1)
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
-                  vpp=ranks.vpp, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
+                  vpp=ranks.vpp, flushes=_flushes(notes, micro, batch // dp) if ranks.pp > 1 else 1, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
                   recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, precision, matmul, sequence and tp > 1, ranks))
     cluster = cluster_of(line, ranks.gpus)
     seconds = step_s(line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops)
@@ -80,6 +80,14 @@ def _row(line: Line, name: str) -> Row:
     remarks = (line["checks"],) if line["checks"] else ()
     return Row(name, line["source_id"], model, setup, cluster, precision, seconds, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
+
+
+def _flushes(notes: str, micro: int, samples: int) -> int:
+    """How many times a step fills its pipeline, with `samples` of a data-parallel rank in microbatches of `micro`: where the batch of one run of the schedule is said, and that gradients of
+    several add up (NeMo AutoModel). Where only the microbatches are called so (DeepSpeed's gradient_accumulation_steps) they go through it together."""
+    said = re.search(r"(?i)local batch (\d+), grad accum (\d+)", notes)
+    local, times = map(int, said.groups()) if said else (micro, 1)
+    return times if local > micro and local * times == samples and local % micro == 0 else 1
 
 
 def _model(line: Line, known: Facts, tp: int) -> Config:

@@ -54,6 +54,14 @@ def test_a_line_of_vtrain(tmp_path: Path) -> None:
     assert row.step_s == pytest.approx(0.1235) and row.cluster.devices == 8 and row.source == "vtrain single"
 
 
+@pytest.mark.parametrize(("notes", "flushes"), [
+    ("local batch 4, grad accum 2; mock data", 2), ("local batch 1, grad accum 8", 1), ("local batch 8", 1), ("", 1), ("grad accum 8", 1), ("local batch 4, grad accum 4", 1)])
+def test_where_a_batch_of_a_schedule_is_said_pipelines_are_filled_several_times(notes: str, flushes: int, tmp_path: Path) -> None:
+    """Eight microbatches of one sample on each data-parallel rank; where only microbatches are called accumulated, or numbers do not agree, they go through together."""
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [{**RUN, "notes": notes}])).rows
+    assert (row.setup.microbatches, row.setup.flushes) == (8, flushes)
+
+
 @pytest.mark.parametrize("column, value, why", [
     ("# GPUs", "16", "2 x 2 x 2 is not 16 GPUs"), ("micro batch", "3", "batch 16 in microbatches of 3"), ("iteration time (ms)", "-1", "-0.001 s"),
     ("hidden size", "many", "invalid literal"), ("hidden size", "1000", "1000 in 16 heads"), ("# layers", "", "invalid literal"),

@@ -147,6 +147,14 @@ def test_long_runs_go_on_as_they_began() -> None:
     assert most - more == pytest.approx(more - few, rel=1e-6)
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_each_filling_of_a_pipeline_waits_for_itself(vpp: int) -> None:
+    """Of 16 microbatches in two fillings each is a run of 8: twice its bubble, and as much work."""
+    one, two, short = (step(microbatches=n, flushes=times, vpp=vpp) for n, times in ((16, 1), (16, 2), (8, 1)))
+    assert two.pipeline_s == pytest.approx(2 * short.pipeline_s) and two.pipeline_s > 1.5 * one.pipeline_s
+    assert two.compute_s == pytest.approx(2 * short.compute_s) and two.sync_s == short.sync_s
+
+
 @pytest.mark.parametrize("schedule, vpp, bubble", [("", 1, 9.0), ("interleaved_zero_bubble", 1, 3.0), ("", 2, 4.5), ("interleaved_zero_bubble", 2, 1.5), ("zbv_zero_bubble", 2, 1.5), ("dualpipev", 2, 1.5)])
 @pytest.mark.parametrize("microbatches", [8, 64, 66])
 def test_gradients_of_weights_fill_bubbles(schedule: str, vpp: int, bubble: float, microbatches: int) -> None:
@@ -185,7 +193,7 @@ def test_the_slowest_of_more_is_slower() -> None:
 @pytest.mark.parametrize("change, why", [
     ({"tp": 0}, "tp is 0"), ({"recompute": "some"}, "recompute is 'some'"), ({"zero": 4}, "zero is 4"), ({"ep": 3}, "a multiple of ep 3"),
     ({"ep": 3, "cp": 2, "experts_over_context": True}, "a multiple of cp 2, whose ranks"), ({"ep": 8, "cp": 2, "dp": 2, "experts_over_context": True}, "a multiple of ep 8 / cp 2"),
-    ({"schedule": "gpipe"}, "schedule is 'gpipe'"), ({"schedule": "dualpipev"}, "vpp is 1; wanted 2"), ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
+    ({"schedule": "gpipe"}, "schedule is 'gpipe'"), ({"flushes": 3}, "flushes is 3; wanted a number that 8 microbatches divide by"), ({"schedule": "dualpipev"}, "vpp is 1; wanted 2"), ({"ep": 8, "whole_experts": True}, "a multiple of ep 8 / tp 2"), ({"ep": 3, "whole_experts": True}, "a multiple of tp 2, whose ranks have experts of their own"),
 ])
 def test_setups_that_make_no_sense(change: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError, match=why):

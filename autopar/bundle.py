@@ -86,13 +86,13 @@ class Bundle:
     def _write(self, folder: Path, name: str) -> None:
         plan = self.plan
         folder.mkdir(mode=0o755)
-        (folder / PLAN).write_text(plan.to_json())
-        (folder / SOURCE).write_text(self.source)
+        (folder / PLAN).write_text(plan.to_json(), encoding="utf-8")
+        (folder / SOURCE).write_text(self.source, encoding="utf-8")
         (folder / constants.NAME).write_bytes(constants.packed(self.constants, plan.digest))
         (folder / README).write_text(_README.format(
             model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
             step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name, runs="one training step" if plan.mode == "train" else "one forward",
-            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""))
+            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""), encoding="utf-8")
 
     @staticmethod
     def load(folder: Path) -> Bundle:
@@ -100,7 +100,7 @@ class Bundle:
         missing = [name for name in (PLAN, SOURCE, constants.NAME) if not (folder / name).is_file()]
         if missing:
             raise PlanError(f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save")
-        plan, source = Plan.load(folder / PLAN), (folder / SOURCE).read_text()
+        plan, source = Plan.load(folder / PLAN), _source(folder / SOURCE)
         tensors, made_for = _constants(folder / constants.NAME)
         for name, got in ((SOURCE, constants.plan_of(source)), (constants.NAME, made_for)):
             if said := constants.disagree(folder / name, got, PLAN, plan.digest):
@@ -117,7 +117,7 @@ def check_free(folder: Path) -> None:
     if not (folder / PLAN).exists():
         raise PlanError(f"{folder} exists and is no saved plan: it would be replaced; name another folder")
     source = folder / SOURCE
-    own = source.is_file() and constants.plan_of(source.read_text(errors="replace")) is not None
+    own = source.is_file() and constants.plan_of(source.read_text(encoding="utf-8", errors="replace")) is not None
     others = [name for name in FILES if name != PLAN and (folder / name).exists() and not own]
     folders = [name for name in FILES if (folder / name).is_dir()]
     if others or folders:
@@ -154,6 +154,14 @@ def _replace(made: Path, folder: Path, older: Path) -> None:
             else:
                 (folder / name).unlink()
         raise
+
+
+def _source(path: Path) -> str:
+    """The text of an emitted file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path.name} of {path.parent} cannot be read ({first_line(error)}): save it again") from error
 
 
 def _constants(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:

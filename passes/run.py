@@ -41,7 +41,7 @@ def run(
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
-            (dump / f"{index:02d}_{name}.txt").write_text(as_text(gm))
+            (dump / f"{index:02d}_{name}.txt").write_text(as_text(gm), encoding="utf-8")
     return gm
 
 

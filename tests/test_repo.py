@@ -60,6 +60,16 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
+def of_the_locale(tree: ast.Module) -> Iterator[str]:
+    """Calls that read or write text of a file and leave its encoding to the locale."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not any(word.arg == "encoding" for word in node.keywords):
+            text = ast.unparse(node.func)
+            modes = [each for each in (*node.args, *(word.value for word in node.keywords)) if isinstance(each, ast.Constant) and each.value in ("r", "w", "a", "x")]
+            if text.endswith((".read_text", ".write_text")) or (modes and text.rsplit(".", 1)[-1] in ("open", "fdopen")):
+                yield ast.unparse(node)
+
+
 def parts() -> list[str]:
     """The parts of autopar from the lowest to the highest, as docs/internals.md lists them."""
     block = (ROOT / "docs" / "internals.md").read_text().split("\n## ")[0]
@@ -138,6 +148,12 @@ def test_private_names_of_torch_are_in_one_place() -> None:
     assert not wrong
 
 
+def test_text_files_are_utf8_whatever_the_locale() -> None:
+    """A model may have names that other encodings lack, and a plan is made on one machine and read on another."""
+    wrong = {str(p): found for p in files("autopar", "passes") if (found := list(of_the_locale(parsed(p))))}
+    assert not wrong
+
+
 def test_no_file_is_long() -> None:
     long = {str(p): n for p in files(*FOLDERS) if (n := len(p.read_text().splitlines())) > MAX_LINES}
     assert not long
@@ -169,3 +185,5 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert set(private_torch(tree)) == {"torch.fx._x.y", "torch.a._b"}
     assert list(undocumented(tree)) == ["the module", "f"]
     assert "autopar.api" not in list(imports(tree))
+    calls = ast.parse("p.read_text()\np.write_text(x)\nopen(p, 'w')\np.open(mode='r')\np.read_text(encoding='utf-8')\nopen(p, 'rb')\nboard.open(y)\nos.fdopen(h, 'w', encoding='utf-8')")
+    assert list(of_the_locale(calls)) == ["p.read_text()", "p.write_text(x)", "open(p, 'w')", "p.open(mode='r')"]

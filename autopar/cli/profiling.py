@@ -52,6 +52,6 @@ def _refitted(rebuilt: Rebuilt, found: Profile, output: Path) -> Mapping[str, fl
 def _move(made: Path, trace: Path) -> None:
     """Put a trace in its place, whole or not at all."""
     try:
-        write_atomic(trace, made.read_text())
+        write_atomic(trace, made.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error

@@ -58,7 +58,7 @@ def config_path(where: str) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """The values of a config file."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CaptureError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):

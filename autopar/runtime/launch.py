@@ -177,7 +177,7 @@ class _Team:
         found = ""
         for rank in ranks:
             said = _stack_file(self.folder.name, rank)
-            lines = said.read_text().splitlines()[1:] if said.exists() else []
+            lines = said.read_text(encoding="utf-8").splitlines()[1:] if said.exists() else []
             own = list(itertools.takewhile(lambda line: not line.endswith(f" in {_rank.__name__}"), lines))  # not how it came to be started
             found += f"\nrank {rank} is at:\n" + "\n".join(own[:FRAMES]) if own else ""
         return found
@@ -232,7 +232,7 @@ def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: 
         if callable(signal.getsignal(ending)):  # of the parent, in a fork; what is ignored stays so
             signal.signal(ending, signal.SIG_DFL)
     if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w"))
+        faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w", encoding="utf-8"))
     gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))

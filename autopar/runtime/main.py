@@ -84,7 +84,7 @@ def _fill(model: ShardedModule, emitted: Path) -> None:
     if found is None:
         raise RunError(f"{path} holds no tensors by name: emit the plan again")
     tensors, plan = found
-    if said := constants.disagree(path, plan, emitted.name, constants.plan_of(emitted.read_text())):
+    if said := constants.disagree(path, plan, emitted.name, constants.plan_of(emitted.read_text(encoding="utf-8"))):
         raise RunError(said)
     model.load_constants(tensors)
 

@@ -48,6 +48,13 @@ def test_saving_over_an_older_plan_replaces_its_files_and_nothing_else(bundles: 
     assert oct(folder.stat().st_mode & 0o777) == "0o755"
 
 
+def test_a_program_that_is_no_text_is_refused_by_name(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+    folder = bundles["ddp"].save(tmp_path / "plan")
+    (folder / "sharded.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"sharded\.py of .*plan cannot be read .*save it again"):
+        Bundle.load(folder)
+
+
 def test_a_plan_file_among_other_files_gets_the_rest_of_its_bundle(bundles: dict[str, Bundle], tmp_path: Path) -> None:
     bundles["ddp"].plan.save(tmp_path / "plan.json")
     (tmp_path / "model.py").write_text("mine")

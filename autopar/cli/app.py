@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from enum import StrEnum
@@ -222,6 +223,8 @@ def main() -> None:
     """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with INTERRUPTED."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks (names of a model, shares as blocks) is a ? there, and no error when all the work is done
+        sys.stdout.reconfigure(errors="replace")
     try:
         with exits():
             app(args=arguments, prog_name="autopar")

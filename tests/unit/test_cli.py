@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from autopar.cli.app import main
-from autopar.cli.console import write_json
+from autopar.cli.console import show, write_json
 from tests.helpers.command import ROOT, autopar
 
 
@@ -125,6 +126,17 @@ def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted; no file is half-written\n"
+
+
+def test_what_the_encoding_of_the_output_lacks_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("autopar.cli.lists.recipes_command", lambda *_: show("gr\u00f6\u00dfe.weight \u2588 \udcff 1 s"))
+    monkeypatch.setattr("sys.argv", ["autopar", "recipes"])
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.stdout.flush()
+    assert not ended.value.code and written.getvalue() == b"gr??e.weight ? ? 1 s\n"
 
 
 def test_json_is_whole_and_has_no_infinities(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
 
 
@@ -34,6 +35,16 @@ def megabytes(value: float) -> str:
         if value >= unit * 0.9995:
             return f"{three(value / unit)} {name}"
     return f"{value:.0f} B"
+
+
+def literal(name: str) -> str:
+    """A name as Python source has it, in double quotes whatever is in it; JSON's escapes are Python's too."""
+    return json.dumps(name, ensure_ascii=False)
+
+
+def inside(name: str) -> str:
+    """A name as a docstring of Python source has it: in one line, and nothing in it ends the docstring."""
+    return literal(" ".join(name.split()))[1:-1]
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ from autopar.problem.graph import Op, Program, Run
 from autopar.problem.names import first_path, namings
 from autopar.problem.reading import read
 from autopar.rules import TORCH
-from autopar.text import gibibytes, seconds
+from autopar.text import gibibytes, inside, seconds
 
 RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
 
@@ -79,7 +79,7 @@ def _header(context: Context) -> str:
     places = f", places={plan.places}" if plan.places > 1 else ""
     behind = f", behind={axes}" if (axes := context.edges.behind(plan)) else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
-    return f'''"""{plan.model} on {cluster} | mesh {mesh or "of one device"} | {plan.strategy} | {plan.mode}
+    return f'''"""{inside(plan.model)} on {inside(cluster)} | mesh {mesh or "of one device"} | {inside(plan.strategy)} | {plan.mode}
 
 predicted {seconds(predicted.step_s)} per step, {gibibytes(predicted.memory_bytes)} per device{gap}
 planned for {", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"} | graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}
@@ -119,7 +119,7 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     ports = [writer.names[port, 0] for port in run.ports]
     return "\n".join([
         "", f"class {context.class_of(run.scope)}(Block):",
-        f'{INDENT}"""{run.count} instances of {first_path(namings(context.program, run)[0]) or run.scope}."""', "",
+        f'{INDENT}"""{run.count} instances of {inside(first_path(namings(context.program, run)[0]) or run.scope)}."""', "",
         *parameter_tables(context, _ops(context, run.scope)), *_mutates(context, run), "",
         signature("forward", ports, context.symbols), *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
 

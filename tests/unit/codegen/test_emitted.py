@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.codegen.edges import in_pair, needed, out_pair
@@ -33,6 +35,7 @@ def compiled(name: str, recipe: str) -> autopar.Compiled:
     return autopar.compile(model, "cpu:1x2", inputs, recipe=recipe)
 
 
+NAMES = ['"""', "ends in \\", r"racks\unit", 'a"', "two\nlines", '"""\nraise SystemExit\n"""']
 CASES = [("mlp", "tp"), ("mlp", "zero3"), ("stack", "ddp"), ("stack", "tp")]
 
 
@@ -46,6 +49,38 @@ def priceless(source: str) -> str:
     source = re.sub(r"predicted .*", "predicted ...", source)
     source = re.sub(r"\| plan [0-9a-f]{12} \|", "| plan ... |", source)
     return re.sub(r"\d[\d.e+-]* (?:s|ms|us|ns)\b", "... s", source)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_text_whatever_is_in_them(name):
+    made = compiled("mlp", "tp")
+    plan = replace(made.plan, model=name, strategy=name, cluster={**made.plan.cluster, "name": name})
+    tree = ast.parse(emit(made.captured.gm, plan, Names.of(made.captured)))
+    assert ast.get_docstring(tree).startswith(f"{' '.join(name.split())} on {' '.join(name.split())} | mesh rank=2 | ")
+    assert ast.dump(ast.Module(tree.body[1:], [])) == ast.dump(ast.Module(ast.parse(made.source).body[1:], []))
+
+
+class Oddly(nn.Module):
+    """Parts with names that are no names of Python, as ModuleDicts have them."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(width, width), nn.Tanh()) for name in NAMES})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = x + part(x)
+        return x.square().mean()
+
+
+def test_weights_may_have_any_name():
+    torch.manual_seed(0)
+    source = autopar.compile(Oddly(), "cpu:1x2", (torch.randn(8, 16),), recipe="tp").source
+    space = {"__name__": "emitted"}
+    exec(source, space)
+    assert {f"parts.{name}.0.weight" for name in NAMES} <= {*space["Model"].PARAMS, *space["Model"].ORDER}
+    assert {text for name in NAMES for text in (f"parts.{name}.0.weight", f"parts.{name}.0.bias")} >= {
+        node.slice.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self.w"} != set()
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -27,16 +27,18 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
     """Copy each rank's own pieces out of whole tensors, sparse ones made dense; no communication. Names in `held_already` may be missing; `elsewhere`
     names what other places of a pipeline hold. What is no tensor (extra state of modules) is passed over.
 
-    Raises RunError when a name is missing or a shape differs, and with `strict` when a name is unknown; then nothing was copied.
+    Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is unknown; then nothing was copied.
     """
+    if not isinstance(state, Mapping):
+        raise RunError(f"state is a {type(state).__name__}; wanted a state dict of the model, whole tensors by name")
     held = list(held)
     names = {h.name: [h.name, *(alias for alias, name in aliases.items() if name == h.name)] for h in held}
     found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
     missing = [name for name, value in found.items() if value is None and name not in held_already]
     known = {*aliases, *elsewhere, *(n for ns in names.values() for n in ns)}
     unknown = [name for name, value in state.items() if name not in known and isinstance(value, Tensor)] if strict else []
-    wrong = [f"{h.name}: got {tuple(value.shape)}, wanted {h.info.shape}" for h in held
-             if (value := found[h.name]) is not None and tuple(value.shape) != h.info.shape]
+    wrong = [f"{h.name}: got {_said(value)}, wanted {h.info.shape}" for h in held
+             if (value := found[h.name]) is not None and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)]
     if missing or unknown or wrong:
         raise RunError("state dict does not fit the planned model"
                        + "".join(f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}" for what, items in
@@ -46,6 +48,13 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
         if value is not None:
             dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
             h.local.copy_(own(dense, h.info.entries, mesh.sizes, mesh.coord))
+
+
+def _said(value: Any) -> str:
+    """What was found for a tensor, in an error."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)}{' on the meta device, without values' if value.is_meta else ''}"
 
 
 @torch.no_grad()

@@ -36,7 +36,10 @@ def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.op
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
     """As torch's get_optimizer_state_dict, in original order. Parameters that train and have no state yet, which no gradient has reached, or before the first step all of them, have that with which
-    their first step begins: a checkpoint has what an optimizer that it is loaded into, and has not stepped, asks for. The optimizer stays as it is."""
+    their first step begins: a checkpoint has what an optimizer that it is loaded into, and has not stepped, asks for. The optimizer stays as it is.
+
+    Raises RunError where it is none of the model's."""
+    _check_optimizer(model, optimizer)
     found: State | None = dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
     if found is None or _steps_alone(optimizer):
         with _unstepped(optimizer):
@@ -93,15 +96,42 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a pipeline,
     or under another plan, they have other members: options are taken of them, members are this optimizer's own.
 
-    Raises RunError where the numbers of groups differ.
+    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of optimizer, and where the numbers of groups differ.
     """
+    _check_optimizer(model, optimizer)
+    _check_state(state)
     own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
     if len(own) != len(state["param_groups"]):
         raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
-    groups = [{**saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]
+    for number, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=True)):
+        lacks, more = [[key for key in one if key not in other] for one, other in ((mine, saved), (saved, mine))]
+        if lacks and more:  # only one of them: another version of torch
+            raise RunError(f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has {', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved")
+    groups = [{**mine, **saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]
     with _without_empty(optimizer, groups) as there:
         if there:
             set_optimizer_state_dict(model, optimizer, _mapped({**state, "param_groups": there}, held, lambda value, h: at_rest(value, h, mesh)))
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Raise RunError unless it is an optimizer of parameters of the model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RunError(f"optimizer is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer of the compiled model's parameters()")
+    own = {id(parameter) for parameter in model.parameters()}
+    others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
+    if others:
+        raise RunError(f"{others} of the tensors that the optimizer steps are no parameters of the compiled model, whose gradients never reach them (those of the model that was compiled are others): "
+                       "make the optimizer of the compiled model's parameters()")
+
+
+def _check_state(state: Any) -> None:
+    """Raise RunError unless it has the form that `optimizer_state_dict` gives."""
+    wanted = "wanted what optimizer_state_dict(optimizer) of the compiled model gave"
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
+        raise RunError(f"the optimizer's state is a {type(state).__name__}{f' of {list(state)[:5]}' if isinstance(state, Mapping) else ''}; {wanted}, with state and param_groups")
+    if numbers := [name for name in state["state"] if not isinstance(name, str)]:
+        raise RunError(f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), as optimizer.state_dict() gives it: what has which number "
+                       f"depends on the plan and the place; {wanted}, by name")
 
 
 @contextmanager

@@ -83,10 +83,46 @@ def _whole_tensors():
     del broken["layers.1.up.weight"]
     with pytest.raises(RunError, match=r"missing: layers.1.up.weight; unknown: extra; wrong shape: unused: got \(4,\), wanted \(3,\)"):
         model.load_full(broken)
+    with pytest.raises(RunError, match=r"wrong shape: .*unused: got a int, wanted \(3,\)"):
+        model.load_full({**plain.state_dict(), "unused": 1})
+    with pytest.raises(RunError, match=r"unused: got \(3,\) on the meta device, without values, wanted \(3,\)"):
+        model.load_full({**plain.state_dict(), "unused": torch.ones(3, device="meta")})
+    with pytest.raises(RunError, match="state is a list; wanted a state dict of the model"):
+        model.load_full([plain])
+    assert all(torch.equal(model.full_state_dict()[name], value) for name, value in plain.state_dict().items())
 
 
 def test_whole_tensors_load_and_bad_ones_are_named():
     on_ranks(4, _whole_tensors)
+
+
+def _other_states():
+    plain, model = _plain(), sharded((2, 2))().double()
+    model.load_full(plain.state_dict())
+    optimizer = _optimizer(model)
+    _step(model, optimizer)
+    state, numbered = model.optimizer_state_dict(optimizer), optimizer.state_dict()
+    before = {name: value["exp_avg"].full_tensor() for name, value in state["state"].items()}
+    for made, wrong, said in (
+            (optimizer, numbered, r"state is by number \([0-9, ]*...\), as optimizer.state_dict\(\) gives it"),
+            (optimizer, None, "state is a NoneType; wanted what optimizer_state_dict"), (optimizer, {"model": 1}, r"state is a dict of \['model'\]; wanted"),
+            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state, "of another kind of optimizer than SGD: group 0 has .*betas.* and no .*momentum"),
+            (optimizer, torch.optim.SGD(model.parameters()).state_dict() | {"state": {}}, "of another kind of optimizer than AdamW: group 0 has .*momentum.* and no .*betas"),
+            (_optimizer(plain), state, r"tensors that the optimizer steps are no parameters of the compiled model"), ("adamw", state, "optimizer is a str; wanted")):
+        with pytest.raises(RunError, match=said):
+            model.load_optimizer_state_dict(made, wrong)
+    with pytest.raises(RunError, match=r"no parameters of the compiled model, .*make the optimizer of the compiled model's parameters\(\)"):
+        model.optimizer_state_dict(_optimizer(plain))
+    del state["param_groups"][0]["maximize"]  # as another version of torch, which has not all options, saved it
+    fresh = _optimizer(model)
+    model.load_optimizer_state_dict(fresh, state)
+    assert fresh.param_groups[0]["maximize"] is False and {name: torch.equal(value["exp_avg"].full_tensor(), before[name])
+                                                           for name, value in model.optimizer_state_dict(fresh)["state"].items()} == dict.fromkeys(before, True)
+    _step(model, fresh)
+
+
+def test_states_that_are_of_no_optimizer_of_the_model_are_refused():
+    on_ranks(4, _other_states)
 
 
 def _batches():

@@ -290,7 +290,8 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.rules import as_rules
 
     given = arguments.checked({"model": model, "cluster": cluster, "example_inputs": example_inputs, "loss_fn": loss_fn, "search": search, "recipe": recipe, "mesh": mesh, "mode": mode,
-                               "precision": precision, "batch": batch, "seq": seq, "rules": rules, "time_limit_s": time_limit_s, "seed": seed, "progress": progress, "source": source})
+                               "precision": precision, "batch": batch, "seq": seq, "rules": rules, "time_limit_s": time_limit_s, "seed": seed, "progress": progress, "source": source,
+                               "optimizer": optimizer, "remat": remat, "pareto": pareto, "prove": prove})
     args, kwargs = _inputs(model, example_inputs, batch=given["batch"], seq=given["seq"], labels=mode == "train")
     arguments.some(args, kwargs)
     captured, stated = capture_in(model, args, kwargs, precision=given["precision"], mode=mode, loss_fn=loss_fn, dynamic_shapes=dynamic_shapes, progress=progress)

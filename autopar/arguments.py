@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
+from autopar.optimizers import OPTIMIZERS
 from autopar.text import first_line, near, sizes
+from autopar.wellformed import MOST
 
 SHOWN = 60  # characters of a value that an error shows
 
@@ -130,16 +132,29 @@ def _whole(least: int) -> Check:
     def check(name: str, value: Any) -> int:
         if not _is_whole(value) or value < least:
             fail(name, value, f"a whole number of at least {least}")
+        if value > MOST:  # what a plan file may say
+            fail(name, value, f"a whole number of at most {MOST}")
         return int(value)
     return check
 
 
-def _optional_text(wanted: str) -> Check:
+def _text(wanted: str) -> Check:
     def check(name: str, value: Any) -> Any:
-        if value is not None and not isinstance(value, str):
+        if not isinstance(value, str):
             fail(name, value, wanted)
         return value
     return check
+
+
+def _flag(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        fail(name, value, "True or False")
+    return value
+
+
+def _optional_text(wanted: str) -> Check:
+    check = _text(wanted)
+    return lambda name, value: None if value is None else check(name, value)
 
 
 def _mode(name: str, value: Any) -> Any:
@@ -172,5 +187,7 @@ def _is_whole(value: Any) -> bool:
 CHECKS: dict[str, Check] = {
     "model": _model, "cluster": _cluster, "example_inputs": _example, "loss_fn": _loss, "search": _search, "mesh": _mesh, "mode": _mode, "precision": _precision,
     "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"), "batch": _whole(1), "seq": _whole(1), "rules": _rules,
+    "optimizer": _text(f"the name of one that a plan can have state for: {', '.join(OPTIMIZERS)}; the optimizer itself is made of the compiled model's parameters()"),
+    "remat": _text("'auto', 'none', 'selective' or 'full'"), "pareto": _flag, "prove": _flag,
     "time_limit_s": _seconds, "seed": _whole(0), "progress": _progress, "source": _source,
 }

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.shadow import shadow
+from autopar.capture.wrapped import refuse_wrapped
 from autopar.cost.memory import POLICIES, computes_in, rests_in
 from autopar.errors import PlanError
 from autopar.frontend import loading
@@ -47,6 +48,7 @@ def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of buffers as well.
     """
+    refuse_wrapped(model)
     dtype, stated = computation(precision or str(dtype_of(model)).removeprefix("torch."), mode)
     typed = in_dtype(model, dtype)
     if typed is model:

@@ -1,4 +1,4 @@
-"""Models that are already made for several devices, or are no Python any more: what autopar does is not done on top of it."""
+"""Models that are already made for several devices, or are no Python any more, or not made yet: what autopar does is not done on top of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError
 
@@ -18,7 +19,7 @@ KINDS: dict[type, str] = {
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise CaptureError where a part of `model` is one of KINDS, or a parameter is a DTensor."""
+    """Raise CaptureError where a part of `model` is one of KINDS, a parameter is a DTensor, or a tensor has no size yet."""
     for name, module in model.named_modules():
         for kind, advice in KINDS.items():
             if isinstance(module, kind):
@@ -26,3 +27,6 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise CaptureError(f"parameter {name} is a DTensor on {parameter.device_mesh}: give autopar the model before it is distributed; the plan says how its weights lie")
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
+        raise CaptureError(f"{', '.join(lazy[:3])}{', ...' if lazy[3:] else ''} of {type(model).__name__} {'has' if len(lazy) == 1 else 'have'} no size yet (a lazy module): "
+                           "call the model once on a batch before it is compiled")

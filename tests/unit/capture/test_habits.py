@@ -137,6 +137,14 @@ def _as_fsdp(model):
     return model
 
 
+def test_a_model_whose_weights_have_no_size_yet_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
+    with pytest.raises(CaptureError, match=r"0.weight, 0.bias, 1.weight, ... of Sequential have no size yet \(a lazy module\): call the model once on a batch"):
+        autopar.compile(model, "cpu:1x2", (torch.zeros(4, 8),), mode="inference")
+    model(torch.randn(4, 8))
+    assert autopar.compile(model, "cpu:1x2", (torch.zeros(4, 8),), mode="inference").plan.ranks == 2
+
+
 @pytest.mark.parametrize(("wrap", "why"), [(torch.jit.script, "ScriptModule; give autopar the Python module"), (_as_fsdp, "FSDPModule; give autopar the model before fully_shard")])
 @pytest.mark.parametrize("inside", [False, True])
 def test_models_that_are_made_for_ranks_already_are_refused(wrap, why, inside):

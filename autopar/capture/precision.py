@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.shadow import shadow
+from autopar.capture.targets import refuse_untrained
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.cost.memory import POLICIES, computes_in, rests_in
 from autopar.errors import PlanError
@@ -46,9 +47,17 @@ def resting(precision: str, mode: str) -> torch.dtype:
 def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, precision: str | None, mode: str, **options: Any) -> tuple[Captured, str]:
     """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and the precision that a plan states.
 
-    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of buffers as well.
+    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of buffers as well. Raises CaptureError as `capture`, and
+    where a training step would train nothing.
     """
     refuse_wrapped(model)
+    captured, stated = _captured_in(model, args, kwargs, precision, mode, options)
+    if mode == "train":
+        refuse_untrained(captured.gm, model)
+    return captured, stated
+
+
+def _captured_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, mode: str, options: Mapping[str, Any]) -> tuple[Captured, str]:
     dtype, stated = computation(precision or str(dtype_of(model)).removeprefix("torch."), mode)
     typed = in_dtype(model, dtype)
     if typed is model:

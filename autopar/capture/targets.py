@@ -1,4 +1,4 @@
-"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs."""
+"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs; and whether the loss trains anything."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.errors import CaptureError
+from passes.grads import needs_grad
 
 PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -46,3 +47,15 @@ def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters.values())
     except ValueError:  # built-in functions need not say
         return [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+
+
+def refuse_untrained(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Raise CaptureError where no weight of `model` has a gradient of the loss of its graph: a step would end in an error of autograd, on every rank."""
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    losses: list[Any] = [node for node, entry in zip(output.args[0], gm.meta["outputs"], strict=True) if entry["kind"] == "loss"]
+    if any(needs_grad(gm)[loss] for loss in losses):
+        return
+    wanting = [name for name, p in model.named_parameters() if p.requires_grad]
+    why = (f"it is computed of none of those that want one ({', '.join(wanting[:3])}{', ...' if wanting[3:] else ''}), or through detach() or whole numbers alone" if wanting else
+           "none wants one (requires_grad); thaw what is to be trained before the model is compiled" if list(model.parameters()) else "it has none")
+    raise CaptureError(f"no weight of {type(model).__name__} has a gradient of its loss: {why}. There is nothing to train; for a forward alone plan it with mode='inference'")

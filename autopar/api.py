@@ -310,7 +310,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
 
 
 def load(folder: str | Path) -> Compiled:
-    """What `Compiled.save` wrote: no search and no model code. Its parameters are empty until a state dict is loaded.
+    """What `Compiled.save` wrote: no search and no model code. Its parameters are nan until a state dict is loaded.
 
     Raises PlanError when the folder is not one.
     """

@@ -55,7 +55,7 @@ class Bundle:
         return space
 
     def build(self, weights: Mapping[str, torch.Tensor] | None = None, *, seed: int = 0) -> ShardedModule:
-        """The module on this rank, filled from whole `weights` by original name, or with parameters empty. What it draws at random follows from `seed`, one for all ranks.
+        """The module on this rank, filled from whole `weights` by original name, or with parameters nan. What it draws at random follows from `seed`, one for all ranks.
 
         Raises RunError when the ranks do not fit the plan, the weights the model, or where a constant has no value.
         """

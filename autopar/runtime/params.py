@@ -8,6 +8,7 @@ single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -199,12 +200,15 @@ def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
-    """A parameter or buffer with uninitialised content. Buffers that rest whole are plain tensors."""
+    """A parameter or buffer that nothing was loaded into: nan, where its dtype has that, so that a step without weights says so. Memory as it comes is often zeros, which train
+    as if they were weights. Buffers that rest whole are plain tensors."""
     try:
         local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device="cpu" if info.host else mesh.device,
                             pin_memory=info.host and mesh.device.type == "cuda")
     except IndexError as error:
         raise RunError(f"{name}: layout {info.layout} does not belong to {mesh}") from error
+    if local.is_floating_point() or local.is_complex():
+        local.fill_(math.nan)
     if buffer:
         return local if not any(map(is_shard, info.entries)) else distribute(local, info.shape, info.entries, mesh)
     return as_parameter(distribute(local, info.shape, info.entries, mesh), info.trainable)

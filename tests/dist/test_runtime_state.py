@@ -96,6 +96,19 @@ def test_whole_tensors_load_and_bad_ones_are_named():
     on_ranks(4, _whole_tensors)
 
 
+def _unloaded():
+    model = sharded((2, 2))()
+    assert all(tensor.full_tensor().isnan().all() for tensor in model.parameters())
+    assert model.train_step(*model.shard_batch(*batch())).isnan()
+    model = sharded((2, 2))().load_full(_plain().state_dict())
+    assert model.train_step(*model.shard_batch(*batch())).isfinite()
+
+
+def test_weights_that_nothing_was_loaded_into_are_nan():
+    """They were what the memory held: mostly zeros, on which a run that forgot its checkpoint trained without a word."""
+    on_ranks(4, _unloaded)
+
+
 def _other_states():
     plain, model = _plain(), sharded((2, 2))().double()
     model.load_full(plain.state_dict())

@@ -99,6 +99,8 @@ def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh, unev
 def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if value.is_meta:
+        raise RunError(f"input {name!r} is on the meta device and has no values: give a batch that has (example inputs of compile may be without)")
     entries = parse(layout)
     for dim, size in enumerate(value.shape):
         ways = ways_of(entries, dim, mesh.sizes)

@@ -143,6 +143,8 @@ def _batches():
     ids, labels = batch(5)
     with pytest.raises(RunError, match=r"'ids': dim 0 of size 5 does not divide by the 2 ranks .*use 4 or 6"):
         model.shard_batch(ids, labels)
+    with pytest.raises(RunError, match="'ids' is on the meta device and has no values: give a batch that has"):
+        model.shard_batch(ids[:4].to("meta"), labels[:4])
     with pytest.raises(RunError, match="missing inputs labels"):
         model(ids)
     with pytest.raises(RunError, match="'mask' is not an input"):

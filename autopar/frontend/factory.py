@@ -27,7 +27,8 @@ RAN_AS = "autopar_model_"
 def find_factory(spec: str) -> Factory:
     """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is."""
     place, _, name = spec.rpartition(":")
-    if not place or not name:
+    relative = place.startswith(".") and not place.endswith(".py")  # to which package?
+    if not place or not name or relative:
         raise CaptureError(f"cannot read the model {spec!r}: wanted {FORMS}")
     module = import_file(Path(place), spec) if place.endswith(".py") else import_module(place, spec)
     factory = getattr(module, name, None)

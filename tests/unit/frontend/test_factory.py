@@ -89,6 +89,8 @@ def test_file_in_a_package_imports_from_that_package(tmp_path):
     "spec, words",
     [
         ("gpt2", ["cannot read the model 'gpt2'", "hf:FILE_OR_FOLDER"]),
+        ("./net:make", ["cannot read the model './net:make'", "path/to/file.py:factory"]),
+        ("..nets:make", ["cannot read the model '..nets:make'", "package.module:factory"]),
         ("missing.py:make", ["no file missing.py"]),
         ("net.py:make", ["has no 'make'", "pair, triple, needs"]),
         ("net:make", ["has no 'make'"]),

@@ -72,6 +72,11 @@ class Candidate:
         assert self.peak_bytes is not None, "its memory was not walked"
         return self.peak_bytes
 
+    @property
+    def counted_bytes(self) -> float:
+        """Bytes per device by its Problem, which knows nothing of what lives for a moment only."""
+        return self.model.problem.price(self.solution.choice).memory_bytes
+
     def refined(self, solution: Solution) -> Candidate:
         """The same problem with another solution; where it is short of room, what that proves does not hold for all plans that fit."""
         proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
@@ -234,8 +239,9 @@ class Planner:
             peaks.append(found.peak_bytes or 0.0)
             return peaks[-1]
 
+        tries = 2 * TRIES if self.tiling(sizes, used) else TRIES
         try:
-            found = within(self.request.limit_bytes, solved, peak_bytes, 2 * TRIES if self.tiling(sizes, used) else TRIES)
+            found = within(self.request.limit_bytes, solved, peak_bytes, tries, counted_bytes=lambda found: found.counted_bytes)
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             error.bound_s = min(bounds[:1], default=error.bound_s)

@@ -4,7 +4,9 @@ over the emitted program counts everything. What a Problem accepts and the walk 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -13,45 +15,58 @@ from autopar.text import gibibytes
 
 T = TypeVar("T")
 TRIES = 4
-MORE = 2  # tries of rooms that were passed by
+MORE = 3  # tries of rooms that were passed by
 NEAR = 0.02  # relative: of rooms that are so near the least is tried alone
 STUCK = 0.1  # relative: a peak that is above the limit by nearly as much as before
 
 
-def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float], tries: int = TRIES) -> T:
-    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit, in so many `tries`. Where `solve` finds
-    nothing for so little room, or none would be left, rooms between that and the least for which it found anything are tried. What needs more for a moment
-    with less room may have passed by what fits: then rooms between are tried too.
+def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float], tries: int = TRIES, *,
+           counted_bytes: Callable[[T], float] = lambda found: math.inf) -> T:
+    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit, in so many `tries`. Of an answer that it counts as so many bytes (`counted_bytes`, where
+    that is known) there is no other for any room between that and what it was given. Where `solve` finds nothing for so little room, or none would be left, rooms between that and the least for
+    which it found anything are tried. What needs more for a moment with less room may have passed by what fits: then rooms between are tried too, and where that is wide one between what
+    fits and what does not.
 
     Raises InfeasibleError with the bytes that are missing where `solve` does, or where nothing that it gave fits.
     """
-    rooms = _Rooms(limit_bytes, solve, peak_bytes)
+    rooms = _Rooms(limit_bytes, solve, peak_bytes, counted_bytes)
     try:
-        return rooms.shrinking(tries)
+        found = rooms.shrinking(tries)
     except InfeasibleError:
         for _ in range(MORE):
             if (room := rooms.passed_by()) is None:
                 break
-            found = rooms.solved(room)
-            if rooms.over(room) <= 0:
-                return found
+            with suppress(InfeasibleError):
+                found, _, over = rooms.solved(room)
+                if over <= 0:
+                    return found
         raise
+    return rooms.fuller(found)
 
 
 @dataclass(eq=False)
 class _Rooms(Generic[T]):
-    """Rooms that were tried, with the peaks of what came of it."""
+    """Answers by how much of their room they fill: their peaks, and the most room that they were `asked` for with; of `least` there is nothing."""
 
     limit_bytes: float
     solve: Callable[[float], T]
     peak_bytes: Callable[[T], float]
+    counted_bytes: Callable[[T], float]
     peaks: dict[float, float] = field(default_factory=dict)
+    asked: dict[float, float] = field(default_factory=dict)
+    least: float = 0.0
 
-    def solved(self, room: float) -> T:
-        """What there is for so much room, its peak counted."""
-        found = self.solve(room)
-        self.peaks[room] = self.peak_bytes(found)
-        return found
+    def solved(self, room: float) -> tuple[T, float, float]:
+        """What there is for so much room, how much of that it fills, and by how much its peak is above the limit."""
+        try:
+            found = self.solve(room)
+        except InfeasibleError:
+            self.least = max(self.least, room)
+            raise
+        filled = min(room, self.counted_bytes(found))
+        self.asked[filled] = max(room, self.asked.get(filled, 0.0))
+        self.peaks[filled] = self.peak_bytes(found)
+        return found, filled, self.over(filled)
 
     def over(self, room: float) -> float:
         """By how much that is above the limit."""
@@ -61,17 +76,17 @@ class _Rooms(Generic[T]):
         """What fits of ever less room."""
         allowed, given, over, step = self.limit_bytes, self.limit_bytes, 0.0, 0.0
         for _ in range(tries):
+            before = over
             try:
-                found = self.solved(allowed)
+                found, given, over = self.solved(allowed)
             except InfeasibleError as error:
-                if over <= 0:
+                if before <= 0:
                     raise
                 return self._between(_least_bytes(allowed, given, error), given, error)
-            before, over = over, self.over(allowed)
             if over <= 0:
                 return found
             step = 2 * step if 0 < before <= over * (1 + STUCK) else over  # the answer may be of whole blocks: so little less room changes nothing
-            given, allowed = allowed, allowed - step
+            allowed = given - step
             if allowed <= 0:
                 return self._between(0.0, given, _over(over, self.limit_bytes))
         raise _over(over, self.limit_bytes)
@@ -84,8 +99,8 @@ class _Rooms(Generic[T]):
             last = allowed == least
             try:
                 if allowed > 0:
-                    found = self.solved(allowed)
-                    if self.over(allowed) <= 0:
+                    found, allowed, over = self.solved(allowed)
+                    if over <= 0:
                         return found
                 given = allowed
             except InfeasibleError as error:
@@ -94,12 +109,30 @@ class _Rooms(Generic[T]):
                 break
         raise failed
 
+    def fuller(self, found: T) -> T:
+        """`found`, which fits, or what fits of more room: of the middle between what that was given and the least that does not fit, where that is wide."""
+        given = max(self.asked[own] for own in self.peaks if self.over(own) <= 0)
+        above = min((own for own in self.peaks if own > given), default=given)
+        if above - given <= 2 * NEAR * self.limit_bytes:
+            return found
+        with suppress(InfeasibleError):
+            other, _, over = self.solved((given + above) / 2)
+            return other if over <= 0 else found
+        return found
+
     def passed_by(self) -> float | None:
-        """The middle of the widest step from one room to a lesser one whose answer has more above its room; None where there is none that is wide."""
-        rooms = sorted(self.peaks)
-        steps = [(more - less, less) for less, more in itertools.pairwise(rooms) if self.peaks[less] < self.peaks[more] and self.peaks[less] - less > self.peaks[more] - more]
+        """What the answer whose peak is least fills, less by what that is above the limit; where that was tried, or something near it, the middle of the widest step from one answer to a
+        lesser one that has more above its room. None where there is none that is wide, or nothing was found at all."""
+        if not self.peaks:
+            return None
+        filled, near = sorted(self.peaks), NEAR * self.limit_bytes
+        closest = min(filled, key=self.peaks.__getitem__)
+        room = closest - self.over(closest)
+        if room > self.least + near and not any(own - near <= room <= self.asked[own] + near for own in filled):
+            return room
+        steps = [(more - self.asked[less], self.asked[less]) for less, more in itertools.pairwise(filled) if self.peaks[less] - less > self.peaks[more] - more]
         width, less = max(steps, default=(0.0, 0.0))
-        return less + width / 2 if width > NEAR * self.limit_bytes else None
+        return less + width / 2 if width > near else None
 
 
 def _least_bytes(allowed: float, given: float, error: InfeasibleError) -> float:

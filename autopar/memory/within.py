@@ -27,12 +27,12 @@ def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable
     which it found anything are tried. What needs more for a moment with less room may have passed by what fits: then rooms between are tried too, and where that is wide one between what
     fits and what does not.
 
-    Raises InfeasibleError with the bytes that are missing where `solve` does, or where nothing that it gave fits.
+    Raises InfeasibleError with the bytes that are missing: what `solve` raises where it finds nothing for `limit_bytes`, and where nothing that it gave fits by how much the least peak is above them.
     """
     rooms = _Rooms(limit_bytes, solve, peak_bytes, counted_bytes)
     try:
         found = rooms.shrinking(tries)
-    except InfeasibleError:
+    except InfeasibleError as error:
         for _ in range(MORE):
             if (room := rooms.passed_by()) is None:
                 break
@@ -40,7 +40,9 @@ def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable
                 found, _, over = rooms.solved(room)
                 if over <= 0:
                     return found
-        raise
+        if not rooms.peaks:
+            raise
+        raise _over(min(map(rooms.over, rooms.peaks)), limit_bytes) from error
     return rooms.fuller(found)
 
 

@@ -63,8 +63,11 @@ def test_room_shrinks_until_the_peak_fits() -> None:
 
     assert within(100.0, solve, lambda answer: 1.2 * answer) <= 100 / 1.2
     assert asked == [100.0, 80.0, 90.0], "what fits, and whether more does"
-    with pytest.raises(InfeasibleError, match="nothing is that small"):
+    with pytest.raises(InfeasibleError, match="the peak of the step is 5 B over the 55 B of a device") as raised:
         within(55.0, solve, lambda answer: 1.2 * answer)
+    assert raised.value.missing_bytes == pytest.approx(5), "and not what is missing of the room that was tried last"
+    with pytest.raises(InfeasibleError, match="nothing is that small"):
+        within(45.0, solve, lambda answer: 1.2 * answer)
 
 
 def test_an_answer_that_comes_in_wholes_is_left() -> None:
@@ -112,7 +115,7 @@ def test_what_was_passed_by_is_tried() -> None:
         return max(n for n in (45.0, 53.0, 62.0) if n <= room)
 
     assert within(64.0, solve, lambda answer: {62.0: 82.0, 53.0: 56.0, 45.0: 74.0}[answer]) == 53.0
-    with pytest.raises(InfeasibleError, match="nothing is that small"):
+    with pytest.raises(InfeasibleError, match="the peak of the step is 10 B over the 64 B of a device"):
         within(64.0, solve, lambda answer: {62.0: 82.0, 53.0: 75.0, 45.0: 74.0}[answer])
 
 

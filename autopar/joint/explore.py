@@ -113,7 +113,7 @@ class Explorer:
         while True:
             self._walk(shapes)
             best = self.best
-            rough = None if best is None or self.pricing.proven[best.shape] >= self.known_s * (1 - CLOSE) else self._rough(best)
+            rough = self._rough(best) if best is not None else None
             if rough is None:
                 return self._honed(best)
             self._polish(rough)
@@ -133,11 +133,13 @@ class Explorer:
         return found.step_s if found is not None else math.inf
 
     def _rough(self, best: Found) -> Found | None:
-        """What is to be solved to the end next: the best of all, then what is near it and may be faster; None where that is nothing."""
-        if best.shape not in self.polished:
+        """What is to be solved to the end next: the best of all, then what is near it and may be faster, each of them only where it may be faster than what others have; None where
+        that is nothing."""
+        proven, known_s = self.pricing.proven, self.known_s * (1 - CLOSE)
+        if best.shape not in self.polished and proven[best.shape] < known_s:
             return best
         near = [f for shape, f in self.fit.items() if shape not in self.polished and f.step_s <= best.step_s * NEARER
-                and self.pricing.proven[shape] < best.step_s * (1 - CLOSE)]
+                and proven[shape] < min(known_s, best.step_s * (1 - CLOSE))]
         return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:

@@ -88,3 +88,24 @@ def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: 
     notes = list(_rather(made, [walk, cast("Any", SimpleNamespace(settled=[]))]))
     assert notes == (["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else [])
     assert not list(_rather(made, []))
+
+
+@pytest.mark.parametrize(("proven_s", "solved"), [(0.8, ["near"]), (0.995, [])])
+def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what_others_have(proven_s: float, solved: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have 1.0. Of the best shape, 1.0 at a glance, 0.995 is proven, so that it gains nothing; a near one is 0.9 when it is solved."""
+    inner: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
+    shapes = {"best": Shape(1, (8,), 2), "near": Shape(2, (4,), 2)}
+    walk, said = Explorer(inner, SEARCH, 1.0, math.inf), list[str]()
+    found: Any = {shapes[name]: SimpleNamespace(shape=shapes[name], step_s=step_s, table=SimpleNamespace(places=shapes[name].places, stages=1, microbatches=2))
+                  for name, step_s in (("best", 1.0), ("near", 1.03))}
+
+    def exact(before: Any) -> Any:
+        said.append(next(name for name, shape in shapes.items() if shape == before.shape))
+        return SimpleNamespace(shape=before.shape, step_s=0.9, table=before.table)
+
+    vars(walk)["pricing"] = SimpleNamespace(proven={shapes["best"]: 0.995, shapes["near"]: proven_s}, exact=exact)
+    monkeypatch.setattr(walk, "_shapes", list)
+    monkeypatch.setattr(walk, "_walk", lambda shapes: walk.found.update(found) if not walk.found else None)
+    monkeypatch.setattr(explore, "honed", lambda inner, name, best, late: best)
+    made = walk.run()
+    assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)

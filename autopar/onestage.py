@@ -205,20 +205,21 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem: that of the search, where `best` is a recipe among others."""
+    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem: that of the search, where `best` is a recipe among others. What is
+    fastest there may be as small as that for all its Problem counts, and not fit as it runs."""
     problem = best.model.problem
     room_bytes = FULL * problem.memory_limit_bytes  # what lives for a moment may have left it less than the device has
     if not planner.missing_bytes and best.cost.memory_bytes < room_bytes:
         return False
-    free = problem
+    free = best.model
     if best.name != "search" and planner.request.recipe is None:
         planner.remat = best.remat
-        free = planner.model(best.mesh.sizes, space(best.mesh.sizes), "with room").problem
-    roomy = replace(free, memory_limit_bytes=math.inf)
-    there = roomy.price(ilp.glance(roomy, time_limit_s=GLANCE_S).choice)
-    if there.memory_bytes < room_bytes:
+        free = planner.model(best.mesh.sizes, space(best.mesh.sizes), "with room")
+    roomy = free.with_limit(math.inf)
+    there = replace(best, model=roomy, solution=ilp.glance(roomy.problem, time_limit_s=GLANCE_S))
+    if there.counted_bytes < room_bytes and planner.counted(there).peak <= planner.request.limit_bytes:
         return False  # `best` may be slower by its Problem, but not for want of memory
-    return there.time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
+    return roomy.problem.price(there.solution.choice).time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
 
 
 def _check_mesh(request: Request) -> None:

@@ -6,6 +6,7 @@ the reshards that it needs, each with its collectives, bytes and price. A reshar
 
 from __future__ import annotations
 
+import cmath
 import keyword
 import operator
 import re
@@ -343,8 +344,8 @@ def _atom(text: str) -> str:
 def _literal(item: Any) -> str:
     if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
         return str(item)
-    if isinstance(item, float) and item in (float("inf"), float("-inf")):
-        return f'float("{item}")'
+    if isinstance(item, (float, complex)) and not cmath.isfinite(item):
+        return f'{type(item).__name__}("{item}")'
     if isinstance(item, (torch.SymInt, sympy.Expr, Tensor)):
         raise TypeError(f"argument {item!r} has no source form")
     return repr(item)

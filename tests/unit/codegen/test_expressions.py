@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.codegen.expressions import EXPRESSIONS, Written, qualified, write
+from autopar.codegen.scope import _literal
 from passes import ops
 
 aten = torch.ops.aten
@@ -106,3 +109,9 @@ def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
     text = write(aten.add.Tensor, Written(("x", "y"), {"alpha": "2"}, (), ()))
     assert text == "torch.ops.aten.add.Tensor(x, y, alpha=2)"
     assert write(aten.add.Tensor, Written(("x", "y"), {}, (), ())) == "x + y"
+
+
+@given(st.one_of(st.floats(), st.complex_numbers(), st.integers(), st.booleans(), st.none(), st.text(), st.sampled_from([torch.float32, torch.strided])))
+def test_the_text_of_a_literal_is_read_as_what_it_was(item: Any) -> None:
+    read = eval(_literal(item), {"torch": torch})
+    assert (type(read), repr(read)) == (type(item), repr(item))

@@ -6,10 +6,12 @@ A writer gets the argument texts of one call and gives an expression; ops withou
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from autopar._torch import OpOverload
@@ -175,3 +177,14 @@ def qualified(target: Any) -> str:
         namespace, name = target._schema.name.split("::")
         return f"torch.ops.{namespace}.{name}.{target._overloadname}"
     return str(target.__name__)
+
+
+def literal(item: Any) -> str:
+    """What is no tensor as source: an argument of an operator, or of the model. Raises TypeError for sizes and tensors."""
+    if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(item)
+    if isinstance(item, (float, complex)) and not cmath.isfinite(item):
+        return f'{type(item).__name__}("{item}")'
+    if isinstance(item, (torch.SymInt, sympy.Expr, torch.Tensor)):
+        raise TypeError(f"argument {item!r} has no source form")
+    return repr(item)

@@ -6,7 +6,6 @@ the reshards that it needs, each with its collectives, bytes and price. A reshar
 
 from __future__ import annotations
 
-import cmath
 import keyword
 import operator
 import re
@@ -22,13 +21,12 @@ from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Pair, Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
-from autopar.codegen.expressions import Written, write
+from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref, Run
-from autopar.rules.language import Tensor
 from autopar.rules.tiles import tiled
 from autopar.text import literal
 from passes import facts
@@ -251,7 +249,7 @@ class ScopeWriter:
         if isinstance(item, (tuple, list)):
             inside = ", ".join(self._argument(i, queue, op) for i in item)
             return f"[{inside}]" if isinstance(item, list) else f"({inside}{',' if len(item) == 1 else ''})"
-        return _literal(item)
+        return literal(item)
 
     def _number(self, held: float | torch.SymInt | torch.SymFloat, op: Op) -> float | sympy.Expr:
         """A number that `op` is given, made of sizes of the inputs. Raises PlanError where values of tensors are in it."""
@@ -339,13 +337,3 @@ RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", 
 
 def _atom(text: str) -> str:
     return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def _literal(item: Any) -> str:
-    if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
-        return str(item)
-    if isinstance(item, (float, complex)) and not cmath.isfinite(item):
-        return f'{type(item).__name__}("{item}")'
-    if isinstance(item, (torch.SymInt, sympy.Expr, Tensor)):
-        raise TypeError(f"argument {item!r} has no source form")
-    return repr(item)

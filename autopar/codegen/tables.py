@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.codegen.context import Context
 from autopar.codegen.edges import out_pair
+from autopar.codegen.expressions import literal
 from autopar.codegen.order import compact, order_text, ranked
 from autopar.cost.memory import POLICIES, rests_in
 from autopar.layout import show
@@ -100,7 +101,7 @@ def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
     return [
         f"{INDENT}MESH = MESH",
         f"{INDENT}INPUTS = {layouts!r}",
-        *([f"{INDENT}FIXED = {dict(names.fixed)!r}"] if names.fixed else []),
+        *([f"{INDENT}FIXED = {{{_fixed(names)}}}"] if names.fixed else []),
         *([f"{INDENT}NESTED = {dict(names.nested)!r}"] if names.nested else []),
         f"{INDENT}SAMPLE = {_sample(names, inputs)!r}",
         *([f"{INDENT}MIXED = True"] if context.plan.precision in POLICIES else []),
@@ -112,6 +113,11 @@ def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
         *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
         *_evaluation(context, names)]
+
+
+def _fixed(names: Names) -> str:
+    """Arguments that are part of the program, as the items of a dict."""
+    return ", ".join(f"{name!r}: ({place}, {literal(value)})" for name, (place, value) in names.fixed.items())
 
 
 def _evaluation(context: Context, names: Names) -> list[str]:

@@ -69,7 +69,8 @@ def _without(fixed: Fixed, names: Sequence[str], args: Sequence[Any], kwargs: Ma
 
 
 def _as_planned(name: str, value: Any, planned: Any) -> None:
-    if isinstance(value, Tensor) or value != planned:
+    same = not isinstance(value, Tensor) and (value == planned or (value != value and planned != planned))  # nan is as planned where nan was
+    if not same:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise RunError(f"argument {name!r} is {got}, and the plan was made with {name}={planned!r}, which is part of the emitted program: "
                        f"pass {planned!r}, leave it out, or plan the model again with {name}={got}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.plan import Plan
@@ -72,6 +73,28 @@ def test_plain_arguments(places: int) -> None:
     right = float(model(x, 2.0, wanted, deep=True).detach())
     for found in living(2).run(losses, case.source(), case.light):
         assert found == pytest.approx([right] * 3, rel=1e-12)
+
+
+class Limited(nn.Module):
+    """Plain arguments that need not be finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor, most: float = 1.0, missing: float = 0.0) -> torch.Tensor:
+        return (self.map(x).clamp(max=most).masked_fill(x > 100, missing) - wanted).pow(2).mean()
+
+
+def test_plain_arguments_that_are_not_finite() -> None:
+    torch.manual_seed(0)
+    model, (x, wanted), given = Limited().double(), batch(), (float("inf"), float("nan"))
+    module = autopar.compile(model, "cpu:1x1", (x, wanted, *given), recipe="single").module
+    right = float(model(x, wanted, *given).detach())
+    assert [float(module.train_step(x, wanted, *more)) for more in ((), given)] == pytest.approx([right] * 2, rel=1e-12)
+    for most, missing, message in ((1.0, given[1], "'most' is 1.0, and the plan was made with most=inf"), (given[0], 1.0, "'missing' is 1.0, and the plan was made with missing=nan")):
+        with pytest.raises(RunError, match=message):
+            module.train_step(x, wanted, most, missing)
 
 
 class Fed(nn.Module):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.codegen.expressions import EXPRESSIONS, Written, qualified, write
-from autopar.codegen.scope import _literal
+from autopar.codegen.expressions import EXPRESSIONS, Written, literal, qualified, write
 from passes import ops
 
 aten = torch.ops.aten
@@ -113,5 +112,5 @@ def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
 
 @given(st.one_of(st.floats(), st.complex_numbers(), st.integers(), st.booleans(), st.none(), st.text(), st.sampled_from([torch.float32, torch.strided])))
 def test_the_text_of_a_literal_is_read_as_what_it_was(item: Any) -> None:
-    read = eval(_literal(item), {"torch": torch})
+    read = eval(literal(item), {"torch": torch})
     assert (type(read), repr(read)) == (type(item), repr(item))

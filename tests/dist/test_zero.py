@@ -59,6 +59,8 @@ PIPES = [
     ("hf-gpt2", (2,), ZERO2, 2, 4, "zbv_zero_bubble", 2),   # gradients go after each part of a backward that is taken apart
     ("hf-llama", (2,), ZERO1, 2, 4, "interleaved_1f1b", 2),
     ("gpt", (2,), ZERO1, 2, 1, "naive", 1),
+    ("gpt", (2,), ZERO2, 1, 2, "gpipe", 1),                 # microbatches alone
+    ("gpt", (2,), ZERO3, 1, 4, "gpipe", 1),
 ]
 SLOW_PIPES = [
     ("hf-resnet", (2,), ZERO1, 2, 1, "naive", 1),

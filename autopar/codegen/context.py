@@ -100,9 +100,7 @@ class Context:
 
     @cached_property
     def function_names(self) -> tuple[str, ...]:
-        """Names of the plain functions that the graph calls: no variable may hide them."""
-        targets = (op.target for op in self.program.ops.values() if op.role == "op")
-        return tuple(dict.fromkeys(qualified(t) for t in targets if getattr(t, "__module__", "").startswith("passes.")))
+        return function_names(self.program)
 
     def use(self, target: Any) -> None:
         """Remember that the file calls `target`, so that plain functions get imported."""
@@ -151,3 +149,9 @@ class Context:
                 size = shape[dim_of(entry)]
                 names.append(f"dim {dim_of(entry)}" if isinstance(size, int) else str(size))
         return " " + " to ".join(names) if names else ""
+
+
+def function_names(program: Program) -> tuple[str, ...]:
+    """Names of the plain functions that a graph calls: no variable and no class may hide them."""
+    targets = (op.target for op in program.ops.values() if op.role == "op")
+    return tuple(dict.fromkeys(qualified(t) for t in targets if getattr(t, "__module__", "").startswith("passes.")))

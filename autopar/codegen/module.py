@@ -7,13 +7,15 @@ The file imports torch and autopar.runtime only. Parameters are declared with th
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from torch import fx
 
 import autopar
 from autopar._torch import OPDEFS, OpOverload
-from autopar.codegen.context import Context
+from autopar.codegen.context import Context, function_names
+from autopar.codegen.scope import RESERVED as USED_IN_SCOPES
 from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.stages import pipelined_model
 from autopar.codegen.tables import (
@@ -34,26 +36,27 @@ from autopar.problem.reading import read
 from autopar.rules import TORCH
 from autopar.text import gibibytes, inside, seconds
 
-RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "F", "MESH")  # names that the file itself uses for other things
+RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "main", "registered")  # names that the file itself uses for other things
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train")
-    context = Context(program, plan, _class_names(program), probes, names.fleeting, names.order)
+    context = Context(program, plan, _class_names(program, plan), probes, names.fleeting, names.order)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = pipelined_model(context, gm, names) if plan.pipelined else _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
 
 
-def _class_names(program: Program) -> dict[str, str]:
-    """A readable class name per scope: the class of the block's module, made unique among all names of the file."""
-    taken = dict.fromkeys(RESERVED, 1)
+def _class_names(program: Program, plan: Plan) -> dict[str, str]:
+    """A readable class name per scope: the class of the block's module, numbered where the file has that name already, be it another block's."""
+    stages = (f"Stage{i}" for i in range(len(plan.stages)))
+    taken = dict.fromkeys([*RESERVED, *USED_IN_SCOPES, *function_names(program), *stages])
     found = {}
     for run in program.runs.values():
         name = _module_class(program, run)
-        taken[name] = taken.get(name, 0) + 1
-        found[run.scope] = name if taken[name] == 1 else f"{name}{taken[name]}"
+        found[run.scope] = next(text for text in itertools.chain([name], (f"{name}{i}" for i in itertools.count(2))) if text not in taken)
+        taken[found[run.scope]] = None
     return found
 
 

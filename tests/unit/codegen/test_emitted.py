@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.codegen import module
 from autopar.codegen.edges import in_pair, needed, out_pair
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -141,3 +142,55 @@ def test_stages_that_do_the_same_are_written_once() -> None:
         assert len(stages[name].body) == 2 and isinstance(about, ast.Expr) and blocks_of != blocks_of_base
     bodies = ["".join(ast.unparse(line) for line in node.body[1:] if "RUNS =" not in ast.unparse(line)) for name, node in stages.items() if name not in alike]
     assert len(set(bodies)) == len(bodies)
+
+
+class Wave(torch.nn.Module):
+    """A map and a function of it."""
+
+    wave = staticmethod(torch.tanh)
+
+    def __init__(self):
+        super().__init__()
+        self.map = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.wave(self.map(x))
+
+
+class Block(Wave):
+    wave = staticmethod(torch.relu)
+
+
+class Block2(Wave):
+    """Of the name that the file gives to the one before, since it has a `Block` of its own."""
+
+
+class Named(torch.nn.Module):
+    """Alike blocks of two classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.ModuleList(kind() for _ in range(4)) for kind in (Block, Block2))
+
+    def forward(self, x, y):
+        for layer in (*self.first, *self.second):
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+def test_each_class_of_blocks_has_a_name_of_its_own():
+    torch.manual_seed(0)
+    model, data = Named(), (torch.randn(4, 8), torch.randn(4, 8))
+    made = autopar.compile(model, "cpu:1x1", data, recipe="single")
+    assert re.findall(r"^class (\w+)\(Block\)", made.source, re.MULTILINE) == ["Block2", "Block22"]
+    torch.testing.assert_close(made.train_step(*data), model(*data).detach())
+
+
+@pytest.mark.parametrize("name", ["Block", "Stage", "Stage1", "gather", "main"])
+def test_no_block_has_a_name_that_the_file_uses_otherwise(name, monkeypatch):
+    plan = compiled("stack", "ddp").plan
+    program = read(compiled("stack", "ddp").captured.gm, plan.hints, training=True)
+    monkeypatch.setattr(module, "_module_class", lambda *_: name)
+    found = list(module._class_names(program, replace(plan, stages=plan.stages * 4)).values())
+    assert len(found) == len(program.runs) > 1 and all(text.startswith(name) for text in found)
+    assert len({*found, *module.RESERVED, *module.USED_IN_SCOPES, *(f"Stage{i}" for i in range(4))}) == len(found) + len({*module.RESERVED, *module.USED_IN_SCOPES}) + 4

@@ -37,14 +37,14 @@ def megabytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def literal(name: str) -> str:
+def quoted(name: str) -> str:
     """A name as Python source has it, in double quotes whatever is in it; JSON's escapes are Python's too."""
     return json.dumps(name, ensure_ascii=False)
 
 
 def inside(name: str) -> str:
     """A name as a docstring of Python source has it: in one line, and nothing in it ends the docstring."""
-    return literal(" ".join(name.split()))[1:-1]
+    return quoted(" ".join(name.split()))[1:-1]
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, show
 from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.tiles import tiled
-from autopar.text import literal
+from autopar.text import quoted
 from passes import facts
 
 WIDTH = 88  # column at which comments start
@@ -144,7 +144,7 @@ class ScopeWriter:
         op = self.context.program.ops[self._full(node.name)]
         table = {"param": "w", "buffer": "b", "constant": "b"}
         if op.role in table:
-            self.names[op.name, 0] = f"self.{table[op.role]}[{literal(self.context.short_name(op))}]"
+            self.names[op.name, 0] = f"self.{table[op.role]}[{quoted(self.context.short_name(op))}]"
         else:
             self.names[op.name, 0] = self.fresh(node.meta.get("input", node.name))
 

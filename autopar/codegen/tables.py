@@ -19,7 +19,7 @@ from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 from autopar.problem.names import namings
 from autopar.problem.resting import EACH
-from autopar.text import literal
+from autopar.text import quoted
 from passes import edit, facts
 from passes.grads import needs_grad
 
@@ -82,7 +82,7 @@ def _parameter(context: Context, op: Op) -> str:
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
-    return (f'{literal(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
+    return (f'{quoted(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
             f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
 
 

@@ -376,27 +376,3 @@ def test_a_model_may_hold_modules_of_python():
 def test_what_has_no_copies_is_named():
     with pytest.raises(CaptureError, match=r"Holds cannot be copied: cannot pickle '_thread.lock' object\. .* outside of the model"):
         capture(Holds(threading.Lock()), (torch.zeros(8, 4), torch.zeros(8, 4)))
-
-
-class Detached(Net):
-    def change(self, x):
-        return x
-
-    def forward(self, x, y):
-        return super().forward(x, y).detach() + 0 * y.mean()
-
-
-class Weightless(nn.Module):
-    def forward(self, x, y):
-        return (x * y).mean()
-
-
-@pytest.mark.parametrize(("model", "why"), [
-    (Detached(), r"it is computed of none of those that want one \(shift, linear.weight, linear.bias\), or through detach\(\)"),
-    (Even().requires_grad_(False), r"none wants one \(requires_grad\); thaw what is to be trained before"), (Weightless(), "it has none"),
-], ids=lambda value: type(value).__name__)
-def test_a_loss_that_trains_nothing_is_refused(model: nn.Module, why: str) -> None:
-    x = torch.zeros(8, 4)
-    with pytest.raises(CaptureError, match=f"no weight of {type(model).__name__} has a gradient of its loss: {why}.*mode='inference'"):
-        autopar.compile(model, "cpu:1x2", (x, x))
-    assert autopar.compile(model, "cpu:1x2", (x, x), mode="inference", recipe="single").plan.ranks == 2

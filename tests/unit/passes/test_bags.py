@@ -59,7 +59,7 @@ def captured(call, with_starts=False, **settings):
 ])
 def test_bags_of_one_length_are_rows_of_samples(call, settings):
     found = captured(call, **settings)
-    assert list(found.hints) == (["b"] if call is weighted else ["b", "s"])  # the length of weights is fixed
+    assert list(found.hints) == ["b", "s"]
     (bag,) = [node for node in found.gm.graph.nodes if node.target is ops.bag]
     assert not {"aten.embedding_bag.padding_idx", "aten.reshape.default", "aten.arange.default"} & set(targets(found.gm))
     assert bag.args[ops.MODE] == settings.get("mode", "mean")

@@ -60,6 +60,7 @@ for _kernel in ("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor"):
 for _kernel in ("aten::fake_quantize_per_tensor_affine_cachemask", "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "aten::fake_quantize_per_channel_affine_cachemask"):
     torch.library.register_fake(_kernel, lambda operand, *_: (torch.empty_like(operand), torch.empty_like(operand, dtype=torch.bool)))
 
+
 def _covariance(operand: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.cov` of rows of observations: products of what is left without the mean, over as many as there are, less `correction`."""
     rows = operand.reshape(1, -1) if operand.dim() < 2 else operand

@@ -7,6 +7,7 @@ of math_opt (one per variable, and one dictionary entry per value) would cost mo
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass
 
@@ -87,13 +88,14 @@ def to_proto(model: Linear, *, integer: bool) -> model_pb2.ModelProto:
 
 def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9,
           hint: dict[int, float] | None = None) -> Answer:
-    """Solves `model` with one thread. Raises SolverError with OR-tools' own words when it fails."""
+    """Solves `model` with one thread, in `time_limit_s` seconds (inf: however long it takes). Raises SolverError with OR-tools' own words when it fails."""
     began = time.perf_counter()
     proto = to_proto(model, integer=integer)
     params = parameters_pb2.SolveParametersProto()
     if kind != PDLP:  # PDLP draws nothing and refuses the option
         params.random_seed = seed
-    params.time_limit.FromNanoseconds(int(max(time_limit_s, 1e-3) * 1e9))
+    if math.isfinite(time_limit_s):
+        params.time_limit.FromNanoseconds(int(max(time_limit_s, 1e-3) * 1e9))
     if kind != HIGHS:  # HiGHS refuses the option; one thread is what it uses for one LP or a small tree anyway
         params.threads = 1
     if integer:

@@ -32,7 +32,7 @@ CLOSE = 0.01  # relative: prices are less exact than this
 class Elsewhere:
     """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
     once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one; `tell` is told those of the
-    best plan of all once every mesh was looked at, and whenever it is better."""
+    best plan of all once every mesh was looked at or stages were asked for, and whenever it is better."""
 
     ask: Callable[[float], float]
     search: Callable[[float], float] = lambda known_s: math.inf
@@ -41,9 +41,10 @@ class Elsewhere:
     done: bool = False
 
     def asked(self, known_s: float) -> float:
-        """The seconds, known from now on."""
+        """The seconds, known from now on, and told: where nothing else is near, this is the first answer there is."""
         if math.isinf(self.seconds):
             self.seconds = self.ask(known_s)
+            self.tell(min(known_s, self.seconds))
         return self.seconds
 
     def searched(self, alone_s: float) -> float:

@@ -70,6 +70,13 @@ def test_more_time_is_never_for_a_worse_plan(planned: Callable[[float], tuple[Pl
     assert all(later_s <= earlier_s * (1 + SIMPLER) for earlier_s, later_s in pairwise(steps_s)), steps_s
 
 
+def test_what_stages_come_to_is_told_as_soon_as_it_is_known() -> None:
+    """A proof begins beside the search then."""
+    told = list[float]()
+    elsewhere = Elsewhere(lambda known_s: 0.5 * known_s, tell=told.append)
+    assert elsewhere.asked(2.0) == elsewhere.asked(1.5) == 1.0 and told == [1.0]
+
+
 @pytest.mark.parametrize("mode", ["inference", "train"])
 def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str) -> None:
     """As its note says."""

@@ -18,9 +18,9 @@ from xml.etree import ElementTree
 from autopar.plan import write_atomic
 
 LONG = Path(__file__).resolve().parents[1] / "long.txt"
-ALONE_S = 6.0
+ALONE_S = 5.0
 """Of the quickest case of a test; in seconds of a run of two workers on two cores with nothing beside."""
-TOGETHER_S = 2.0
+TOGETHER_S = 1.5
 """Of the cases of one test that stay, where it has several."""
 QUICK_S = 0.2
 """Of a case that stays whatever the others take."""

@@ -86,7 +86,6 @@ FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, 
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "
                  "of 32 bits (optim/gradient_accumulator.py), what is gathered along the sequence gathered again, collectives by themselves (parallel/tensor_parallel/nn.py), a loss that keeps the exponentials (functional.py)")
-COMPILED = Facts(Software(captured=True, habits=replace(PYTORCH, fused=True)), why="compiled per block")
 XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, habits=replace(PYTORCH, fused=True, loss_in_place=True)), flash=False, dropout=0.0,
             why="XLA: one program, loops fused, no fused attention")
 

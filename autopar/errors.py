@@ -21,9 +21,9 @@ class InfeasibleError(AutoparError, ValueError):
     """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short. Where none was found that fits, and one may be,
     it takes `bound_s` seconds at least."""
 
-    def __init__(self, message: str, missing_bytes: float | None = None, bound_s: float = math.inf) -> None:
+    def __init__(self, message: str, missing_bytes: float | None = None) -> None:
         super().__init__(message)
-        self.missing_bytes, self.bound_s = missing_bytes, bound_s
+        self.missing_bytes, self.bound_s = missing_bytes, math.inf
 
     @property
     def proven(self) -> list[float]:

@@ -104,7 +104,7 @@ def _proven(inner: Inner, made: Plan, proof: Beside) -> Plan:
     if inner.request.prove:
         bound_s = proven_s(inner, step_s, mesh)
     else:
-        enough = timer.left_s < timer.limit_s * (1 - MOST) and proof.looked
-        bound_s = proof.proven_s(step_s, mesh, -math.inf if enough else timer.ends_at)
-        notes = notes if proof.looked else (*notes, UNPROVEN)
+        late = timer.left_s < timer.limit_s * (1 - MOST)
+        bound_s = proof.proven_s(step_s, mesh, -math.inf if late and proof.looked else timer.ends_at)
+        notes = (*notes, UNPROVEN) if late and not proof.looked else notes
     return replace(made, notes=notes, predicted=replace(made.predicted, bound_s=bound_s))

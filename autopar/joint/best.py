@@ -76,14 +76,14 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
     if not inner.request.settings.offload:
         inner.roomy.update(walks[0].pricing.roomy)
     bound_s = min(walks[0].least_floor_s, _bound_s(inner, flat)) if inner.request.recipe is None else 0.0
-    if best is None and flat is not None:
+    if best is not None:
+        made = _finished(inner, best, flat, tried, bound_s, about)
+    elif flat is not None:
         made = _among_all(flat, tried, bound_s)
-        return replace(made, notes=inner.timer.noted((*made.notes, *_rather(made, walks))))
-    if best is None:
+    else:
         faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
         raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {inner.request.cluster.label}{faster}: "
                               + ("; ".join(why[-3:]) or walks[0].reason))
-    made = _finished(inner, best, flat, tried, bound_s, about)
     return replace(made, notes=inner.timer.noted((*made.notes, *_rather(made, walks))))
 
 

@@ -86,7 +86,7 @@ def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pyt
         assert not proof.looked and proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
 
 
-@pytest.mark.parametrize("left_s", [20.0, -1.0])
+@pytest.mark.parametrize("left_s", [9.0, -1.0])
 def test_a_search_that_took_most_of_its_time_leaves_the_rest_to_a_proof(left_s: float) -> None:
     """Where nobody has looked at anything beside it: the gap to the least work there is says little."""
     inner = inner_of()
@@ -96,6 +96,14 @@ def test_a_search_that_took_most_of_its_time_leaves_the_rest_to_a_proof(left_s: 
     proven = _proven(inner, made, Beside(inner))
     floor_s = min(map(Prover(inner, closely=False).floor_s, Prover(inner, closely=False).shapes()))
     assert (proven.predicted.bound_s > floor_s, UNPROVEN in proven.notes) == ((True, False) if left_s > 0 else (False, True))
+
+
+def test_where_there_is_nothing_to_look_at_in_time_no_longer_limit_is_advised() -> None:
+    """The step is as near to the least work as anybody asks for."""
+    inner = inner_of()
+    made = by_recipe(subject("hf-gpt2"), (4,), "ddp")
+    near = replace(made, predicted=replace(made.predicted, step_s=step_s() / 1.6))
+    assert UNPROVEN not in _proven(inner, near, Beside(inner)).notes
 
 
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:

@@ -51,14 +51,17 @@ def _aligned(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any)
 
 
 # torch has none for tensors without values, since the last size of what is kept follows from the lengths of targets: nobody but the backward sees that.
+# For some torch 2.11 has one that refuses, which 2.13 replaces unasked.
 for _kernel in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
-    torch.library.register_fake(_kernel, _aligned)
+    torch.library.register_fake(_kernel, _aligned, allow_override=True)
 for _kernel in ("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor"):
-    torch.library.register_fake(_kernel, lambda grad, log_probs, *_: torch.empty_like(log_probs))
+    torch.library.register_fake(_kernel, lambda grad, log_probs, *_: torch.empty_like(log_probs), allow_override=True)
 
 # Nor for numbers as they are after quantisation, with which of them are in range.
 for _kernel in ("aten::fake_quantize_per_tensor_affine_cachemask", "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "aten::fake_quantize_per_channel_affine_cachemask"):
-    torch.library.register_fake(_kernel, lambda operand, *_: (torch.empty_like(operand), torch.empty_like(operand, dtype=torch.bool)))
+    torch.library.register_fake(
+        _kernel, lambda operand, *_: (torch.empty_like(operand), torch.empty_like(operand, dtype=torch.bool)), allow_override=True
+    )
 
 
 def _covariance(operand: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class Going:
     """One pass in one direction, which follows what was learned as far as it does that (nothing: it learns)."""
 
     def __init__(self, orders: Orders, learned: Learned) -> None:
-        self.orders, self.plan = orders, learned.calls
+        self.orders, self.plan = proxy(orders), learned.calls  # which hold it until the next step
         self.seen: list[Call] = []
         self.ended = False
         self._due = dict(learned.due)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from autopar.layout import BUCKET_BYTES, Layout, Step, steps
 from autopar.runtime.ahead import Orders
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.leaves import Reader, owners
+from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
 from autopar.runtime.params import Held
@@ -90,7 +92,8 @@ class GradSync:
         self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
         self.pending: dict[str, Held] = {}
         self.waiting: dict[str, tuple[Held, Tensor]] = {}  # gradients on the device of parameters on the host, while more microbatches add to them
-        self.orders = Orders(self.of, mesh)
+        me = proxy(self)
+        self.orders = Orders(lambda leaf: me.of(leaf), mesh)
 
     @staticmethod
     def watching(held: Mapping[str, Held], mesh: Mesh, blocks: Iterable[Reader]) -> GradSync:
@@ -113,7 +116,7 @@ class GradSync:
         """Watch the leaf of `held`; call again whenever it was renewed."""
         self.held_of[id(held.leaf)] = held
         if held.leaf.requires_grad:
-            held.leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(held))
+            held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:
         """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
@@ -214,7 +217,11 @@ class GradSync:
                 _deposit(held, [grad])
             self.waiting = {}
 
-    def _arrived(self, held: Held) -> None:
+    def _arrived(self, leaf: Tensor) -> None:
+        held = self.of(leaf)
+        if held is None:
+            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced, and another forward has begun: it belongs to nothing. "
+                           "Run the backward of a loss before the next forward")
         only_first_order(held.name)
         if self.deferred and not held.info.each:
             return

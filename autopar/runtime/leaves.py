@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, crosses, steps
+from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held
@@ -62,10 +63,10 @@ class Leaves:
         self.before = last.get(-1, -1)
         for index, bucket in enumerate(self.buckets):
             for h in bucket.members:
-                h.ready = partial(self.finish, index)
+                h.ready = weakly(self.finish, index)
         for number, block in enumerate(blocks):
             if number in last:
-                block.ready = partial(self.finish, last[number])
+                block.ready = weakly(self.finish, last[number])
 
     def refresh(self) -> None:
         """Begin to fill all leaves; returns when the model itself can run."""

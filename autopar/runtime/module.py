@@ -26,6 +26,7 @@ from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
+from autopar.runtime.lifetimes import kept_by
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
@@ -230,6 +231,7 @@ class ShardedModule(Scope):
             stack.enter_context(rng.using(self.rng))
             self._turn = stack.enter_context(regather.regathering(self._sync))
             values = list(super().__call__(*inputs))
+        kept_by(values, self._sync)
         self._told.look()
         if self.OUTPUTS and len(values) != len(self.OUTPUTS):
             raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")

@@ -220,8 +220,7 @@ class GradSync:
     def _arrived(self, leaf: Tensor) -> None:
         held = self.of(leaf)
         if held is None:
-            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced, and another forward has begun: it belongs to nothing. "
-                           "Run the backward of a loss before the next forward")
+            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced: run the backward of a loss before the next forward")
         only_first_order(held.name)
         if self.deferred and not held.info.each:
             return

@@ -26,4 +26,5 @@ def kept_by(values: Iterable[Tensor], what: object) -> None:
     """Keep `what` alive as long as a backward may come through one of `values`."""
     for value in values:
         if value.grad_fn is not None:
-            value.grad_fn.metadata[__name__] = what
+            notes: Any = value.grad_fn.metadata  # a dict, which torch types as a method
+            notes[__name__] = what

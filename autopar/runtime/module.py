@@ -6,7 +6,6 @@ tensors that alias the DTensor parameters, so autograd never sees a DTensor. gra
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
-from autopar._torch import as_parameter, local_of, wrap_like
+from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
@@ -37,6 +36,7 @@ from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
 from autopar.runtime.told import Told
 from autopar.runtime.tree import Tree
+from autopar.runtime.twins import twin
 
 
 class Block(nn.Module):
@@ -323,21 +323,7 @@ class ShardedModule(Scope):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own with the same weights, buffers and random numbers to come, on the same mesh, as averages of weights (`AveragedModel`) and teachers are made. Gradients are not copied."""
-        memo[id(self)] = twin = type(self)(seed=self.rng.seed)
-        fresh: dict[int, Tensor] = {}
-        for name, held in twin._held.items():
-            mine = self._held[name].tensor
-            tensor = wrap_like(local_of(mine).detach().clone(), mine)
-            fresh[id(held.tensor)] = as_parameter(tensor, mine.requires_grad) if isinstance(mine, nn.Parameter) else tensor
-        for module in twin.modules():  # tied ones have several names
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                table.update({key: fresh[id(tensor)] for key, tensor in table.items() if id(tensor) in fresh})
-        twin.rng, twin._constant = self.rng.copy(), dict(self._constant)
-        for name, value in vars(self).items():  # what users have put there
-            if name not in vars(twin) and not name.startswith("_"):
-                setattr(twin, name, copy.deepcopy(value, memo))
-        return twin.train(self.training)
+        return twin(self, memo)
 
     def _elsewhere(self) -> Iterable[str]:
         """Names of parameters, buffers and blocks that other places of a pipeline hold."""

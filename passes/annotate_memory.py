@@ -57,8 +57,23 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or not facts.tensors(node):
         return True
     if node.target is aten.reshape.default:
-        return _viewable(node, facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
+        return joins_heads(node) or _viewable(node, facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
     return node.target in VIEWS
+
+
+def joins_heads(node: fx.Node) -> bool:
+    """Whether `node` joins the heads of an attention's result without a copy.
+
+    The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without a
+    device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous.
+    """
+    turned = node.args[0] if node.target is aten.reshape.default else None
+    made = turned.args[0] if isinstance(turned, fx.Node) and turned.target is aten.transpose.int else None
+    if not isinstance(made, fx.Node) or made.target is not aten.scaled_dot_product_attention.default:
+        return False
+    (query,) = facts.tensors(made.args[0]) if isinstance(made.args[0], fx.Node) else (None,)
+    head, row = query.stride()[1:3] if query is not None and query.dim() == 4 else (0, 0)
+    return isinstance(head, int) and isinstance(row, int) and head < row
 
 
 def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:

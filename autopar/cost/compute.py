@@ -71,9 +71,10 @@ def matmul_efficiency(flops: float, matmul: Shape, device: Device) -> float:
     return device.achievable * min(1.0, relative)
 
 
-def straight_share(device: Device) -> float:
-    """Share of the memory's rate that is left for eager kernels that do not read and write straight through. A CPU's go by cache lines all the same."""
-    return 1.0 if device.kind == "cpu" else min(1.0, device.units * BY_ROWS_BYTES_S / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
+def straight_share(device: Device, norm_bytes: float | None = None) -> float:
+    """Share of the memory's rate that is left for eager kernels that do not read and write straight through; for a norm of rows of `norm_bytes` each. A CPU's go by cache lines all the same."""
+    rate = BY_ROWS_BYTES_S if norm_bytes is None else min(NORM_BYTES_S[1], NORM_BYTES_S[0] * max(1.0, norm_bytes / NARROW_BYTES))
+    return 1.0 if device.kind == "cpu" else min(1.0, device.units * rate / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
 
 
 def aligned_share(sizes: tuple[float, ...], itemsize: int, device: Device) -> float:
@@ -109,7 +110,12 @@ ALIGNED_BYTES = 16
 
 BY_ROWS_BYTES_S = 11.4e9
 """Bytes per second and multiprocessor at most of eager kernels that do not read and write straight through (`problem.traffic.by_rows`), however fast the memory is: measured on one H100,
-1.5 TB/s on 132, of norms, biases, and products with a column or a row (benchmarks/README.md, one GPU)."""
+1.5 TB/s on 132, of biases, losses, and products with a column or a row (benchmarks/README.md, one GPU)."""
+
+NORM_BYTES_S = (9.7e9, 17e9)
+NARROW_BYTES = 1536
+"""The same of norms there and back: of rows of so many bytes and less, and at most. A block of threads does a row forward, and 32 columns of the gradients of weights, so that narrow rows
+leave multiprocessors without work: measured on one H100, 16-bit rows of 768 (1.24 to 1.28 TB/s on 132), of 2048 (2.3) and of 4096 (2.1 TB/s)."""
 
 RAMP = 2
 """Fused attention has keys / (keys + so many tiles) of its rate, of the keys that a row sees on the mean: half of all where it is causal."""

@@ -22,9 +22,10 @@ from autopar.memory.shares import Shares, named
 from autopar.pipeline.views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.inner import sites
-from autopar.problem.looking import joins_heads, looks
+from autopar.problem.looking import looks
 from autopar.problem.saved import HOLDERS
 from autopar.rules.tiles import weight_of
+from passes.annotate_memory import joins_heads
 
 
 @dataclass(eq=False, slots=True)

@@ -51,6 +51,7 @@ class Op:
     backward_bytes: float = 0.0
     fused_bytes: float = 0.0  # forward, and of the backward, where chains of pointwise operators run as one kernel (problem.traffic)
     fused_backward_bytes: float = 0.0
+    rows_bytes: tuple[float, float] = (0.0, 0.0)  # of `bytes` and `backward_bytes`, what kernels move that do not read and write straight through
     bias_bytes: float = 0.0  # of the backward of a product, that the gradient of its bias reads: a kernel of its own
     fused_bias_bytes: float = 0.0
     leads: bool = True  # whether it is a kernel of its own then

@@ -28,7 +28,7 @@ from autopar.layout import Layout, fraction
 from autopar.problem.graph import Op
 from autopar.problem.inner import sites
 from autopar.problem.settings import Settings
-from autopar.problem.traffic import by_rows
+from autopar.problem.traffic import NORMS
 from autopar.rules import tiles
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
@@ -88,7 +88,6 @@ class _Shard:
     def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
         self.device, self.settings = kernels.device, kernels.settings
         self.op, self.sizes = op, sizes
-        self.straight = straight_share(self.device) if by_rows(op) and not self.settings.fused else 1.0
         self.used, self.tiled = sites(op, options, sizes), tiles.tiled(options)
         self.options = tuple(map(tiles.as_worked, options)) if self.tiled > 1 else options
 
@@ -100,12 +99,19 @@ class _Shard:
         inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:
             inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes, call=op.call))
-        forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else (op.bytes, op.backward_bytes)
+        forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else self._eager_bytes()
         matmul, beside = self._matmul(share), self._beside_bytes()
         ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)
         if not (self.settings.training and op.graded):
             return ahead, 0.0
         return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1) + self._bias_s()
+
+    def _eager_bytes(self) -> tuple[float, float]:
+        """Bytes that would take, straight through, as long as what the kernels of an Op by itself move."""
+        op = self.op
+        row = op.call.outs[0].sizes[-1] * op.call.outs[0].itemsize if op.target in NORMS else None
+        longer = 1 / straight_share(self.device, row) - 1
+        return op.bytes + longer * op.rows_bytes[0], op.backward_bytes + longer * op.rows_bytes[1]
 
     def _bias_s(self) -> float:
         """Seconds of the gradient of a bias, if there is one: the gradients of all rows added up."""
@@ -131,7 +137,7 @@ class _Shard:
         op = self.op
         dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
-        seconds = op_s(flops, nbytes / self.straight, dtype, self.device, matmul=matmul, share=share)
+        seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
         if dtype != op.dtype:
             seconds += copy_s(self._cast_bytes(direction) / 2 / self.tiled, self.device)
         follows = self.settings.fused and not op.leads

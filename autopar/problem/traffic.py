@@ -1,7 +1,8 @@
 """Bytes that move for each Op, forward and backward, alone and where chains of pointwise operators run as one kernel.
 
 Backward: gradients of results and what was kept are read, gradients of operands are written; a sum passes the gradient on as it
-is. Where several operators read a value, their gradients are added up: read, read, write for each beyond the first.
+is. Where several operators read a value, their gradients are added up: read, read, write for each beyond the first. Those of the
+pieces of a value are put together, unless they are written where they belong (fused).
 
 Biases are added on the way out of a product; their gradients are sums by a kernel of their own.
 
@@ -36,6 +37,8 @@ SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
 PLAIN_NORM = (7, 20)
 """How often plain operators read or write all rows for an RMSNorm, forward and backward."""
+PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
+"""Views whose gradient is not one: those of the pieces are put together in new memory."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 """Operators through which a gradient passes as it is."""
 
@@ -46,14 +49,18 @@ def annotate(program: Program) -> None:
     for op in program.ops.values():
         if op.role == "op" and _works(op):
             op.backward_bytes = _backward_bytes(op)
+            op.rows_bytes = (op.bytes, op.backward_bytes) if by_rows(op) else (0.0, 0.0)
             bias = bias_of(op.call)
             op.bias_bytes = op.fused_bias_bytes = tensor_bytes(op.call.outs[0]) + tensor_bytes(bias) if bias is not None and bias.grad else 0.0
+        elif op.target in PIECES and op.graded and op.call.ins[0].grad:
+            op.backward_bytes = 2 * tensor_bytes(op.call.ins[0])
     for ref, found in readers.items():
         _add_up(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
-        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes, _works(op)
+        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes if op.target not in PIECES else 0.0, _works(op)
         if op.target in LOSSES:  # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
             op.bytes += tensor_bytes(op.call.ins[0])
+            op.rows_bytes = op.bytes, 0.0
             op.backward_bytes += 2 * tensor_bytes(op.call.ins[0]) if op.backward_bytes else 0.0
         if op.target is aten.rms_norm.default and program.device == "cpu":  # plain operators one by one, in float32 at least (layer_norm.cpp, rms_norm_composite)
             wide = 4.0 * max(1, op.call.outs[0].itemsize // 4) * math.prod(op.call.outs[0].sizes)

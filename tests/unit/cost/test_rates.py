@@ -35,6 +35,13 @@ def test_slow_memory_is_no_slower_by_rows() -> None:
     assert h100 == pytest.approx(0.6, abs=0.01) and l4 == cpu == 1.0
 
 
+def test_norms_of_wide_rows_are_faster() -> None:
+    h100, cpu = Cluster.parse("h100").device, Cluster.parse("cpu").device
+    shares = [straight_share(h100, nbytes) for nbytes in (128, 1536, 2048, 4096, 8192)]
+    assert shares == sorted(shares) and shares[0] == shares[1] < straight_share(h100) < shares[3] == shares[4] < 1
+    assert straight_share(cpu, 128) == 1.0
+
+
 @pytest.mark.parametrize("name", ["h100", "a100-80", "mi300x", "v100", "h800", "l4", "cpu"])
 def test_vector_units_do_float64_at_half_of_float32_at_best(name: str) -> None:
     device = replace(Cluster.parse(name).device, vector_flops=0.0)

@@ -180,6 +180,62 @@ def test_the_gradient_of_a_table_begins_as_zeros_of_its_size() -> None:
     assert head()["embedding"].backward_bytes == 3 * SIZE + V * D * 4
 
 
+class Heads(nn.Module):
+    """Attention of heads side by side in one product, whose results are joined again."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.first, self.turned = nn.Linear(D, 3 * D, bias=False), turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.first(x).split(D, dim=-1))
+        lies_by_heads = torch.cat([-q[..., D // 4:], q[..., :D // 4]], -1)
+        return F.scaled_dot_product_attention(q if self.turned else lies_by_heads, k, v).transpose(1, 2).flatten(2).sum()
+
+
+def heads(turned: bool = True) -> list[Op]:
+    with torch.device("meta"):
+        model, x = Heads(turned), torch.empty(B, S, D)
+    return [op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if op.role == "op"]
+
+
+def test_gradients_of_pieces_are_put_together() -> None:
+    (found,) = [op for op in heads() if op.target is torch.ops.aten.split_with_sizes.default]
+    assert (found.bytes, found.backward_bytes, found.fused_backward_bytes) == (0.0, 2 * 3 * SIZE, 0.0)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_heads_are_joined_without_a_copy_where_kernels_write_them_as_the_query_lies(turned: bool) -> None:
+    *_, joined = [op for op in heads(turned) if op.target is torch.ops.aten.reshape.default]
+    assert joined.bytes == (0.0 if turned else 2 * SIZE)
+
+
+def test_what_goes_by_rows_are_norms_and_losses_and_no_sums_of_gradients() -> None:
+    norm, loss = ops()["layer_norm"], head()["cross_entropy_sum"]
+    assert norm.rows_bytes == (norm.bytes, norm.backward_bytes)
+    assert loss.rows_bytes == (loss.bytes, 0.0)
+    first, *_ = [op for op in twice().values() if op.target is torch.ops.aten.layer_norm.default]
+    assert first.backward_bytes - first.rows_bytes[1] == 3 * SIZE
+
+
+class Twice(nn.Module):
+    """A norm of what is read elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return (self.norm(h) + h).sum()
+
+
+def twice() -> dict[str, Op]:
+    with torch.device("meta"):
+        model, x = Twice(), torch.empty(B, S, D)
+    return dict(read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops)
+
+
 def test_which_kernels_do_not_go_straight_through() -> None:
     assert by_rows(head()["add"]) and not by_rows(head()["linear"]) and not by_rows(head()["cross_entropy_sum"])
     found = ops()

@@ -109,10 +109,11 @@ def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
     steps: Mapping[str, int] = getattr(gm, "meta", {}).get("steps", {})
     nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
     sizes = [(friendly, traced) for node in nodes if node.meta.get("role") == "input" for friendly, traced in zip(shape(node), value(node).shape, strict=True)]
-    return {str(friendly): (*_bounds(traced), steps.get(str(friendly), 1)) for friendly, traced in sizes if isinstance(friendly, sympy.Symbol)}
+    return {str(friendly): (*bounds(traced), steps.get(str(friendly), 1)) for friendly, traced in sizes if isinstance(friendly, sympy.Symbol)}
 
 
-def _bounds(size: torch.SymInt) -> tuple[int, int | None]:
+def bounds(size: torch.SymInt) -> tuple[int, int | None]:
+    """The least and the greatest size that a symbol is for: 0 and None where any is."""
     span = size.node.shape_env.var_to_range[size.node.expr]
     least = int(span.lower)
     return least if least > SYMBOLIC else 0, int(span.upper) if span.upper.is_Integer and span.upper < UNBOUNDED else None

@@ -37,7 +37,7 @@ from autopar.capture.lines import source
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.picking import Picking
 from autopar.capture.shadow import WithLoss
-from autopar.capture.spans import TRIED, Fixed, span
+from autopar.capture.spans import TRIED, Fixed, span, unkept
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check
 
@@ -148,10 +148,12 @@ class _Exporting:
         return False
 
     def _holds(self, trial: _Trial, program: ExportedProgram) -> bool:
-        """Whether the program is for a range of the size that was left to conditions, if one was; the dims of `trial` and a note then say for which."""
+        """Whether the program is for all sizes that it is to be for: a range of the size that was left to conditions, if one was; the dims of `trial` and a note then say for which."""
         dims = trial.dims
         if not dims.loose:
-            return True
+            if wanted := unkept(program, dims.of):
+                self.failures.setdefault(dims.wide, ValueError(f"the model works only where {wanted}"))
+            return not wanted
         try:
             allowed = span(program, dims.of, dims.loose, dims.hints[dims.loose], dims.limits.get(dims.loose))
         except Fixed:

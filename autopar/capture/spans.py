@@ -10,13 +10,15 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.export import ExportedProgram
 
 from autopar._torch import conditions, narrow
+from passes import facts
 
 TRIED = 2**17
 """Sizes up to this are tried, or to four times that of the user."""
@@ -65,8 +67,30 @@ def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: 
     return around
 
 
-def _holding(text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], others: Mapping[str, int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Those of `sizes` of which the condition `text` is true; none where it cannot be tried."""
+def unkept(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> str:
+    """A condition of several sizes that `program` takes for true and that is not true of all sizes it is for; "" where there is none.
+
+    torch compares conditions of one size with what was asked for, and says nothing of those of several (`int(1.5 * b * s / 4) == 22`).
+    """
+    found = conditions(program, dims)
+    names = {} if found is None else dict(found.names)
+    if found is None or len(names) < 2:
+        return ""
+    grid = np.meshgrid(*(_tried(size) for size in names.values()))
+    first, *others = names
+    known = dict(zip(names, (sizes.ravel() for sizes in grid), strict=True))
+    several = [text for text in found.texts if len({*_code(text).co_names} & names.keys()) > 1]
+    return next((text for text in several if len(_holding(text, first, known[first], {other: known[other] for other in others})) < known[first].size), "")
+
+
+def _tried(size: torch.SymInt) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Some of the sizes that torch takes `size` for."""
+    least, most = facts.bounds(size)
+    return np.array([number for number in (least or OTHERS[0], *OTHERS) if least <= number and (most is None or number <= most)], dtype=np.int64)
+
+
+def _holding(text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], others: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Those of `sizes` of which the condition `text` is true; none where it cannot be tried. `others` are numbers, or arrays of as many."""
     known: dict[str, Any] = {"__builtins__": {}, **WORDS, **others, name: sizes}
     try:
         with np.errstate(all="raise"):
@@ -102,8 +126,10 @@ def _each(both: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda *values: reduce(both, values)
 
 
-WORDS: dict[str, Callable[..., Any]] = {"max": _each(np.maximum), "min": _each(np.minimum), "any_of": _each(np.logical_or), "all_of": _each(np.logical_and),
-                                        "none_of": np.logical_not}
+WORDS: dict[str, Any] = {
+    "max": _each(np.maximum), "min": _each(np.minimum), "any_of": _each(np.logical_or), "all_of": _each(np.logical_and), "none_of": np.logical_not,
+    "math": SimpleNamespace(ceil=np.ceil, floor=np.floor, sqrt=np.sqrt, trunc=np.trunc), "torch": SimpleNamespace(sym_float=np.float64), "round": np.round,
+}  # fmt: skip
 """What conditions are written with, of arrays."""
 
 

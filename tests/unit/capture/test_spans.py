@@ -88,3 +88,28 @@ def test_a_loop_over_positions_is_static():
     assert dict(captured.hints) == {"b": 4} and captured.notes[0].startswith("s is static")
     # traced at a short length, called at it; traced with the batch alone at the user's own length, which may be long, once; twice for whether the second step is the first one, and once for what evaluation changes
     assert lengths[:3] == [10, 10, 12] and len(lengths) == 3 + 2 + 1
+
+
+class Capped(nn.Module):
+    """Keeps as many tokens of a batch as a number that is made of their number."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.table, self.count = nn.Embedding(chunked.VOCAB, 4), count
+
+    def forward(self, ids):
+        rows = self.table(ids).flatten(0, 1)
+        count = self.count(rows.shape[0])
+        return (rows.cumsum(0).clamp(max=count) * (torch.arange(rows.shape[0]) < count)[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("count", [lambda n: (1.5 * n / 4).__int__(), lambda n: (n ** 0.5).__int__(), lambda n: 3 if n > 20 else n])
+def test_conditions_of_batch_and_sequence_at_once_are_kept(count):
+    """torch checks conditions of one size, and forgets those of several: a capacity of experts was that of the sizes that the model was traced with."""
+    model, ids = Capped(count), torch.randint(chunked.VOCAB, (12, 6))
+    captured = capture(model, (ids,))
+    spans = facts.spans(captured.gm)
+    for sizes in ((12, 6), *((b, s) for b in (2, 11, 13) for s in (2, 7) if {"b", "s"} <= {*spans} and spans["b"][0] <= b and spans["s"][0] <= s)):
+        rows, notes = graph_rows(model, captured, (torch.randint(chunked.VOCAB, sizes),), {}, training=True)
+        assert not notes and all(row.ok for row in rows), (sizes, rows)
+    assert "b" in spans or captured.notes[0].startswith("b, s are static: the model works only where ") or captured.notes[-1].startswith("s is static: the model works only where ")

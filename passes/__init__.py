@@ -29,6 +29,7 @@ from passes.inline_no_grad import inline_no_grad
 from passes.inplace import inplace
 from passes.lint import lint
 from passes.losses import losses
+from passes.masked import masked
 from passes.matmul import matmul
 from passes.means import means
 from passes.noises import noises
@@ -59,6 +60,7 @@ NORMALIZE: tuple[Pass, ...] = (
     drop_noops,
     own_dtypes,
     broadcasts,
+    masked,
     norms,
     noises,
     rejoined,

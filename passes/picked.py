@@ -47,7 +47,7 @@ class Mask:
 
 def picked(index: Any) -> tuple[Mask, str] | None:
     """The mask whose true places `index` is made of, and along which dim; None for any other index."""
-    found = _of_places(index)
+    found = places(index)
     mask = mask_of(found[0]) if found is not None else None
     if found is None or mask is None or mask.number is None or not {TOKEN} <= {*mask.dims} <= {TOKEN, RANK}:
         return None
@@ -72,7 +72,7 @@ def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
     return None if rows is None else (rows.args[0], list(rows.args[1]))  # type: ignore[return-value, arg-type]
 
 
-def _of_places(index: Any) -> tuple[Any, int] | None:
+def places(index: Any) -> tuple[Any, int] | None:
     """The tensor of whose true places `index` has one coordinate, and which."""
     if (part := edit.call_of(index, operator.getitem)) is not None:
         source, dim = part.args

@@ -15,7 +15,7 @@ from autopar.capture import Captured, capture, lift
 from autopar.verify import case_of, verify
 from autopar.verify.reference import train_step
 from tests.helpers.ranks import living
-from tests.helpers.verify import Subject, planned
+from tests.helpers.verify import Subject, by_stages, planned
 
 CLASSES, WIDTH, BATCH, LENGTH = 8, 4, 8, 6
 WEIGHTS = torch.linspace(0.1, 2, CLASSES, dtype=torch.float64)
@@ -49,6 +49,10 @@ def with_default(rows: Tensor, labels: Tensor, shares: Tensor | None = None) -> 
     return each(rows, labels).mean() if shares is None else (each(rows, labels).view_as(shares) * shares).mean()
 
 
+def of_picked(rows: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(rows[mask], labels[mask]) + 0.1 * (rows.square().sum(-1)[mask] * 0.5).mean()
+
+
 class Flat(nn.Module):
     """A loss of rows whose labels are not rows."""
 
@@ -66,6 +70,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "column of each": lambda rows, labels: each(rows, labels)[:, None].mean(),
     "focal": focal,
     "masked": lambda rows, labels: (each(rows, labels) * (labels.flatten() != -100)).sum() / (labels != -100).sum(),
+    "picked": lambda rows, labels: of_picked(rows, labels.flatten(), labels.flatten() >= 0),
     "smoothed": lambda rows, labels: each(rows, labels, label_smoothing=0.1).mean(),
     "nll of each": lambda rows, labels: F.nll_loss(F.log_softmax(rows, -1), labels.flatten(), reduction="none").mean(),
     "weights of each": lambda rows, labels: each(rows, labels, weight=WEIGHTS).mean(),
@@ -114,11 +119,12 @@ def test_the_graph_has_the_loss_and_its_gradients_for_any_batch(name: str) -> No
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("masked", "megatron"), ("focal", "random 0"), ("module with weights", "ddp"),
+    ("masked", "megatron"), ("picked", "megatron"), ("picked", "1f1b"), ("focal", "random 0"), ("module with weights", "ddp"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LOSSES for how in ("ddp", "megatron", "zero3", "random 1")),
 ])
 def test_equals_one_device(name: str, how: str) -> None:
     model, captured = made(name)
     who = Subject(name, "train", captured, model.state_dict())
-    report = verify(case_of(captured, planned(who, (2,), how), who.weights, dict(zip(captured.input_names, batch(name), strict=True))), ranks=living(2))
+    plan = by_stages(who, (1,), "single", 2, 4, how) if how == "1f1b" else planned(who, (2,), how)
+    report = verify(case_of(captured, plan, who.weights, dict(zip(captured.input_names, batch(name), strict=True))), ranks=living(2))
     assert report.ok, (report.first, report.worst)

@@ -1,0 +1,281 @@
+"""Sums and means over the rows that a mask picks, as sums over all rows in which the others count nothing.
+
+    F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
+
+How many rows a mask picks is data, and a graph has the sizes of its inputs. What is computed of each picked row by itself is computed of all rows: of zeros where the mask
+picks nothing, so that whatever stands there has no part in it. Only operators whose gradients are finite for these are known here (no logarithm, no root, no quotient by rows):
+a gradient of nothing times one that is infinite is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes._torch import free_unbacked_symbols
+from passes.picked import places
+
+aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+_NARROW = (torch.float16, torch.bfloat16)
+
+Known = dict[fx.Node, "Whole | None"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is picked of by `mask [m, ...]`: `rows [m, ..., r, ...]`, of which the picked ones are `[n, r, ...]`."""
+
+    rows: fx.Node
+    mask: fx.Node
+
+    @property
+    def more(self) -> int:
+        """How many dims all rows have more than the picked ones."""
+        return len(facts.shape(self.mask)) - 1
+
+
+def masked(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional operators.
+    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
+    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
+    """
+    known: Known = {}
+    for node in edit.calls(gm):
+        if node.target in TAKEN and any(map(_is_picked, node.all_input_nodes)) and not _is_picked(node):
+            with edit.before(node):
+                new = TAKEN[node.target](node, known)
+            if new is not None:
+                edit.replace(node, new)
+    return edit.finish(gm) if known else gm
+
+
+def _is_picked(node: fx.Node) -> bool:
+    """Whether the first size of what `node` gives depends on what tensors hold, and no other one."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool(free_unbacked_symbols(value.shape[0])) and not free_unbacked_symbols(list(value.shape[1:]))
+
+
+def whole(node: fx.Node, known: Known) -> Whole | None:
+    """All rows of what `node` gives of picked ones, made in front of where the graph grows; None where nobody knows how."""
+    if node not in known:
+        known[node] = None
+        mask, source = _source(node)
+        if mask is not None and source is not None:
+            known[node] = Whole(_zeroed(source, mask, node), mask)
+        elif node.target in ROWWISE and _is_picked(node):
+            known[node] = ROWWISE[node.target](node, known)
+    return known[node]
+
+
+def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The mask that `node` picks by, and what it picks of."""
+    if (chosen := edit.call_of(node, aten.masked_select.default)) is not None:
+        source, mask = chosen.args
+        return (mask, source) if facts.shape(source) == facts.shape(mask) else (None, None)  # type: ignore[arg-type, return-value]
+    if edit.call_of(node, aten.index.Tensor) is None:
+        return None, None
+    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    while indices and indices[-1] is None:
+        indices.pop()
+    if any(index is None for index in indices):
+        return None, None
+    if len(indices) == 1 and facts.dtype(indices[0]) == torch.bool:
+        return indices[0], source  # type: ignore[return-value]
+    found = [places(index) for index in indices]
+    if None in found or any((place[0], place[1]) != (found[0][0], dim) for dim, place in enumerate(found)):  # type: ignore[index]
+        return None, None
+    mask = found[0][0]  # type: ignore[index]
+    return (mask, source) if len(facts.shape(mask)) == len(indices) and facts.dtype(mask) == torch.bool else (None, None)  # type: ignore[return-value]
+
+
+def _zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
+    """`rows`, and `zero` where the mask picks nothing."""
+    wide = mask
+    for dim in range(len(facts.shape(mask)), len(facts.shape(rows))):
+        wide = edit.call(node.graph, aten.unsqueeze.default, (wide, dim), like=node)
+    value = False if facts.dtype(rows) == torch.bool else zero
+    return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, value), like=node) if value is not False else edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
+
+
+def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
+    """`given`, arguments of `node`, with all rows of what is picked by one mask, and the mask; None where that is not known. What is not picked is as it was."""
+    found = [whole(item, known) if isinstance(item, fx.Node) and _is_picked(item) else item for item in given]
+    masks = dict.fromkeys(item.mask for item in found if isinstance(item, Whole))
+    if None in [new for new, item in zip(found, given, strict=True) if item is not None] or len(masks) != 1:
+        return None
+    return [item.rows if isinstance(item, Whole) else item for item in found], next(iter(masks))
+
+
+def _pointwise(node: fx.Node, known: Known) -> Whole | None:
+    """An operator on the elements of rows of one rank, and of what is the same for all rows."""
+    rank = len(facts.shape(node))
+    for operand in edit.tensor_operands(node):
+        if (len(facts.shape(operand)) == rank) != _is_picked(operand):
+            return None
+    if node.target in QUOTIENTS and isinstance(node.args[1], fx.Node) and _is_picked(node.args[1]):
+        return None
+    if (found := _operands(node, known, node.args)) is None:
+        return None
+    return Whole(edit.call(node.graph, node.target, tuple(found[0]), dict(node.kwargs), like=node), found[1])  # type: ignore[arg-type]
+
+
+def _power(node: fx.Node, known: Known) -> Whole | None:
+    """A power whose derivative at zero is finite."""
+    exponent = node.args[1]
+    return _pointwise(node, known) if isinstance(exponent, (int, float)) and exponent >= 1 else None
+
+
+def _first(node: fx.Node, known: Known) -> Whole | None:
+    """An operator on the last dims of its first operand, with others that are not picked."""
+    if _rank(node.args[0]) < 2 or any(_is_picked(other) for other in node.all_input_nodes if other is not node.args[0]):
+        return None
+    if node.target is aten.matmul.default and _rank(node.args[1]) > 2:
+        return None
+    if (found := _operands(node, known, node.args[:1])) is None:
+        return None
+    return Whole(edit.call(node.graph, node.target, (found[0][0], *node.args[1:]), dict(node.kwargs), like=node), found[1])  # type: ignore[arg-type]
+
+
+def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
+    """An operator along dims that are none of rows; `new` is 1 where its dim is one of the result."""
+    given = edit.args_of(node)
+    asked = given["dim"]
+    dims = asked if isinstance(asked, (list, tuple)) else [asked]
+    rank = _rank(node.args[0]) + new
+    if None in dims or not dims or any(dim % rank == 0 for dim in dims):
+        return None
+    tensors = edit.tensor_operands(node)
+    if not all(map(_is_picked, tensors)) or (found := _operands(node, known, tensors)) is None:
+        return None
+    rows, mask = found
+    moved = [dim % rank + len(facts.shape(mask)) - 1 for dim in dims]
+    by_name = dict(zip(tensors, rows, strict=True))
+    values = {**given, "dim": moved if isinstance(asked, (list, tuple)) else moved[0]}
+    args, kwargs = _spelled(node, {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in values.items()})
+    return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), mask)  # type: ignore[arg-type]
+
+
+def _added(node: fx.Node, known: Known) -> Whole | None:
+    return _along(node, known, new=1)
+
+
+def _spelled(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as the operator of `node` takes them."""
+    named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
+    return tuple(value for name, value in values.items() if name not in named), {name: values[name] for name in named if name in values}
+
+
+def _terms(node: fx.Node, known: Known) -> Whole | None:
+    """The terms of a loss of which it is the sum or the mean, or that it gives one by one."""
+    given = edit.args_of(node)
+    tensors = edit.tensor_operands(node)
+    if given.get("weight") is not None or given.get("pos_weight") is not None or not all(map(_is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
+        return None
+    if (found := _operands(node, known, tensors)) is None:
+        return None
+    by_name = dict(zip(tensors, found[0], strict=True))
+    args, kwargs = _spelled(node, {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in {**given, "reduction": _NONE}.items()})
+    return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), found[1])  # type: ignore[arg-type]
+
+
+def _loss(node: fx.Node, known: Known) -> fx.Node | None:
+    """A loss that is the sum or the mean of one term for each element of picked rows."""
+    found = _terms(node, known)
+    return None if found is None else _together(node, found, None, mean=edit.args_of(node)["reduction"] == _MEAN)
+
+
+def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
+    """A loss of picked rows of classes against picked labels: labels that are not picked are none."""
+    given, graph = edit.args_of(node), node.graph
+    logits, labels = given["self"], given["target"]
+    if facts.is_float(labels) or (_rank(logits), _rank(labels)) != (2, 1) or (given.get("weight") is not None and _is_picked(given["weight"])):
+        return None
+    if not (_is_picked(logits) and _is_picked(labels)) or (found := _operands(node, known, (logits, labels))) is None:
+        return None
+    (rows, chosen), mask = found
+    chosen = _zeroed(chosen, mask, node, given["ignore_index"])
+    if len(facts.shape(mask)) > 1:
+        count = edit.product(graph, [edit.size(chosen, dim) for dim in range(len(facts.shape(mask)))], like=node)
+        rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, len(facts.shape(rows)) - 1)]), like=node)
+        chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
+    args, kwargs = _spelled(node, {**given, "self": rows, "target": chosen})
+    return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
+
+
+def _sum(node: fx.Node, known: Known) -> fx.Node | None:
+    return _over(node, known, mean=False)
+
+
+def _mean(node: fx.Node, known: Known) -> fx.Node | None:
+    return _over(node, known, mean=True)
+
+
+def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
+    """The sum or the mean over picked rows, and over other dims too where these are asked for."""
+    given = edit.args_of(node)
+    found = whole(given["self"], known)
+    if found is None or given.get("keepdim"):
+        return None
+    dims = given.get("dim") or None
+    rank = _rank(given["self"])
+    asked = None if dims is None else sorted(dim % rank for dim in dims)
+    return _together(node, found, asked, mean=mean)
+
+
+def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
+    """The sum of all rows over `dims` of the picked ones, the first one among them, or over all; or its quotient by how many the mask picks. Added up in float32 where rows have 16 bits."""
+    graph, rank, result = node.graph, len(facts.shape(found.rows)), facts.dtype(node)
+    rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
+    over = [*range(found.more + 1), *rest]
+    wide = torch.float32 if result in _NARROW else result
+    terms = _zeroed(found.rows, found.mask, node)
+    total = edit.call(graph, aten.sum.dim_IntList, (terms, over), {"dtype": wide}, like=node)
+    if mean:
+        picked = edit.call(graph, aten.sum.dim_IntList, (found.mask, list(range(found.more + 1))), {"dtype": wide}, like=node)
+        beside = edit.product(graph, [edit.size(found.rows, dim) for dim in rest], like=node)
+        count = edit.call(graph, aten.mul.Tensor, (picked, beside), like=node) if beside != 1 else picked
+        total = edit.call(graph, aten.div.Tensor, (total, count), like=node)
+    return total if wide == result else edit.call(graph, aten.to.dtype, (total, result), like=node)
+
+
+def _rank(node: Any) -> int:
+    return len(facts.shape(node))
+
+
+QUOTIENTS = (aten.div.Tensor,)
+POINTWISE = (
+    aten.abs.default, aten.add.Tensor, aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default, aten.cos.default, aten.detach.default, aten.div.Tensor, aten.elu.default,
+    aten.eq.Scalar, aten.eq.Tensor, aten.exp.default, aten.ge.Scalar, aten.gelu.default, aten.gt.Scalar, aten.hardtanh.default, aten.le.Scalar, aten.leaky_relu.default,
+    aten.log_sigmoid.default, aten.logical_not.default, aten.lt.Scalar, aten.maximum.default, aten.minimum.default, aten.mul.Tensor, aten.ne.Scalar, aten.ne.Tensor,
+    aten.neg.default, aten.relu.default, aten.rsub.Scalar, aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.square.default, aten.sub.Tensor,
+    aten.tanh.default, aten.to.dtype,
+)  # fmt: skip
+"""Of numbers, element by element, with finite derivatives where the operands are zero."""
+ELEMENTS = (aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.l1_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
+"""Losses with a term for each element."""
+
+ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default), _first),
+    **dict.fromkeys((aten.softmax.int, aten.log_softmax.int, aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default, aten.argmax.default, aten.amax.default, aten.gather.default,
+                     aten.select.int, aten.slice.Tensor, aten.squeeze.dim), _along),
+    **dict.fromkeys(ELEMENTS, _terms),
+    aten.pow.Tensor_Scalar: _power,
+    aten.unsqueeze.default: _added,
+}  # fmt: skip
+"""What is computed of each row by itself."""
+
+TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {
+    **dict.fromkeys(ELEMENTS, _loss),
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
+    **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
+    **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default), _of_classes),
+}
+"""What is no more than a number, or one for each column, of picked rows."""

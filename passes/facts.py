@@ -53,9 +53,47 @@ def _plain(expression: sympy.Expr) -> sympy.Expr:
     """The same in sympy's own operations, which it can work with, for torch's divisions, remainders, powers and roots."""
     if not expression.args or expression.is_Symbol:
         return expression
+    if type(expression) in ROUNDED:
+        return ROUNDED[type(expression)](_before_rounding(expression.args[0]))
     args = [_plain(arg) for arg in expression.args]
     plain = PLAIN.get(type(expression))
     return plain(*args) if plain is not None else expression.func(*args)
+
+
+def _before_rounding(number: sympy.Expr) -> sympy.Expr:
+    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b * s)` 56: floats that have a fraction in powers of two are
+    exact whatever the order, all others are multiplied and divided in the order of the model."""
+    ratios = {held: float(held).as_integer_ratio() for held in number.atoms(sympy.Float)}
+    if all(by <= EXACT for _, by in ratios.values()):
+        return _plain(number.xreplace({held: sympy.Rational(*ratio) for held, ratio in ratios.items()}))
+    return _in_order(number)
+
+
+def _in_order(number: sympy.Expr) -> sympy.Expr:
+    """Floats of sizes, of which sympy puts nothing together."""
+    if isinstance(number, size_functions.ToFloat):
+        return Grouped(_plain(number.args[0]))
+    if isinstance(number, (size_functions.FloatTrueDiv, size_functions.IntTrueDiv)):
+        return Over(*map(_in_order, number.args))
+    return number.func(*map(_in_order, number.args)) if number.args else number
+
+
+class Grouped(sympy.Function):
+    """A number in parentheses."""
+
+    @classmethod
+    def eval(cls, number: sympy.Expr) -> sympy.Expr | None:
+        """The number, where it is one."""
+        return number if number.is_number else None
+
+
+class Over(sympy.Function):
+    """A quotient of floats."""
+
+    @classmethod
+    def eval(cls, number: sympy.Expr, by: sympy.Expr) -> sympy.Expr | None:
+        """As Python divides, where both are numbers."""
+        return sympy.Float(float(number) / float(by), 17) if number.is_number and by.is_number else None
 
 
 def _remainder(number: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
@@ -69,11 +107,12 @@ PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     **dict.fromkeys((size_functions.FloatPow, size_functions.PowByNatural), sympy.Pow),
     size_functions.ToFloat: lambda number: number,
     size_functions.OpaqueUnaryFn_sqrt: sympy.sqrt,
-    size_functions.FloorToInt: sympy.floor,
-    size_functions.CeilToInt: sympy.ceiling,
     size_functions.Max: sympy.Max,
     size_functions.Min: sympy.Min,
 }
+ROUNDED: dict[type, Callable[[sympy.Expr], sympy.Expr]] = {size_functions.FloorToInt: sympy.floor, size_functions.CeilToInt: sympy.ceiling}
+EXACT = 2**20
+"""Numbers of tokens times a fraction of so many parts have all their digits in a float."""
 
 
 def value(node: fx.Node) -> Any:

@@ -44,6 +44,12 @@ class _Plain(PythonCodePrinter):
     def _print_Float(self, expr: sympy.Float) -> str:
         return repr(float(expr))
 
+    def _print_Grouped(self, expr: sympy.Expr) -> str:
+        return f"({self._print(expr.args[0])})"
+
+    def _print_Over(self, expr: sympy.Expr) -> str:
+        return f"(({self._print(expr.args[0])}) / ({self._print(expr.args[1])}))"
+
     def _print_Pow(self, expr: sympy.Expr, rational: bool = True) -> str:
         return str(super()._print_Pow(expr, rational=rational))
 

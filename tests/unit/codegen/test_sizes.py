@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import sympy
@@ -59,6 +60,21 @@ def test_the_text_of_numbers_made_of_sizes_has_every_digit(number: sympy.Expr) -
         got, wanted = eval(text(plain), {"b": b, "s": s}), number.subs({B: b, S: s})
         assert got == pytest.approx(float(wanted), rel=4e-16), (text(plain), b, s)
         assert isinstance(got, int) or not number.is_integer
+
+
+@pytest.mark.parametrize("by", [3, 5, 6, 8, 10])
+@pytest.mark.parametrize("share", [0.3, 1.1, 1.25, 1.3, 2.0])
+def test_whole_numbers_of_floats_are_those_of_the_model(share: float, by: int) -> None:
+    """The capacity of an expert: floats are multiplied and divided in the order of the model."""
+    tokens = share * size_functions.ToFloat(B * S)
+    cases = {size_functions.CeilToInt(size_functions.FloatTrueDiv(tokens, float(by))): lambda n: math.ceil(share * n / by), size_functions.FloorToInt(tokens): lambda n: math.floor(share * n),
+             size_functions.FloorToInt(size_functions.FloatTrueDiv(size_functions.ToFloat(B * S), share)): lambda n: math.floor(n / share)}
+    for size, wanted in cases.items():
+        plain = facts._plain(size)
+        code = compile(text(plain), text(plain), "eval")
+        for b, s in itertools.product((1, 2, 3, 5, 6, 9, 10, 13, 22, 34, 44), (6, 10, 50, 1000, 1024)):
+            got = eval(code, {"b": b, "s": s})
+            assert isinstance(got, int) and got == wanted(b * s) == int(plain.xreplace({B: sympy.Integer(b), S: sympy.Integer(s)})), (text(plain), b, s)
 
 
 @pytest.mark.parametrize(("sizes", "layout", "micro"), [((B, S, 8), "S0,R", "S0"), ((B, S, 8), "S0,S1", "S0"), ((B, S, 8), "R,S0", "S0"), ((B, S, 8), "S0,S2", "R"),

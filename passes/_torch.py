@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+
+# How results of pointwise operators lie in memory, and what is told of values that are traced; torch asks there whether sizes are those of a tensor without gaps.
+from torch import _prims_common
 
 # How torch writes operators with others where tensors are fake; the table is public in torch, its place is not.
 from torch._decomp import decomposition_table
@@ -21,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Graph modules of the kind that is asked for by who calls the passes: those that compile their code at once, or when it is wanted.
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+from torch.fx.experimental import proxy_tensor
 
 # Sizes that are read off tensors (`item`) have symbols like all others; what no run but the model's knows must be told apart.
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -77,5 +84,23 @@ def _covariance(operand: torch.Tensor, *, correction: int = 1, fweights: torch.T
 # torch's own looks at the values of weights, and asks of a number of observations whether it is enough, which it cannot where there are none. This one runs only where torch traces.
 torch.ops.aten.cov.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_covariance)
 
+
+@contextmanager
+def unasked_layouts() -> Iterator[None]:
+    """Inside, how results lie in memory is told of sizes as they are, and is no condition of them: `mask[:s, :s]` of 16 rows lies otherwise where s is 16, and a graph of
+    functional operators has nothing of that. torch asks for the sake of its own metadata; there is no public way to leave it."""
+    order = _prims_common.compute_elementwise_output_logical_to_physical_perm
+
+    def ordered(*tensors: Any, **settings: Any) -> Any:
+        sizes = (size for tensor in tensors if isinstance(tensor, torch.Tensor) for size in (*tensor.shape, *tensor.stride()))
+        symbol = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        with nullcontext() if symbol is None else symbol.node.shape_env.suppress_guards():
+            return order(*tensors, **settings)
+
+    told = partial(proxy_tensor._extract_tensor_metadata, include_contiguity=False)
+    with mock.patch.object(proxy_tensor, "_extract_tensor_metadata", told), mock.patch.object(_prims_common, "compute_elementwise_output_logical_to_physical_perm", ordered):
+        yield
+
+
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "assert_async", "enable_python_dispatcher", "free_unbacked_symbols", "make_graph_module",
-           "shape_check", "size_functions"]
+           "shape_check", "size_functions", "unasked_layouts"]

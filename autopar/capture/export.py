@@ -39,7 +39,7 @@ from autopar.capture.picking import Picking
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span, unkept
 from autopar.errors import CaptureError
-from passes._torch import make_graph_module, shape_check
+from passes._torch import make_graph_module, shape_check, unasked_layouts
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
@@ -128,7 +128,7 @@ class _Exporting:
         model = trial.model
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
         with (quietly(), on_meta(), passing_guards(trial.notes), no_new_buffers(model), _cache(model), symbolic_lengths(model, *functions_of(model)), bags_of_samples(),
-              batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks):
+              unasked_layouts(), batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks):
             program = torch_export(model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False)
             if drawn:
                 _refuse_draws(self.fresh(), trial.args, trial.kwargs)

@@ -113,3 +113,29 @@ def test_conditions_of_batch_and_sequence_at_once_are_kept(count):
         rows, notes = graph_rows(model, captured, (torch.randint(chunked.VOCAB, sizes),), {}, training=True)
         assert not notes and all(row.ok for row in rows), (sizes, rows)
     assert "b" in spans or captured.notes[0].startswith("b, s are static: the model works only where ") or captured.notes[-1].startswith("s is static: the model works only where ")
+
+
+class Causal(nn.Module):
+    """A part of a mask that is as large as the sequence may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(chunked.VOCAB, 4), nn.Linear(4, 1)
+        self.register_buffer("mask", torch.tril(torch.ones(16, 16)).view(1, 16, 16))
+
+    def forward(self, ids):
+        x, length = self.table(ids), ids.shape[1]
+        scores = (x @ x.mT).masked_fill(self.mask[:, :length, :length] == 0, float("-inf"))
+        return self.head(scores.softmax(-1) @ x).square().mean()
+
+
+@pytest.mark.parametrize("length", [16, 8])
+def test_how_a_part_of_a_buffer_lies_in_memory_is_no_condition(length):
+    """At the best length of nanoGPT, s was static, for the model worked only where s != 16."""
+    torch.manual_seed(0)
+    model = Causal()
+    captured = capture(model, (torch.randint(chunked.VOCAB, (4, length)),))
+    assert captured.hints == {"b": 4, "s": length} and facts.spans(captured.gm)["s"] == (0, 16, 1)
+    for sizes in ((3, 16), (3, 5), (4, length)):
+        rows, notes = graph_rows(model, captured, (torch.randint(chunked.VOCAB, sizes),), {}, training=True)
+        assert not notes and all(row.ok for row in rows), (sizes, rows)

@@ -30,6 +30,8 @@ _AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")  # all that torch says of an oper
 _TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
 _WHOLE = "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), or pass what is picked as an input"
+_SAID = "say how many rows there are in all, repeat_interleave(..., output_size=number), where they are as many in every step"
+REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
 
@@ -119,7 +121,7 @@ def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
             sizes = [facts.as_size(size, module) for tensor in facts.tensors(node) for size in tensor.shape]
             if other := {name for size in sizes for name in getattr(size, "free_symbols", ())} - known:
                 raise CaptureError(f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the values of a tensor ({', '.join(map(str, other))}: what a mask picks, "
-                                   f"nonzero, unique), and a graph has the sizes of its inputs: {_WHOLE}")
+                                   f"nonzero, unique, repeats), and a graph has the sizes of its inputs: {_SAID if node.target in REPEATS else _WHOLE}")
 
 
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:

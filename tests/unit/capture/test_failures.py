@@ -170,6 +170,11 @@ class MasksUnlessCompiled(Net):
         return x * mask[:, None]  # the line
 
 
+class Repeats(Net):
+    def change(self, x):
+        return x + torch.repeat_interleave(x, (x[:, 0] > 0) + 1, 0).sum(0)
+
+
 class Missing(Net):
     def change(self, x):
         return x * self.scale  # the line
@@ -196,6 +201,7 @@ class WrongBehind(Net):
     (WrongSize, r"(?s)WrongSize does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; .*input 0 float32\[8, 4\], input 1 float32\[8, 4\]"),
     (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
     (Directional, r"Directional cannot be captured: .*transform of torch.func .*operators on batches"),
+    (Repeats, r"Repeats cannot be captured: .*test_failures.py:\d+\): repeat_interleave\w* has a size that depends on the values .*output_size=number"),
     (PicksRows, r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
 ])
 def test_what_passes_refuse_names_the_line_and_what_to_do(model: type[nn.Module], text: str) -> None:

@@ -21,6 +21,10 @@ from passes.grads import needs_grad
 
 aten = torch.ops.aten
 
+HELD = "held"
+"""Meta of views of memory that was written to: a value that is there already and holds the same. They stay views until all is written, as they may be changed again, or
+the owner of their memory may."""
+
 
 def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: provenance; batch norm in training mode already decomposed.
@@ -35,6 +39,9 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             _functionalize(gm, node)
+    for node in edit.calls(gm):
+        if (value := node.meta.pop(HELD, None)) is not None:
+            edit.replace(node, value)
     return edit.finish(gm)
 
 
@@ -84,14 +91,14 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     _check_root(node, root)
     _check_gradients(gm, node, chain)
     with edit.before(node):
-        new = _twin(node, base)
+        new = whole = _twin(node, base)
+    if root.meta.get("role") == "buffer" or _used_later(chain[1:], node):
+        new, whole = _write_back(node, chain, new)
     node.replace_all_uses_with(new)
     edit.redirect_later(base, new, behind=node)
-    if root.meta.get("role") == "buffer" or _used_later(chain[1:], node):
-        _write_back(node, chain, new)
     _check_siblings(node, chain)
     if root.meta.get("role") == "buffer":
-        edit.mutate_buffer(gm, root, new if len(chain) == 1 else node.meta["written_back"], behind=node)
+        edit.mutate_buffer(gm, root, whole, behind=node)
     gm.graph.erase_node(node)
 
 
@@ -157,9 +164,10 @@ def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
     return any(node < user for value in values for user in value.users)
 
 
-def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> None:
-    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later."""
-    written = new
+def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later. What the view holds then, as a view of the owner of
+    the memory, and what that one holds."""
+    written = [new]
     for view, parent in itertools.pairwise(chain):
         scatter = SCATTERS.get(view.target)
         if scatter is None:
@@ -168,9 +176,15 @@ def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> None:
                 "autopar cannot write it back: work on a copy of the view, or build the result with torch.where or cat"
             )
         with edit.before(node):
-            written = scatter(parent, written, view)
-        edit.redirect_later(parent, written, behind=node)
-    node.meta["written_back"] = written
+            written.append(scatter(parent, written[-1], view))
+    seen = whole = written.pop()
+    edit.redirect_later(chain[-1], whole, behind=node)
+    for view, value in zip(chain[-2::-1], reversed(written), strict=True):
+        with edit.before(node):
+            seen = edit.call(view.graph, view.target, (seen, *view.args[1:]), dict(view.kwargs), like=view)  # type: ignore[arg-type]
+        seen.meta[HELD] = value
+        edit.redirect_later(view, seen, behind=node)
+    return seen, whole
 
 
 def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:

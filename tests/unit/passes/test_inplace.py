@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from passes import NORMALIZE
@@ -79,3 +81,51 @@ def _copied(m: Fn, x: Tensor, y: None) -> Tensor:
 @pytest.mark.parametrize("function", [_first_is_seen, _as_it_is, _copied])
 def test_what_is_cast_is_a_copy_where_its_dtype_changes(function: Callable[[Fn, Tensor, None], Tensor]) -> None:
     normalized(function, data(4, 5, 6))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first": lambda v: v[0], "last of rows": lambda v: v[..., -1], "but one": lambda v: v[1:], "turned": lambda v: v.transpose(0, -1),
+    "in front": lambda v: v.unsqueeze(0), "line": lambda v: v.view(-1) if v.is_contiguous() else v, "as it is": lambda v: v.to(v.dtype),
+}
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul_": lambda v, x: v.mul_(2), "add_": lambda v, x: v.add_(x.sum()), "clamp_": lambda v, x: v.clamp_(min=0.1), "fill": lambda v, x: v.fill_(0.5),
+    "both": lambda v, x: v.sub_(1).div_(3),
+}
+STEPS = st.lists(st.tuples(st.sampled_from([*sorted(VIEWS), *sorted(CHANGES)]), st.integers(0, 3)), min_size=2, max_size=7)
+
+
+def _written(steps: list[tuple[str, int]], kept: int) -> Callable[[Fn, Tensor, None], Tensor]:
+    """Each step sees or changes one of the newest views; the first tensor and one view are read behind the last."""
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        seen = [x @ m.w]
+        for name, number in steps:
+            one = seen[-1 - number % min(2, len(seen))]
+            if name in CHANGES:
+                CHANGES[name](one, x)
+            elif one.dim():
+                seen.append(VIEWS[name](one))
+        return seen[0] * x + (seen[kept % len(seen)] * 2).sum() + m.w.sum()
+    return function
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(STEPS, st.integers(0, 7))
+def test_what_is_seen_after_any_writes_is_what_torch_has(steps: list[tuple[str, int]], kept: int) -> None:
+    """Or it is refused."""
+    try:
+        normalized(_written(steps, kept), data(3, 6))
+    except ValueError as error:
+        assert "work on a copy" in str(error)
+
+
+def test_a_view_that_is_changed_twice_is_written_back_twice() -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h = x @ m.w
+        h[1:, 2].clamp_(min=0.0).sqrt_()
+        rows = m.seen[2:]
+        rows.add_(x.detach().sum(0)[2:])
+        rows.mul_(0.5)
+        return h * m.seen
+
+    gm = normalized(function, data(4, 6))
+    assert targets(gm).count("aten.select_scatter.default") == 2 and targets(gm).count("aten.slice_scatter.default") == 4

@@ -73,7 +73,7 @@ def gradients(outputs: Any, model: nn.Module, seed: int = 0) -> dict[str, torch.
     """Gradients of a fixed random combination of all float outputs, by parameter name."""
     torch.manual_seed(seed)
     total = sum(
-        (out * torch.randn_like(out)).sum() for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad
+        (out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad
     )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     grads = torch.autograd.grad(total, [model.get_parameter(name) for name in names], allow_unused=True)

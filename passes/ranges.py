@@ -19,6 +19,11 @@ aten = torch.ops.aten
 RANGES: dict[Any, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 """Where each has its end; what it begins with is in front of it, its step behind it."""
 
+PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable, aten.bucketize.Tensor, aten.searchsorted.Tensor)
+PLACED = (aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default)
+"""What gives numbers of places, as its result or as the second of two."""
+SEEN = (aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.to.dtype, aten.unsqueeze.default)
+
 
 @dataclass(frozen=True)
 class _Indexed:
@@ -109,6 +114,7 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
         if dim not in kept:
             index = edit.call(node.graph, aten.squeeze.dim, (index, dim - missing), like=node)
     at, along = found.first, found.first + number
+    index = _from_front(index, edit.size(found.x, along), node)
     if kept == free:  # the same positions for all
         one = index if free else edit.call(node.graph, aten.unsqueeze.default, (index, 0), like=node)
         x = edit.call(node.graph, aten.index_select.default, (found.x, along, one), like=node)
@@ -117,6 +123,25 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
     if not free:
         return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), found.named, node)
     return _turned(found, x, [*found.named[:along - at], *free, *found.named[along - at:]], node)
+
+
+def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
+    """The numbers of `index`, of which those below 0 count from the end of a dim of `size`: only `index` itself takes them so."""
+    if _counts(index):
+        return index
+    below = edit.call(node.graph, aten.lt.Scalar, (index, 0), like=node)
+    other = edit.call(node.graph, aten.add.Tensor, (index, size), like=node)
+    return edit.call(node.graph, aten.where.self, (below, other, index), like=node)
+
+
+def _counts(index: Any) -> bool:
+    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is left over by a division."""
+    while (source := edit.call_of(index, *SEEN)) is not None and not facts.is_float(source.args[0]):  # type: ignore[arg-type]  # a tensor
+        index = source.args[0]
+    if edit.call_of(edit.part_of(index, 1), *PLACED) is not None or edit.call_of(index, *PLACES) is not None:
+        return True
+    left = edit.call_of(index, aten.remainder.Scalar, aten.clamp_min.default, aten.clamp.default)
+    return left is not None and isinstance(left.args[1], (int, float)) and left.args[1] >= 0
 
 
 def _spread(found: _Indexed, index: fx.Node, kept: list[int], free: list[int], along: int, node: fx.Node) -> fx.Node:

@@ -34,6 +34,10 @@ FORMS = {
     "behind a dim": lambda x, last: x.permute(2, 0, 1)[:, rows(x), last],
     "between dims": lambda x, last: x[:, :, None].expand(-1, -1, 4, -1)[:, :, torch.arange(4), torch.tensor([2, 0, 1, 1])],
     "a range alone": lambda x, last: x[rows(x)],
+    "from the end": lambda x, last: x[rows(x), last - 4],
+    "from the end of all": lambda x, last: x[rows(x)[:, None], torch.tensor([-1, 0, -2, 1])],
+    "from the end of several": lambda x, last: x[rows(x)[:, None], last[:, None] - torch.tensor([1, 2, 3])],
+    "the largest": lambda x, last: x[rows(x), x.sum(-1).argmax(-1)] + x[rows(x)[:, None], x.sum(-1).topk(2).indices].sum(1),
 }
 OTHERS = {
     "range over a part": lambda x, last: x[:, torch.arange(2), torch.tensor([2, 0])],
@@ -66,6 +70,11 @@ def normalized(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_ranges_are_gone(form):
     assert not normalized(form).graph.find_nodes(op="call_function", target=aten.index.Tensor)
+
+
+@pytest.mark.parametrize(("form", "wrapped"), [("from the end", 1), ("last of each, by its size", 1), ("first dim by number", 0), ("the largest", 0)])
+def test_numbers_that_may_be_below_0_count_from_the_end(form, wrapped):
+    assert len(normalized(form).graph.find_nodes(op="call_function", target=aten.where.self)) == wrapped
 
 
 @pytest.mark.parametrize("form", OTHERS)

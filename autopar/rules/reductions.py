@@ -81,8 +81,7 @@ def _pair(call: Call, along: int, left: str = "") -> str:
     """Two operands that broadcast against each other, whole along one dim, of which `left` is there in the result."""
     rank = max(len(t.shape) for t in call.ins)
     whole = along % rank
-    ins = [[("1" if n == 1 and i != whole else w) for i, (w, n) in
-            enumerate(zip(words(rank, {whole: "y!"})[rank - len(t.shape):], t.shape, strict=True), rank - len(t.shape))] for t in call.ins]
+    ins = [[("1" if n == 1 else w) for w, n in zip(words(rank, {whole: "y!"})[rank - len(t.shape):], t.shape, strict=True)] for t in call.ins]
     return rule([" ".join(w) for w in ins], [" ".join(word for word in words(rank, {whole: left}) if word)])
 
 

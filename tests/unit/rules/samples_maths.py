@@ -177,8 +177,8 @@ REDUCTIONS: Samples = {
     **_ops("stft.center", [case(f(5, 24), 8, 4, 8, T((8,), "c"), return_complex=True)]),
     **_ops("istft.default", [case(T((5, 5, 7), "z"), 8, 4, 8), case(T((5, 7), "z"), 8, 4, 8, torch.hann_window(8, dtype=torch.float64))]),
     **_ops("linalg_cross.default", [case(f(5, 4, 3), f(5, 4, 3)), case(f(5, 3, 4), f(1, 3, 4), dim=1)]),
-    **_ops("pairwise_distance.default", [case(f(5, 4, 6), f(5, 4, 6)), case(f(5, 4), f(1, 4), 1.0, 1e-6, True), case(f(5, 4), f(4))]),
-    **_ops("cosine_similarity.default", [case(f(5, 4, 6), f(5, 4, 6), 1), case(f(5, 1, 6), f(4, 6), -1)]),
+    **_ops("pairwise_distance.default", [case(f(5, 4, 6), f(5, 4, 6)), case(f(5, 4), f(1, 4), 1.0, 1e-6, True), case(f(5, 4), f(4)), case(f(5, 4), f(5, 1))]),
+    **_ops("cosine_similarity.default", [case(f(5, 4, 6), f(5, 4, 6), 1), case(f(5, 1, 6), f(4, 6), -1), case(f(5, 4, 6), f(4, 1), 1), case(f(5, 4), f(1, 4), 0)]),
     **_ops("trapezoid.dx", [case(f(5, 4))]),
 }
 

@@ -38,10 +38,13 @@ def prelu(call: Call) -> str:
     return rule(["...", "1" if call.ins[1].shape else ""], ["..."])
 
 
-def patches(call: Call) -> str:
-    """im2col and col2im: samples split."""
-    return rule([" ".join(["b", *(f"y{i}!" for i in range(len(call.ins[0].shape) - 1))])],
-                [" ".join(["b", *(f"z{i}!" for i in range(len(call.outs[0].shape) - 1))])])
+def patches(samples: int) -> Spec:
+    """im2col and col2im: samples split, where there are any: a tensor of `samples` dims has a first one of them."""
+    def spec(call: Call) -> str:
+        lead = ["b"] if len(call.ins[0].shape) == samples else []
+        left, right = ([*lead, *(f"{name}{i}!" for i in range(len(t.shape) - len(lead)))] for name, t in (("y", call.ins[0]), ("z", call.outs[0])))
+        return rule([" ".join(left)], [" ".join(right)])
+    return spec
 
 
 NONLINEAR = {
@@ -68,9 +71,9 @@ RULES: dict[Any, Rule] = {
     **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names)},
     **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names)},
     aten.channel_shuffle.default: Rule("b c! ... -> b c! ..."),
-    aten.col2im.default: Rule(patches, linear="all"),
+    aten.col2im.default: Rule(patches(3), linear="all"),
     aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call)),
-    aten.im2col.default: Rule(patches, linear="all"),
+    aten.im2col.default: Rule(patches(4), linear="all"),
     **{op: Rule(unpooled(n), linear="first") for n, op in ((2, aten.max_unpool2d.default), (3, aten.max_unpool3d.default))},
     aten.pixel_unshuffle.default: Rule("... c (h r!) (w q!) -> ... (c r! q!) h w", linear="all"),
     aten.prelu.default: Rule(prelu),

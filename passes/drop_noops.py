@@ -73,7 +73,8 @@ def _same_shape(node: fx.Node) -> bool:
     return facts.shape(node) == facts.shape(node.args[0])  # type: ignore[arg-type]
 
 
-def _drops_nothing(node: fx.Node) -> bool:
+def drops_nothing(node: fx.Node) -> bool:
+    """Whether a dropout gives what it got: that very tensor, and no copy of it."""
     given = edit.args_of(node)
     return given["p"] == 0 or not given.get("train", given.get("training", True))
 
@@ -119,17 +120,18 @@ def _pads_nothing(node: fx.Node) -> bool:
     return all(isinstance(pad, int) and pad == 0 for pad in pads)
 
 
+DROPOUTS = (aten.alpha_dropout.default, aten.dropout.default, aten.feature_alpha_dropout.default, aten.feature_dropout.default)
+
 IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
+    **dict.fromkeys(DROPOUTS, drops_nothing),
     aten.add.Tensor: _neutral(0),
     aten.alias.default: _always,
     aten.clone.default: _always,
     aten.constant_pad_nd.default: _pads_nothing,
     aten.contiguous.default: _always,
     aten.div.Tensor: _neutral(1),
-    aten.dropout.default: _drops_nothing,
     aten.expand.default: _same_shape,
     aten.expand_as.default: _same_shape,
-    aten.feature_dropout.default: _drops_nothing,
     aten.lift_fresh_copy.default: _always,
     aten.mul.Tensor: _neutral(1),
     aten.pad.default: _pads_nothing,

@@ -17,6 +17,7 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes._torch import OpOverload
+from passes.drop_noops import DROPOUTS, drops_nothing
 from passes.grads import needs_grad
 
 aten = torch.ops.aten
@@ -31,6 +32,9 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     does: replaces in-place calls by functional ones and redirects the later uses; a changed buffer becomes an output.
     gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
     """
+    for node in edit.calls(gm, *DROPOUTS):
+        if drops_nothing(node):
+            edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and "out" in node.kwargs:
             _written_in_place(node)

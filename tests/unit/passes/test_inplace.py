@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from passes import NORMALIZE
 from tests.helpers.export import B, targets
@@ -129,3 +130,19 @@ def test_a_view_that_is_changed_twice_is_written_back_twice() -> None:
 
     gm = normalized(function, data(4, 6))
     assert targets(gm).count("aten.select_scatter.default") == 2 and targets(gm).count("aten.slice_scatter.default") == 4
+
+
+DROPS_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "all kept": lambda h: F.dropout(h, 0.0), "evaluated": lambda h: F.dropout(h, 0.5, training=False), "features": lambda h: F.dropout1d(h, 0.5, training=False),
+    "alpha": lambda h: F.alpha_dropout(h, 0.5, training=False), "alpha of features": lambda h: F.feature_alpha_dropout(h, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("name", DROPS_NOTHING)
+def test_what_a_dropout_gives_that_drops_nothing_is_what_it_got(name: str) -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h = x @ m.w
+        DROPS_NOTHING[name](h)[0].mul_(2)
+        return h * x
+
+    assert not [target for target in targets(normalized(function, data(4, 6))) if "dropout" in target]

@@ -193,7 +193,7 @@ def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.N
 
 def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
     """Other views of the same memory, made before and used after the change, would miss it."""
-    for view in _views_below(chain[-1], node):
+    for view in (*_views_below(chain[-1], node), *_shared(chain[0], node)):
         if view not in chain and _used_later([view], node):
             raise ValueError(
                 f"{facts.where(node)} changes in place ({node.target}) what {view.name} ({facts.where(view)}) also sees "
@@ -206,6 +206,16 @@ def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
         if user < node and _is_view(user) and user.args[0] is value:
             yield user
             yield from _views_below(user, node)
+
+
+def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+    """What was made before `node` in the memory of `value`, by operators that do not say so too (einsum, meshgrid, unsafe_chunk)."""
+    memory = facts.value(value).untyped_storage()
+    for other in value.graph.nodes:
+        if other is node:
+            return
+        if facts.is_tensor(other) and other.meta["val"].untyped_storage() is memory:
+            yield other
 
 
 def _twin(node: fx.Node, base: fx.Node) -> fx.Node:

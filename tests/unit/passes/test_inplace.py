@@ -146,3 +146,20 @@ def test_what_a_dropout_gives_that_drops_nothing_is_what_it_got(name: str) -> No
         return h * x
 
     assert not [target for target in targets(normalized(function, data(4, 6))) if "dropout" in target]
+
+
+UNSAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "three dims": torch.atleast_3d, "einsum": lambda h: torch.einsum("ij->ji", h), "grid": lambda h: torch.meshgrid(h[0], h[1], indexing="ij")[0][:, 0],
+    "chunk": lambda h: torch.unsafe_chunk(h, 2)[0], "product": lambda h: torch.cartesian_prod(h[0]),
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_views_of_operators_that_do_not_say_so_are_seen(name: str) -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h = x @ m.w
+        UNSAID[name](h).mul_(2)
+        return h * x
+
+    with pytest.raises(ValueError, match="also sees and uses later: work on a copy"):
+        normalized(function, data(4, 6))

@@ -29,6 +29,13 @@ ASSERTS = (
 )
 
 
+def drop_what_gives_itself(gm: fx.GraphModule) -> None:
+    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and it has its gradient wherever it is asked for."""
+    for node in edit.calls(gm, *ITSELF):
+        if ITSELF[node.target](node):
+            edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor
+
+
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: removes ops that give an operand unchanged, asserts, and calls that nothing uses.
@@ -120,7 +127,26 @@ def _pads_nothing(node: fx.Node) -> bool:
     return all(isinstance(pad, int) and pad == 0 for pad in pads)
 
 
+def copies(cast: fx.Node) -> bool:
+    """Whether a cast gives memory of its own: to another dtype, or where it is asked for."""
+    return bool(edit.args_of(cast).get("copy")) or not _same_dtype(cast)
+
+
+def _same_memory(node: fx.Node) -> bool:
+    return facts.value(node).untyped_storage() is facts.value(node.args[0]).untyped_storage()  # type: ignore[arg-type]
+
+
+CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
+"""What they give is what they got, where nothing about it changes."""
+
 DROPOUTS = (aten.alpha_dropout.default, aten.dropout.default, aten.feature_alpha_dropout.default, aten.feature_dropout.default)
+
+ITSELF: dict[Any, Callable[[fx.Node], bool]] = {
+    **dict.fromkeys(CASTS, lambda cast: not copies(cast)),
+    **dict.fromkeys(DROPOUTS, drops_nothing),
+    aten.contiguous.default: _same_memory,
+}
+"""Operators that may give their operand, no view and no copy of it."""
 
 IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(DROPOUTS, drops_nothing),

@@ -14,6 +14,7 @@ from torch import fx
 
 from passes import edit, facts
 from passes.autocast import write_casts
+from passes.drop_noops import drop_what_gives_itself
 
 aten = torch.ops.aten
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -31,6 +32,7 @@ def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
+    drop_what_gives_itself(gm)
     for node in edit.calls(gm, _GRAD, _AUTOCAST):
         enabled = grad
         if node.target is _GRAD:
@@ -52,7 +54,7 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
             _mark(body)
         results = _copy(body, node, operands)
         if grad and not enabled:
-            results = [_detached(result, node) for result in results]
+            results = [result if result in operands else _detached(result, node) for result in results]  # a tensor from outside is what it was
         _hand_out(node, results)
         gm.graph.erase_node(node)
         if not body_node.users:

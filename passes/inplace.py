@@ -17,7 +17,7 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes._torch import OpOverload
-from passes.drop_noops import DROPOUTS, drops_nothing
+from passes.drop_noops import CASTS, copies, drop_what_gives_itself
 from passes.grads import needs_grad
 
 aten = torch.ops.aten
@@ -32,9 +32,7 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     does: replaces in-place calls by functional ones and redirects the later uses; a changed buffer becomes an output.
     gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
     """
-    for node in edit.calls(gm, *DROPOUTS):
-        if drops_nothing(node):
-            edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor
+    drop_what_gives_itself(gm)
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and "out" in node.kwargs:
             _written_in_place(node)
@@ -132,14 +130,9 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(node.args[0])
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and _copies(node)):
+    if node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and copies(node)):
         return False
     return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
-
-
-def _copies(cast: fx.Node) -> bool:
-    """Whether a cast gives memory of its own: to another dtype, or where it is asked for."""
-    return bool(edit.args_of(cast).get("copy")) or facts.dtype(cast) != facts.dtype(cast.args[0])  # type: ignore[arg-type]  # a tensor
 
 
 def _check_root(node: fx.Node, root: fx.Node) -> None:
@@ -269,10 +262,6 @@ def functional(node: fx.Node) -> Callable[..., Any]:
 def _types(operator: OpOverload) -> list[str]:
     """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a number."""
     return [str(argument.type) for argument in operator._schema.arguments]
-
-
-CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
-"""What they give is what they got, where nothing about it changes."""
 
 
 def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:

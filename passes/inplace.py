@@ -212,7 +212,7 @@ def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
-    """The functional call that gives what `base` holds after the in-place call `node`."""
+    """The functional call that gives what `base` holds after the in-place call `node`; without a gradient of what is written where that is done without."""
     target = node.target
     if target is aten.copy_.default:
         result = edit.call(node.graph, aten.clone.default, (node.args[1],), like=node)  # what it is now: it may change later, and what was read before stays
@@ -230,7 +230,7 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     if facts.shape(result) != facts.shape(base):
         sizes = [edit.size(base, dim) for dim in range(len(facts.shape(base)))]
         result = edit.call(node.graph, aten.expand.default, (result, sizes), like=node)
-    return result
+    return edit.call(node.graph, aten.detach.default, (result,), like=node) if node.meta.get("no_grad") else result
 
 
 TWINS: dict[Any, Callable[..., Any]] = {
@@ -288,6 +288,11 @@ def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return edit.call(view.graph, ops.as_complex, (written,), like=view)
 
 
+def _detached(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """What is written through a detached view has no gradient but where that view is read."""
+    return edit.call(view.graph, aten.detach.default, (new,), like=view)
+
+
 def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
 
@@ -303,7 +308,7 @@ def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: _identity,
-    aten.detach.default: _identity,
+    aten.detach.default: _detached,
     **dict.fromkeys(CASTS, _identity),
     aten.diagonal.default: _diagonal,
     aten.select.int: _scattered(aten.select_scatter.default),

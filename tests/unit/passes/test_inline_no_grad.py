@@ -32,3 +32,45 @@ def test_a_tensor_that_is_looked_at_without_gradients_keeps_its_own(name: str) -
         return h * right + h * seen
 
     normalized(function, data(4, 6), passes=NORMALIZE)
+
+
+def _into_a_part(m: Fn, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.seen[:3] += h.mean(0)[:3]
+    return m.seen
+
+
+def _into_a_turned_one(m: Fn, h: Tensor) -> Tensor:
+    rows = torch.zeros_like(h)
+    turned = rows.transpose(0, 1)
+    with torch.no_grad():
+        turned.copy_(h.transpose(0, 1)).mul_(0.5)
+    return rows
+
+
+def _into_all(m: Fn, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return m.seen
+
+
+def _into_what_is_detached(m: Fn, h: Tensor) -> Tensor:
+    m.seen.detach()[1:].copy_(h.mean(0)[1:])
+    return m.seen
+
+
+def _read_as_detached(m: Fn, h: Tensor) -> Tensor:
+    """Here the view has a gradient, and what it is a view of has none."""
+    rows = torch.zeros_like(h)
+    view = rows.detach()
+    view.add_(h)
+    return rows + view.square()
+
+
+@pytest.mark.parametrize("write", [_into_a_part, _into_a_turned_one, _into_all, _into_what_is_detached, _read_as_detached])
+def test_what_is_written_without_gradients_has_none(write: Callable[[Fn, Tensor], Tensor]) -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h = x @ m.w
+        return h * write(m, h)
+
+    normalized(function, data(4, 6), passes=NORMALIZE)

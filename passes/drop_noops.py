@@ -132,8 +132,10 @@ def copies(cast: fx.Node) -> bool:
     return bool(edit.args_of(cast).get("copy")) or not _same_dtype(cast)
 
 
-def _same_memory(node: fx.Node) -> bool:
-    return facts.value(node).untyped_storage() is facts.value(node.args[0]).untyped_storage()  # type: ignore[arg-type]
+def _as_it_was(node: fx.Node) -> bool:
+    """Whether the result of `node` has the memory, the sizes and the dtype of its operand."""
+    operand: Any = node.args[0]
+    return facts.value(node).untyped_storage() is facts.value(operand).untyped_storage() and facts.kind(node) == facts.kind(operand)
 
 
 CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
@@ -144,7 +146,8 @@ DROPOUTS = (aten.alpha_dropout.default, aten.dropout.default, aten.feature_alpha
 ITSELF: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(CASTS, lambda cast: not copies(cast)),
     **dict.fromkeys(DROPOUTS, drops_nothing),
-    aten.contiguous.default: _same_memory,
+    **dict.fromkeys((aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default, aten.conj_physical.default, aten.contiguous.default, aten.flatten.using_ints,
+                     aten.positive.default, aten.real.default, aten.resolve_conj.default, aten.resolve_neg.default, aten.to_dense.default), _as_it_was),
 }
 """Operators that may give their operand, no view and no copy of it."""
 

@@ -15,6 +15,7 @@ from tests.unit.passes.test_small import Fn, data, normalized
 ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
     "to its dtype": lambda h: h.to(torch.float64), "type_as": lambda h: h.type_as(h), "double": lambda h: h.double(), "contiguous": lambda h: h.contiguous(),
     "dropout": lambda h: F.dropout(h, 0.0), "twice": lambda h: h.double().contiguous(),
+    "two dims": torch.atleast_2d, "real part": torch.real, "conjugate": torch.conj_physical, "resolved": torch.resolve_conj, "one dim of one": lambda h: h.flatten(0, 0),
 }
 OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "cast": lambda h: h.float(), "copy": lambda h: h.to(h.dtype, copy=True), "view": lambda h: h.view(-1, 6), "of columns": lambda h: h.t().contiguous().t(), "half": lambda h: h * 0.5,

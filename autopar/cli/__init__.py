@@ -2,10 +2,19 @@
 
     app.py       what each command takes (imports no torch, so that help is quick)
     console.py   output, progress, errors, files
+    signals.py   Ctrl-C and other ends
     rebuild.py   from a plan file back to the model that it was made for
     planning.py, emitting.py, running.py, verifying.py, explaining.py, simulating.py, fitting.py, lists.py   one command each
 """
 
-from autopar.cli.app import main
+from autopar.cli.signals import exits
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with 130."""
+    with exits():
+        from autopar.cli.app import main as run  # here: it takes a second, in which Ctrl-C is heard too
+
+        run()

@@ -7,33 +7,15 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from autopar.cli.console import fail, say, writable
-from autopar.cli.signals import exits
+from autopar.cli.console import fail, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 
-INTERRUPTED = 130
-"""The exit code of what Ctrl-C ended, as shells have it."""
-
-
-class Interruptible(TyperGroup):
-    """The commands; where one is interrupted, it says so."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command. Exits with INTERRUPTED where Ctrl-C ends it: results are written last, and files at once, so that none is half there."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say("interrupted; no file is half-written")
-            raise typer.Exit(INTERRUPTED) from None
-
-
-app = typer.Typer(cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -220,14 +202,13 @@ def clusters(json: Json = None) -> None:
 
 
 def main() -> None:
-    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with INTERRUPTED."""
+    """Run the command of `sys.argv`. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks (names of a model, shares as blocks) is a ? there, and no error when all the work is done
         sys.stdout.reconfigure(errors="replace")
     try:
-        with exits():
-            app(args=arguments, prog_name="autopar")
+        app(args=arguments, prog_name="autopar")
     except BrokenPipeError:  # the reader of our output has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cli.app import main
+from autopar.cli import main
 from autopar.cli.console import show, write_json
 from tests.helpers.command import ROOT, autopar
 
@@ -117,15 +117,27 @@ def test_ctrl_c_is_one_line_and_leaves_no_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.json"]
 
 
-def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("where", ["autopar.cli.app.main", "autopar.cli.app.writable", "autopar.cli.lists.recipes_command"])
+def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopar.cli.lists.recipes_command", interrupted)
-    monkeypatch.setattr("sys.argv", ["autopar", "recipes"])
+    monkeypatch.setattr(where, interrupted)
+    monkeypatch.setattr("sys.argv", ["autopar", "recipes", "--json", "-"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted; no file is half-written\n"
+
+
+def test_ctrl_c_is_heard_where_an_import_takes_any_error_for_a_missing_module(tmp_path: Path) -> None:
+    (tmp_path / "lenient.py").write_text("import time\nprint('begun', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n")
+    code = "import tempfile\nfrom autopar.cli.signals import exits\nwith exits():\n    kept = tempfile.TemporaryDirectory(dir='.')\n    import lenient\nprint('went on')"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": f"{ROOT}:."},
+                          preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)) as running:
+        assert running.stdout is not None and running.stdout.readline() == "begun\n"
+        running.send_signal(signal.SIGINT)
+        assert running.communicate(timeout=30) == ("", "interrupted; no file is half-written\n")
+    assert running.returncode == 130 and [path.name for path in tmp_path.iterdir() if not path.name.startswith("__")] == ["lenient.py"]
 
 
 def test_what_the_encoding_of_the_output_lacks_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

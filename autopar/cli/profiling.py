@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.plan import write_atomic
 from autopar.problem.reading import read
 from autopar.profile import Case, Profile, profile, refit
+from autopar.profile.refit import check
 from autopar.report.profile import profile as report
 
 
@@ -28,7 +29,10 @@ def profile_command(where: Path, steps: int, trace: Path | None, output: Path | 
         check_output(output)
     with progress(f"profiling {where}") as tell, tempfile.TemporaryDirectory() as beside:
         rebuilt = rebuild(where, tell, weights=True)
+        planned = Cluster.from_dict(dict(rebuilt.plan.cluster))
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
+        if output is not None:
+            check(planned, rebuilt.plan.device_kind)
         captured, traced = rebuilt.captured, str(Path(beside) / "trace.json") if trace is not None else ""
         case = Case(captured.gm, rebuilt.plan, Names.of(captured), captured.constants, rebuilt.weights, rebuilt.batch)
         found = profile(case, steps, trace=traced, progress=tell)
@@ -37,7 +41,8 @@ def profile_command(where: Path, steps: int, trace: Path | None, output: Path | 
     ratios = _refitted(rebuilt, found, output) if output is not None else {}
     if not write_json(json, {**found.to_dict(), **({"refit": ratios} if ratios else {})}):
         show(report(found, rows))
-        show(*(["", f"refitted cluster written to {output}: {', '.join(f'{group} x {ratio:.2f}' for group, ratio in ratios.items())}"] if ratios else []),
+        show(*([f"measured on {rebuilt.plan.device_kind} ranks, which are not what was planned for"] if rebuilt.plan.device_kind != planned.device.kind else []),
+             *(["", f"refitted cluster written to {output}: {', '.join(f'{group} x {ratio:.2f}' for group, ratio in ratios.items())}"] if ratios else []),
              *(["", f"trace written to {trace}: open it at https://ui.perfetto.dev"] if trace is not None else []))
 
 

@@ -33,18 +33,23 @@ STARTED = 0.5
 
 
 def refit(cluster: Cluster, plan: Plan, program: Program, found: Profile, date: str) -> tuple[Cluster, dict[str, float]]:
-    """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources.
-
-    Raises ClusterError for a cluster of parts: a profile is of one rank, and so of one kind of device.
-    """
-    if cluster.parts:
-        raise ClusterError(f"cluster {cluster.label} has parts of {len(cluster.parts)} kinds, and a profile tells of one rank: refit from a plan for one "
-                           "part, and name the file that comes of it in the file of the whole cluster")
+    """The cluster, and by group how many times as long as predicted it took; `date` goes into the sources. Raises ClusterError as `check`."""
+    check(cluster, cluster.device.kind)
     ratios = _ratios(found.rows, program)
     source = f"refitted {date} from a profile of {plan.model} ({plan.strategy}, {plan.ranks} ranks)"
     device = _device(cluster.device, ratios, computes_in(plan.precision), source)
     levels = tuple(_level(level, ratios, source, limit_bytes_s(device, level)) for level in cluster.levels)
     return dataclasses.replace(cluster, device=device, levels=levels), ratios
+
+
+def check(cluster: Cluster, kind: str) -> None:
+    """Raise ClusterError where ranks on devices of `kind` tell nothing of `cluster`: one of parts, as a profile is of one rank, and so of one kind of device; and one of other devices."""
+    if cluster.parts:
+        raise ClusterError(f"cluster {cluster.label} has parts of {len(cluster.parts)} kinds, and a profile tells of one rank: refit from a plan for one "
+                           "part, and name the file that comes of it in the file of the whole cluster")
+    if cluster.device.kind != kind:
+        raise ClusterError(f"cluster {cluster.label} has devices of kind {cluster.device.kind}, and here the plan runs on {kind} ranks, which tell nothing of a {cluster.device.name}: "
+                           "refit where there are as many of those as the plan has ranks, or profile without a refit")
 
 
 def _ratios(rows: tuple[Row, ...], program: Program) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from autopar.cli.app import app
 from autopar.cluster import Cluster
+from autopar.errors import ClusterError
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("megatron", marks=pytest.mark.slow), "zero3"])
@@ -31,6 +32,19 @@ def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
     assert off == sorted(off, reverse=True)
     assert Cluster.parse(cluster).device.sources["peak_flops"].startswith("refitted")
     assert any("autopar op " in event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"])
+
+
+@pytest.mark.parametrize("cluster, said", [("h100:1x2", "devices of kind cuda, and here the plan runs on cpu ranks, which tell nothing of a H100 SXM 80GB"),
+                                           ("h100:1x2+l4:1x2", "has parts of 2 kinds, and a profile tells of one rank")])
+def test_ranks_that_tell_nothing_of_a_cluster_are_refused_before_they_run(cluster: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, refitted = tmp_path / "plan.json", tmp_path / "c.toml"
+    ran = CliRunner().invoke(app, ["plan", "models/mlp.py:tiny", "--cluster", cluster, "--recipe", "ddp", "-o", str(plan)], catch_exceptions=False)
+    assert ran.exit_code == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("autopar.cli.profiling.profile", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(ClusterError, match=said):
+        CliRunner().invoke(app, ["profile", str(plan), "-o", str(refitted)], catch_exceptions=False)
+    assert not refitted.exists()
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:

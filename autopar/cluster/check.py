@@ -98,7 +98,7 @@ def check_name(name: str, where: str) -> None:
 def check_keys(data: Any, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     """Raise ClusterError unless `data` is a table that has the required keys and no unknown ones."""
     if not isinstance(data, Mapping):
-        fail(where, "it", data, f"a table with {', '.join(required)}")
+        fail(where, "it", data, f"a table with {', '.join(required)}" if required else "a table")
     unknown = [key for key in data if key not in required + optional]
     if unknown:
         raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(dict.fromkeys(required + optional))}")

@@ -95,11 +95,12 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     device = data.get("device", {})
     check_keys(device, "device", (), _names(Device))
     for key, value in device.items():
-        merged["device"][key] = _laid_over(merged["device"][key], value) if isinstance(value, dict) else value
+        below = merged["device"][key]
+        merged["device"][key] = _laid_over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
     levels, seen = {level["name"]: level for level in merged["levels"]}, dict[str, None]()
-    for change in data.get("levels", []):
+    for change in _listed(data.get("levels", [])):
         check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
-        if change["name"] not in levels:
+        if not isinstance(change["name"], str) or change["name"] not in levels:
             fail("levels", "name", change["name"], f"a level of {data['base']}: {', '.join(levels)}")
         if change["name"] in seen:
             fail("levels", "name", change["name"], "each level once")
@@ -117,9 +118,13 @@ def from_dict(data: dict[str, Any]) -> Cluster:
     if isinstance(data, dict) and "base" in data:
         data = _rebase(data)
     check_keys(data, "cluster", ("name", "device", "levels"))
-    if not isinstance(data["levels"], list):
-        fail("cluster", "levels", data["levels"], "a list of levels")
-    return Cluster(data["name"], tuple(_level(level) for level in data["levels"]), _device(data["device"]))
+    return Cluster(data["name"], tuple(_level(level) for level in _listed(data["levels"])), _device(data["device"]))
+
+
+def _listed(levels: Any) -> list[Any]:
+    if not isinstance(levels, list):
+        fail("cluster", "levels", levels, "a list of levels; in a file each begins with [[levels]]")
+    return levels
 
 
 def _of_parts(data: dict[str, Any]) -> Cluster:
@@ -173,7 +178,10 @@ def _device(data: Any) -> Device:
     for key in ("peak_flops", "achievable_of", "sources"):
         if not isinstance(data.get(key, {}), dict):
             fail("device", key, data[key], "a table")
-    pairs = {key: data[key] for key in ("attention", "unaligned") if data.get(key) is not None}
+    for name, text in data.get("sources", {}).items():
+        if not isinstance(text, str):
+            fail("device", f"sources.{name}", text, "text")
+    pairs = {key: data[key] for key in ("attention", "unaligned") if key in data and (key, data[key]) != ("attention", None)}
     for key, pair in pairs.items():
         if not (isinstance(pair, list) and all(isinstance(share, float) for share in pair)):
             fail("device", key, pair, "a list of two shares of the peak" if key == "attention" else "a list of two shares of the rate")

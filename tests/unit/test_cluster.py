@@ -198,6 +198,9 @@ BAD_VALUES = [
     ("device/alone", None, "alone is None; wanted a number"),
     ("device/contention", 1.5, "contention is 1.5; wanted 0 to 1 .a share"),
     ("name", 5, "name is 5; wanted text"),
+    ("device", "h100", "device: it is 'h100'; wanted a table with name, kind"),
+    ("device/unaligned", None, "unaligned is None; wanted a list of two shares"),
+    ("device/sources/memory_bytes", 5, "sources.memory_bytes is 5; wanted text"),
 ]
 
 
@@ -224,6 +227,11 @@ def test_a_missing_key_is_named() -> None:
     ('name = "m"\nbase = "h100"\n[[levels]]\nname = "rack"\n', "name is 'rack'; wanted a level of h100: node, gpu"),
     ('name = "m"\nbase = "h100"\n[device]\nwatts = 700\n', "device: unknown key 'watts'"),
     ('name = "m"\nbase = "h100"\nsize = 3\n', "the file: unknown key 'size'"),
+    ('name = "m"\nbase = "h100"\nlevels = 3\n', r"levels is 3; wanted a list of levels; in a file each begins with \[\[levels\]\]"),
+    ('name = "m"\nbase = "h100"\n[levels]\nname = "gpu"\n', r"levels is {'name': 'gpu'}; wanted a list of levels; in a file each begins with \[\[levels\]\]"),
+    ('name = "m"\nbase = "h100"\n[[levels]]\nname = ["gpu"]\n', r"levels: name is \['gpu'\]; wanted a level of h100: node, gpu"),
+    ('name = "m"\nbase = "h100"\ndevice = 3\n', "device: it is 3; wanted a table$"),
+    ('name = "m"\nbase = "h100"\n[device.memory_bytes]\ngib = 80\n', "memory_bytes is {'gib': 80}; wanted a whole number"),
 ])
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):

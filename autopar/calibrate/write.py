@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def text(cluster: Cluster, *about: str) -> str:
     lines += [f"{key} = {_value(value)}" for key, value in device.items() if not isinstance(value, Mapping)]
     for key, value in device.items():
         if isinstance(value, Mapping):
-            lines += ["", f"[device.{key}]", *(f"{name} = {_value(each)}" for name, each in value.items())]
+            lines += ["", f"[device.{key}]", *(f"{_key(name)} = {_value(each)}" for name, each in value.items())]
     for level in cluster.levels:
         lines += ["", "[[levels]]", *(f"{key} = {_value(value)}" for key, value in _fields(level).items() if key != "protocols")]
         for protocol in level.protocols:
@@ -43,8 +44,13 @@ def _fields(of: Device | Level | Protocol) -> dict[str, Any]:
     return found
 
 
+def _key(name: str) -> str:
+    """The name of an entry: as it is where TOML lets it, else in quotes."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
 def _value(value: Any) -> str:
-    """A text, number or list as TOML; JSON's strings and numbers are TOML's."""
+    """A text, number or list as TOML. JSON's strings and numbers are TOML's, but for characters that JSON escapes in two halves, or not at all."""
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_value, value))}]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)

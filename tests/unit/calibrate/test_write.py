@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_a_measured_one_reads_back(tmp_path: Path) -> None:
     write(machine(), tmp_path / "c.toml")
     assert Cluster.parse(tmp_path / "c.toml").to_dict() == machine().to_dict()
     assert 'name = "known"' in text(machine())
+
+
+@pytest.mark.parametrize("name", ["\U0001f680 \u00e9", 'a "b" \\ c', "a\nb\t\x7f\x00", "\u2028"])
+def test_names_of_any_characters_read_back(name: str, tmp_path: Path) -> None:
+    known = machine()
+    named = replace(known, name=name, device=replace(known.device, sources={name: name, "peak_flops": "a", "peak_flops.float32": "b", "": "c"}))
+    write(named, tmp_path / "c.toml")
+    assert Cluster.parse(tmp_path / "c.toml").to_dict() == named.to_dict()
 
 
 def test_interrupted_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,14 +73,13 @@ class Bundle:
         new = not folder.exists()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            beside = tempfile.TemporaryDirectory(dir=folder.parent if new else folder, prefix=f".{folder.name}.")
+            with tempfile.TemporaryDirectory(dir=folder.parent if new else folder, prefix=f".{folder.name}.") as name:
+                made, older = Path(name) / "new", Path(name) / "older"
+                self._write(made, folder.name)
+                if not (new and _moved(made, folder)):
+                    _replace(made, folder, older)
         except OSError as error:
-            raise PlanError(f"{folder} cannot be written: {error.strerror}; name another folder") from error
-        with beside as name:
-            made, older = Path(name) / "new", Path(name) / "older"
-            self._write(made, folder.name)
-            if not (new and _moved(made, folder)):
-                _replace(made, folder, older)
+            raise PlanError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from error
         return folder
 
     def _write(self, folder: Path, name: str) -> None:

@@ -280,17 +280,17 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can be none."""
+    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can be none, or no room is left for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
     except OSError as error:
-        raise PlanError(f"cannot write {path}: {error.strerror}; name another file") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        raise PlanError(f"cannot write {path}: {error.strerror or error}; name another file") from error

@@ -14,7 +14,7 @@ from autopar.plan import write_atomic
 
 
 def write(cluster: Cluster, path: str | Path, *about: str) -> None:
-    """Write `cluster` to `path`, whole or not at all, under comment lines `about`. Raises OSError where it cannot be written."""
+    """Write `cluster` to `path`, whole or not at all, under comment lines `about`. Raises PlanError where it cannot be written."""
     write_atomic(Path(path), text(cluster, *about))
 
 

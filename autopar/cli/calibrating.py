@@ -50,12 +50,9 @@ def check_output(output: Path) -> None:
 
 
 def write_cluster(cluster: Cluster, output: Path, command: str) -> None:
-    """Write a cluster that `command` has measured, whole or not at all. Raises ClusterError where that is not possible."""
-    try:
-        write(cluster, output, f"Measured by `autopar {command}` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
-              "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.")
-    except OSError as error:
-        raise ClusterError(f"cannot write the cluster to {output}: {error.strerror}") from error
+    """Write a cluster that `command` has measured, whole or not at all. Raises PlanError where that is not possible."""
+    write(cluster, output, f"Measured by `autopar {command}` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
+          "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.")
 
 
 def as_json(found: Calibration) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from autopar.cli.rebuild import Rebuilt, rebuild
 from autopar.cli.running import placed
 from autopar.cluster import Cluster
 from autopar.codegen.tables import Names
-from autopar.errors import PlanError
 from autopar.plan import write_atomic
 from autopar.problem.reading import read
 from autopar.profile import Case, Profile, profile, refit
@@ -37,7 +36,7 @@ def profile_command(where: Path, steps: int, trace: Path | None, output: Path | 
         case = Case(captured.gm, rebuilt.plan, Names.of(captured), captured.constants, rebuilt.weights, rebuilt.batch)
         found = profile(case, steps, trace=traced, progress=tell)
         if trace is not None:
-            _move(Path(traced), trace)
+            write_atomic(trace, Path(traced).read_text(encoding="utf-8"))
     ratios = _refitted(rebuilt, found, output) if output is not None else {}
     if not write_json(json, {**found.to_dict(), **({"refit": ratios} if ratios else {})}):
         show(report(found, rows))
@@ -52,11 +51,3 @@ def _refitted(rebuilt: Rebuilt, found: Profile, output: Path) -> Mapping[str, fl
     cluster, ratios = refit(Cluster.from_dict(dict(plan.cluster)), plan, program, found, datetime.date.today().isoformat())
     write_cluster(cluster, output, "profile")
     return ratios
-
-
-def _move(made: Path, trace: Path) -> None:
-    """Put a trace in its place, whole or not at all."""
-    try:
-        write_atomic(trace, made.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error

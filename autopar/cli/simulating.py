@@ -7,7 +7,6 @@ from pathlib import Path
 
 from autopar.cli.console import progress, show, writable, write_json
 from autopar.cli.rebuild import rebuild
-from autopar.errors import PlanError
 from autopar.report.simulation import simulation as report
 from autopar.simulate import simulate
 from autopar.simulate.trace import write_trace
@@ -23,10 +22,7 @@ def simulate_command(where: Path, trace: Path | None, json: str | None) -> None:
         took_s = time.perf_counter() - began
         if trace is not None:
             tell("writing the trace")
-            try:
-                write_trace(found, trace)
-            except OSError as error:
-                raise PlanError(f"cannot write the trace to {trace}: {error.strerror}") from error
+            write_trace(found, trace)
     if not write_json(json, {**found.to_dict(), "took_s": took_s}):
         written = f", trace written to {trace}: open it at https://ui.perfetto.dev" if trace is not None else ""
         show(report(found), "", f"simulated in {took_s:.2f} s{written}")

@@ -16,7 +16,7 @@ from autopar.simulate.result import Place, Simulation
 
 
 def write_trace(simulation: Simulation, path: str | Path) -> None:
-    """Write the trace, whole or not at all. Raises OSError where `path` cannot be written."""
+    """Write the trace, whole or not at all. Raises PlanError where `path` cannot be written."""
     write_atomic(Path(path), json.dumps(trace(simulation), separators=(",", ":")) + "\n")
 
 

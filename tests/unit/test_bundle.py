@@ -125,11 +125,11 @@ def test_a_move_that_fails_leaves_the_older_plan(bundles: dict[str, Bundle], tmp
     def fails(source: object, target: object) -> None:
         calls.append(source)
         if len(calls) == step:
-            raise OSError("no space left")
+            raise OSError(28, "no space left")
         real(source, target)  # type: ignore[arg-type]
 
     monkeypatch.setattr("autopar.bundle.os.replace", fails)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(PlanError, match=r"cannot be written: no space left; name another folder$"):
         bundles["tp"].save(folder)
     monkeypatch.undo()
     assert Bundle.load(folder).plan == bundles["ddp"].plan and names(tmp_path) == ["plan"]

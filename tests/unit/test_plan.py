@@ -104,10 +104,10 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert Plan.load(path) == PLAN
 
     def full(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     monkeypatch.setattr("autopar.plan.os.replace", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PlanError, match=rf"^cannot write {path}: disk full; name another file$"):
         write_atomic(path, "half")
     assert Plan.load(path) == PLAN and [p.name for p in path.parent.iterdir()] == ["plan.json"]
 

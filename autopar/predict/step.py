@@ -20,7 +20,7 @@ from autopar.pipeline.flow import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.owners import Owners, between, line
 from autopar.predict.place import Place, UnitTime
-from autopar.predict.setup import WHOLE, Setup
+from autopar.predict.setup import APART, WHOLE, Setup
 from autopar.problem.prices import OVERLAP
 
 ROUNDING = 3.0
@@ -28,6 +28,10 @@ ROUNDING = 3.0
 
 KEPT_COMM = 0.5
 """Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums behind matmuls are kept."""
+
+
+ROUNDS = 4
+"""After so many rounds of a pipeline every further one takes as long as the last."""
 
 
 MLP_COMM = 0.5
@@ -219,14 +223,17 @@ class _Step:
         return setup.flushes * self._filled_s(times, places)
 
     def _filled_s(self, times: Sequence[StageTime], places: Sequence[int]) -> float:
-        """The microbatches that go through the pipeline until it is empty."""
+        """The microbatches that go through the pipeline until it is empty. Of many a few are looked at, whole rounds of the pipeline, and each of the others takes what those of the last round took, and no
+        less than it keeps the busiest place at work: under some schedules the idle time of the first rounds is made up for in the last one."""
         setup = self.setup
         count, p = setup.at_once, setup.pp
-        if count < 2 * p or (count <= 4 * p and ((setup.vpp == 1 and not setup.schedule) or count % p == 0)):
+        of_any_number = APART[setup.schedule].shape == "v" if setup.schedule else setup.vpp == 1
+        if count < 2 * p or (count <= ROUNDS * p and (of_any_number or count % p == 0)):
             return step_s(_order(setup, count), times, places)
-        few = min(count // p, 4) * p  # in the steady state every round of the pipeline takes as long
+        few = min(count // p, ROUNDS) * p
         short, shorter = (step_s(_order(setup, n), times, places) for n in (few, few - p))
-        return short + (short - shorter) / p * (count - few)
+        busiest_s = max(sum(t.of("F") + t.of("B") for t, at in zip(times, places, strict=True) if at == place) for place in range(p))
+        return short + max((short - shorter) / p, busiest_s) * (count - few)
 
     def _over_shards(self, kind: str, itemsize: float, elements: float, of_experts: float) -> float:
         """A collective of all elements of a rank, `of_experts` of them, over those that have the rest of each."""

@@ -71,7 +71,7 @@ def _row(line: Line, name: str) -> Row:
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
                   vpp=ranks.vpp, flushes=_flushes(notes, micro, batch // dp) if ranks.pp > 1 else 1, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
-                  recompute=again.kind, recompute_share=again.share, parts=again.parts, software=_software(line, known, precision, matmul, sequence and tp > 1, ranks))
+                  recompute=again.kind, recompute_share=again.share, parts=again.parts, again=(again.first,) * (ranks.pp * ranks.vpp) if again.first else (), software=_software(line, known, precision, matmul, sequence and tp > 1, ranks))
     cluster = cluster_of(line, ranks.gpus)
     seconds = step_s(line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops)
     peaks = () if ranks.both_ways or precision == "float32" else _peaks(line)  # memory is told of mixed precision

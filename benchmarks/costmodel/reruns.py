@@ -19,7 +19,9 @@ KINDS = (
 
 EVERY = r"every (\d+)(?:nd|rd|th)?\b"
 SOME = r"(\d+) ?(?:of|out of|/) ?(?:the )?(\d+) (?:layers|blocks)"
-"""Ways to say that some of the blocks run again: every so many, or so many of all."""
+FIRST = r"(?i)\bblock\b.*(?:\b|_)layers?\b ?[=:]? ?(\d+)|\bblock\b\D*(\d+) layers?\b|(\d+) (?:layers|blocks) (?:of|per|in|on) (?:each|every|a)? ?(?:pipeline |virtual )*(?:stage|place|rank|chunk)"
+"""Ways to say that some of the blocks run again: every so many, so many of all, or so many of each stage (Megatron-Core, recompute_method = block with recompute_num_layers; with uniform
+all do, in groups of so many)."""
 
 
 PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|granularity|[^a-z0-9]"
@@ -28,11 +30,12 @@ PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|gra
 
 @dataclass(frozen=True)
 class Rerun:
-    """As Setup has it: `kind`, the `share` of the blocks, and the `parts` of each."""
+    """As Setup has it: `kind`, the `share` of the blocks, or the `first` so many of each stage (0: not stated so), and the `parts` of each."""
 
     kind: str
     share: float = 1.0
     parts: tuple[str, ...] = ()
+    first: int = 0
 
     @staticmethod
     def of(kind: str, detail: str) -> Rerun:
@@ -43,12 +46,21 @@ class Rerun:
         if named == "none":
             return Rerun("none")
         detail = detail or (kind if re.sub(PLAIN, "", kind.lower()) else "")
+        first = _first(detail)
+        if first:
+            return Rerun("full", first=first)
         if named == "full" or _share(detail) < 1.0:  # of whole blocks
             return Rerun("full", _share(detail))
         if "matmul" in detail or re.search(r"\bop\b", detail):  # all but attention and every second matmul
             return Rerun("selective", parts=("operators",))
         parts = tuple(part for part, pattern in PARTS if re.search(pattern, detail, re.I)) if detail else ("attention",)
         return Rerun("selective" if parts else "none", parts=parts)
+
+
+def _first(text: str) -> int:
+    """How many blocks of each stage run again; 0 where it is not stated so."""
+    found = re.search(FIRST, text) if not re.search(f"{EVERY}|{SOME}", text) else None
+    return int(next(filter(None, found.groups()))) if found else 0
 
 
 def _share(text: str) -> float:

@@ -208,3 +208,13 @@ def test_eager_software_that_cuts_tensors_is_not_taken_for_megatron_core() -> No
     mine, core = (facts(source, "", 1, True).software for source in ("nanotron", "somebody"))
     assert (mine.fused, mine.hidden_tensor, mine.attention, mine.gradient_bytes) == (False, 0.0, 1.0, 4)
     assert core.fused and core.hidden_tensor and mine.habits.standing and mine.habits.regathers and not mine.habits.fused
+
+
+@pytest.mark.parametrize("detail, again, share", [
+    ("block, num_layers=3", 3, 1.0), ("recompute_method block, recompute_num_layers 3", 3, 1.0), ("block 3 layers", 3, 1.0), ("3 layers per stage", 3, 1.0), ("uniform, recompute-num-layers 1", 0, 1.0),
+    ("whole block", 0, 1.0), ("block, 8 of 32 layers", 0, 0.25), ("every 2 blocks", 0, 0.5),
+])
+def test_so_many_blocks_of_each_stage_run_again(tmp_path: Path, detail: str, again: int, share: float) -> None:
+    """All of them were taken to, wherever their number is not of all layers."""
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"recompute": "full", "recompute_detail": detail}])).rows
+    assert (row.setup.recompute, row.setup.again, row.setup.recompute_share) == ("full", (again,) * 8 * (again > 0), share)

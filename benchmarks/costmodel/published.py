@@ -43,6 +43,12 @@ WORKSPACES = 3
 """Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
 
 
+OFFLOADED = r"(?i)offload(?!\w* ?[=:] ?(?:false|off|no|none|0)\b)|infinity"
+NOT_OFFLOADED = r"(?i)\b(?:no|without|w/o)[ _-](?:\w+[ _-])?offload\w*"
+"""How a line says that weights or states are in the memory of the host (ZeRO-Infinity has them there), and that they are not."""
+
+OTHER_ADAPTERS = r"(?i)\b(?:dora|lora\+|rslora|adalora|ia3)(?!\w)"
+
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
 
@@ -94,10 +100,12 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     kind, about = line["model_type"], line["arch_source"]
     if kind not in ("dense-gpt", "dense-llama", "dense", "moe"):
         raise Refused(f"models of type {kind} are not built")
-    if "offload" in f"{line['model']} {line['zero_fsdp']}":
+    if re.search(OFFLOADED, re.sub(NOT_OFFLOADED, "", f"{line['model']} {line['zero_fsdp']}")):
         raise Refused("training from the memory of the host is not priced")
-    if "QLoRA" in line["model"]:
+    if re.search(r"(?i)\bqlora\b", line["model"]):
         raise Refused("weights in 4 bits are not built")
+    if other := re.search(OTHER_ADAPTERS, line["model"]):
+        raise Refused(f"adapters of kind {other[0]} are not built")
     hidden, heads, layers = (count(line, key) for key in ("hidden", "n_heads", "n_layers"))
     width = _number(r"(?i)head[_ ]dim(?:ension)?[ =:]*(\d+)", about)
     if not width and hidden % heads:
@@ -108,7 +116,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
     tied = (gpt and not squared and "untied" not in notes) or re.search(r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about) is not None
-    adapters = known.adapters if "LoRA" in line["model"] else Adapters(0, ())
+    adapters = _adapters(line, known)
     vocab = -(-count(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
@@ -118,6 +126,14 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
                   fused_attention=known.flash, window=_window(about, count(line, "seq_len")), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+
+
+def _adapters(line: Line, known: Facts) -> Adapters:
+    """Those of its software, as wide as the line says."""
+    if not re.search(r"(?i)\blora\b", line["model"]):
+        return Adapters(0, ())
+    rank = _number(r"(?i)\b(?:lora[ _-]?)?rank[ =:]*(\d+)", f"{line['model']} {line['notes']}")
+    return replace(known.adapters, rank=rank or known.adapters.rank)
 
 
 def _kv_heads(published: int, heads: int, tp: int) -> int:

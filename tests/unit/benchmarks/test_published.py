@@ -218,3 +218,19 @@ def test_so_many_blocks_of_each_stage_run_again(tmp_path: Path, detail: str, aga
     """All of them were taken to, wherever their number is not of all layers."""
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"recompute": "full", "recompute_detail": detail}])).rows
     assert (row.setup.recompute, row.setup.again, row.setup.recompute_share) == ("full", (again,) * 8 * (again > 0), share)
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"zero_fsdp": "ZeRO-3, no offload"}, ""), ({"zero_fsdp": "FSDP (cpu_offload=False)"}, ""), ({"zero_fsdp": "ZeRO-3 without CPU offload"}, ""), ({"zero_fsdp": "FSDP (cpu_offload=True)"}, "memory of the host"),
+    ({"zero_fsdp": "ZeRO-2 + ZeRO-Offload"}, "memory of the host"), ({"zero_fsdp": "ZeRO-3, ZeRO-Infinity"}, "memory of the host"), ({"model": "Llama DoRA"}, "adapters of kind DoRA"), ({"model": "m qlora"}, "in 4 bits"),
+])
+def test_what_is_on_the_host_or_adapted_otherwise_is_refused(tmp_path: Path, change: dict[str, str], why: str) -> None:
+    """Runs that say that they have nothing there were refused, and runs with other adapters priced as if they trained everything."""
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | change]))
+    assert len(found.rows) == (not why) and why in "".join(found.refused)
+
+
+@pytest.mark.parametrize("model, notes, rank", [("Llama LoRA", "", 8), ("llama lora", "rank 64", 64), ("Llama LoRA r", "lora_rank=16", 16), ("Llama", "rank 64", 0)])
+def test_how_wide_adapters_are(tmp_path: Path, model: str, notes: str, rank: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"model": model, "notes": notes, "source_id": "torchtune"}])).rows
+    assert row.model.adapters == rank

@@ -19,6 +19,7 @@ from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
+from autopar.predict.owners import line
 from autopar.predict.setup import WHOLE, Setup
 from autopar.predict.sizes import sizes
 from autopar.predict.whole import check_cut
@@ -123,9 +124,9 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    """Axes of `sizes` on the innermost devices of `cluster`."""
-    outer = cluster.devices // math.prod(sizes)
-    return Mesh(cluster.mesh((outer, *sizes)).axes[1:]) if outer > 1 else cluster.mesh(sizes)
+    """Axes of `sizes` on the innermost devices of `cluster`, the last one of neighbours; what does not divide a level goes to the next one (owners.line)."""
+    apart = [math.prod(sizes[at + 1:]) for at in range(len(sizes))]
+    return Mesh(tuple(replace(line(cluster, inner, size), name=f"a{at}") for at, (inner, size) in enumerate(zip(apart, sizes, strict=True))))
 
 
 class _Reader:

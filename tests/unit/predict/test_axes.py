@@ -112,3 +112,14 @@ def test_the_graph_is_one_of_the_sizes_that_are_priced() -> None:
         price(gm, Setup(1, 1, 1000), cluster, "bfloat16")
     with pytest.raises(PlanError, match="s is 32768, and the graph has one size s alone"):
         price(wide, Setup(1, 1, 32768), cluster, "bfloat16")
+
+
+def test_ranks_need_not_fill_nodes() -> None:
+    """Twelve devices in nodes of eight, or two ranks in nodes of three: that no mesh of all devices is so was the reason to refuse them. Some groups are in two nodes, which are as fast as the network."""
+    sizes = Config(vocab=768, positions=256, layers=3, heads=6, kv_heads=6, head_dim=32, hidden=192, ffn=768, rms=True, gated=True, rotary=True, bias=False, tied=False)
+    gm = captured(sizes, "bfloat16")
+    for cluster, setup in (("h100:2x8", Setup(1, 1, 256, tp=3, dp=4)), ("h100:6x3", Setup(1, 1, 256, tp=2, dp=9)), ("h100:2x8", Setup(1, 1, 256, tp=3, cp=2, dp=2))):
+        machine = Cluster.parse(cluster)
+        mesh = price(gm, setup, machine, "bfloat16").mesh
+        assert mesh.sizes == tuple(ways for ways in (setup.cp, setup.tp) if ways > 1)
+        assert mesh.axes[-1].bandwidth_bytes_s == machine.levels[0].bandwidth_bytes_s

@@ -40,6 +40,7 @@ class Software:
     gathered_bytes       bytes of one element of a weight that is gathered where it is used
     tensor_share         share of the bytes of tensor-parallel collectives that is sent, where some go in fewer bits
     shard_bytes          bytes that gathers and scatters of a weight move on the device beside the collectives, per element and microbatch
+    gathers_once         stages of a pipeline gather weights that rest cut once per step, and scatter their gradients once
     stops_early          a block that runs again ends behind the last operator that saves anything
     tokens_in_parts      tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
     rows_once            a token goes once to each node with experts for it, and from there to each of them
@@ -64,6 +65,7 @@ class Software:
     gathered_bytes: int = 2
     tensor_share: float = 1.0
     shard_bytes: float = 0.0
+    gathers_once: bool = False
     stops_early: bool = False
     tokens_in_parts: bool = False
     rows_once: bool = False

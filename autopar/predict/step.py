@@ -106,6 +106,7 @@ class _Step:
         self.device, self.software = cluster.device, setup.software
         inner = setup.tp * setup.cp
         self.dense, self.stacked = Owners.of_dense(cluster, setup), Owners.of_experts(cluster, setup)
+        self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero  # as far as what is gathered and scattered, and how often
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -171,7 +172,7 @@ class _Step:
         late = _late_s(host, forward + forward_comm)
         late_back = _late_s(host + again_host, back + back_comm + again_s + again_comm)
         shown = [0.0, 0.0]
-        if setup.zero == 3 and self.dense.shards.size > 1:
+        if self.zero == 3 and self.dense.shards.size > 1:
             shown = self._shards_s(unit, forward + late, back + again_s + late_back)
         times.forward_s += count * forward
         times.backward_s += count * back
@@ -196,7 +197,7 @@ class _Step:
         """Gradients are added to those of earlier microbatches: read and written."""
         if self.setup.microbatches == 1:
             return 0.0
-        added = self._owned(unit) if self.setup.zero == 3 else unit.trained
+        added = self._owned(unit) if self.zero == 3 else unit.trained
         return 2 * self.software.gradient_bytes * added / self.bandwidth_bytes_s
 
     def _owned(self, held: UnitTime | _Times) -> float:
@@ -241,10 +242,10 @@ class _Step:
 
     def _sync_s(self, stages: Sequence[_Times]) -> float:
         """Sums of gradients at the end of the step, and gathers of updated weights: what sticks out."""
-        setup, software = self.setup, self.software
+        software = self.software
         trained, stacked = (sum(getattr(t, name) for t in stages) for name in ("trained", "expert_trained"))
         back = sum(self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0)
-        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if setup.zero in (1, 2) else 0.0  # fewer bits are made where a weight is used
+        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if self.zero in (1, 2) else 0.0  # fewer bits are made where a weight is used
         if not software.overlap_gradients:
             return back + ahead
         return self._shown_s(back, sum(t.pace_backward_s for t in stages)) + self._shown_s(ahead, sum(t.pace_forward_s for t in stages))
@@ -259,7 +260,7 @@ class _Step:
         nbytes = self.software.gradient_bytes * elements
         if self.setup.zero == 0:
             return collective_s("all_reduce", nbytes, owners.all)
-        scatter = 0.0 if self.setup.zero == 3 else collective_s("reduce_scatter", nbytes, owners.shards)
+        scatter = 0.0 if self.zero == 3 else collective_s("reduce_scatter", nbytes, owners.shards)
         return scatter + collective_s("all_reduce", nbytes / owners.shards.size, owners.copies)
 
     def _update_s(self, stages: Sequence[_Times]) -> float:

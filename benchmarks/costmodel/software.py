@@ -81,7 +81,8 @@ MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and RowParallelLinear add biases by themselves, or leave it to the next kernel: "
                       "megatron/mpu/layers.py), no fused attention, gradients summed behind the backward")
 FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
-TITAN = replace(FSDP, norm_in_parts=True, why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345)")
+TITAN = replace(FSDP, norm_in_parts=True, software=replace(FSDP.software, gathers_once=True), why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
+                "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync)")
 FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "

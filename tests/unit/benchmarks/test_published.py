@@ -234,3 +234,9 @@ def test_what_is_on_the_host_or_adapted_otherwise_is_refused(tmp_path: Path, cha
 def test_how_wide_adapters_are(tmp_path: Path, model: str, notes: str, rank: int) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"model": model, "notes": notes, "source_id": "torchtune"}])).rows
     assert row.model.adapters == rank
+
+
+@pytest.mark.parametrize("source, once", [("torchtitan", True), ("torchtitan-2024", True), ("nemo-automodel", False), ("dgxc-v25.02", False)])
+def test_whose_stages_gather_once(tmp_path: Path, source: str, once: bool) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "zero_fsdp": "FSDP2"}])).rows
+    assert (row.setup.zero, row.setup.software.gathers_once) == (3, once)

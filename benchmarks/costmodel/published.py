@@ -69,7 +69,7 @@ def _row(line: Line, name: str) -> Row:
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
     batch = count(line, "global_batch")
-    micro = count(line, "micro_batch", 1 if batch == dp else None)
+    micro = count(line, "micro_batch", _usual_micro(batch, ranks, known))
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     again = Rerun.of(line["recompute"], line["recompute_detail"])
@@ -86,6 +86,13 @@ def _row(line: Line, name: str) -> Row:
     remarks = (line["checks"],) if line["checks"] else ()
     return Row(name, line["source_id"], model, setup, cluster, precision, seconds, peaks,
                complete=line["config_complete"] == "full", remarks=(*remarks, line["notes"]))
+
+
+def _usual_micro(batch: int, ranks: Ranks, known: Facts) -> int | None:
+    """Samples of a microbatch where a line does not say: one where a data-parallel rank has no more, or what the software makes of them; None where that is not known."""
+    if batch == ranks.dp:
+        return 1
+    return batch // (ranks.dp * ranks.pp) if known.as_many_microbatches and ranks.pp > 1 and batch % (ranks.dp * ranks.pp) == 0 else None
 
 
 def _flushes(notes: str, micro: int, samples: int) -> int:

@@ -32,7 +32,7 @@ of the default width of nemo/collections/llm/peft/lora.py."""
 @dataclass(frozen=True)
 class Facts:
     """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `folded`: context-parallel ranks have experts of their own where that can be. `zero`: ZeRO's stage where a line says none. `ahead`: models that can predict the token behind
-    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the rate while training. `adapters`: what rows that train
+    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the rate while training. `as_many_microbatches`: as there are places of a pipeline, where a line says nothing of them. `adapters`: what rows that train
     such have. `why`: where it is known from."""
 
     software: Software
@@ -45,6 +45,7 @@ class Facts:
     bias_apart: bool = False
     causal_flops: bool = False
     dropout: float = 0.0
+    as_many_microbatches: bool = False
     adapters: Adapters = EVERYWHERE
     why: str = ""
 
@@ -81,8 +82,8 @@ MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits
                       why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and RowParallelLinear add biases by themselves, or leave it to the next kernel: "
                       "megatron/mpu/layers.py), no fused attention, gradients summed behind the backward")
 FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
-TITAN = replace(FSDP, norm_in_parts=True, software=replace(FSDP.software, gathers_once=True), why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
-                "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync)")
+TITAN = replace(FSDP, norm_in_parts=True, as_many_microbatches=True, software=replace(FSDP.software, gathers_once=True), why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
+                "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync), and run as many microbatches as there are places where nothing else is said (build_pipeline_schedule, n_microbatches = pipeline_parallel_degree)")
 FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
                   "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "

@@ -240,3 +240,11 @@ def test_how_wide_adapters_are(tmp_path: Path, model: str, notes: str, rank: int
 def test_whose_stages_gather_once(tmp_path: Path, source: str, once: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "zero_fsdp": "FSDP2"}])).rows
     assert (row.setup.zero, row.setup.software.gathers_once) == (3, once)
+
+
+@pytest.mark.parametrize("change, micro", [({"source_id": "torchtitan"}, 4), ({"source_id": "torchtitan", "global_batch": "8"}, 1), ({"source_id": "torchtitan", "global_batch": "24"}, None), ({}, None), ({"global_batch": "8"}, 1)])
+def test_how_many_samples_a_microbatch_has_where_nothing_is_said(tmp_path: Path, change: dict[str, str], micro: int | None) -> None:
+    """Eight data-parallel ranks, two places: torchtitan runs as many microbatches as places then."""
+    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"micro_batch": ""} | change]))
+    assert [row.setup.micro_batch for row in found.rows] == [micro] * (micro is not None)
+    assert micro is not None or "micro_batch was not published" in found.refused[0]

@@ -56,6 +56,8 @@ BUCKET_BYTES = 25_000_000
 about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
 LOCAL = ("slice", "mask")
 """Kinds of steps that a rank does on its own."""
+SOON = 0.1
+"""Of the bytes that are on their way at a time: so much of what is small takes a next collective together. It waits for the one before, and with it what computes."""
 LEAVES_AHEAD = 2
 """Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones travel."""
 

@@ -129,7 +129,7 @@ class Backward:
         needed = blocks.made if self.habits.frames else _kept_of(blocks)
         made = {storage: self.book.like(storage, self.book.now) for storage in needed}
         for storage in made.values():
-            if storage.kind == "gathered weights":
+            if storage.takes:
                 self._fetched(storage)
         return made
 
@@ -232,7 +232,7 @@ class Backward:
         """A weight that the backward gathers again, once for all who need it in one block."""
         if storage not in self.again:
             self.again[storage] = self.book.like(storage, self.book.now)
-            if storage.kind == "gathered weights":
+            if storage.takes:
                 self._fetched(self.again[storage])
         return self.again[storage]
 

@@ -21,7 +21,7 @@ class Storage:
     last: int
     count: int = 1
     regathered: bool = False  # the backward gathers it again, so that keeping it costs nothing
-    halfway: tuple[float, ...] = ()  # bytes of what comes before it on its way, where it is gathered by several collectives
+    takes: tuple[float, ...] = ()  # where it is gathered by collectives one after the other, what each of them takes: 0 of what rests
     sources: tuple[Storage, ...] = ()  # what a kernel read that makes it in registers, or what it is gathered from: kept in its place
 
     def alive(self, time: int) -> bool:

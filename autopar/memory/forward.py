@@ -194,7 +194,7 @@ class Forward:
                 storage.regathered, storage.sources = True, (source.storage,)
             left = forward
             if reshard.fetches(self.sizes):
-                storage.halfway, left = (*self._cast(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
+                storage.takes, left = (self._cast_bytes(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
                 self._fetched(storage)
             self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref), staged=self.shares.on_cpu))
         value = self._value(ref, storage, dst)
@@ -202,10 +202,10 @@ class Forward:
         steps.append(Step((source,), (value,), reshard=reshard))
         return value
 
-    def _cast(self, ref: Ref) -> tuple[float, ...]:
+    def _cast_bytes(self, ref: Ref) -> float:
         """Bytes of what is made of a parameter before its gather begins: a cast of it on the rank."""
         turned = self.program.turn(ref)
-        return (self.shares.value(ref, self.shares.lies(ref).value),) if any(op.target is CAST for op in turned) else ()
+        return self.shares.value(ref, self.shares.lies(ref).value) if any(op.target is CAST for op in turned) else 0.0
 
     def _fetched(self, storage: Storage) -> None:
         """A weight that is gathered for an operator of the block that is walked, or of the model itself."""

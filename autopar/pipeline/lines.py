@@ -7,10 +7,10 @@ the background apart from those that compute waits for (runtime.mesh). In a back
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.early import ends
 from autopar.late import BUCKETS
 from autopar.layout import BUCKET_BYTES
 from autopar.problem.graph import Op, Program
@@ -124,13 +124,20 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
 
 
 def _begun(stops: Sequence[Stop], blocks: int, busy: _Axes, now_s: float) -> tuple[list[float], float]:
-    """The gathers of a block as they begin with its first one, together with those of the blocks behind it that runtime.ahead begins then: when each has come, and
-    when compute goes on, which waits for all but the last collective of each."""
-    ways = [sent for stop in stops for _, sent in sorted(stop.takes, key=lambda take: take[0])]
-    reached = min(blocks - 1, max(1, math.ceil(BUCKET_BYTES / max(1.0, sum(sent.nbytes for sent in ways)))))
-    ends = [[busy.way(sent.way[:-1], now_s) for sent in ways] for _ in range(1 + reached)]
-    coming = [busy.way(sent.way[-1:], end) for sent, end in zip(ways, ends[0], strict=True)]
-    return coming, max([now_s, *(end for each in ends for end, sent in zip(each, ways, strict=True) if len(sent.way) > 1)])
+    """The gathers of a block as they begin with its first one, and those of the blocks behind it that runtime.ahead begins then: when each of its own has come, and
+    when compute goes on, which waits for each collective behind which another one of its gather has begun."""
+    ways = [sent.way for stop in stops for _, sent in sorted(stop.takes, key=lambda take: take[0])]
+    each_bytes = [sum(sent.nbytes for stop in stops for _, sent in stop.takes)] * blocks
+    until = {len(way): ends(each_bytes, 0, len(way)) for way in ways}
+    goes_s, come = now_s, [[now_s] * len(ways) for _ in range(max(end for each in until.values() for end in each))]
+    for others in (False, True):
+        for leg in range(max(until)):
+            for block in range(1, len(come)) if others else (0,):
+                for number, way in enumerate(ways):
+                    if leg < len(way) and block < until[len(way)][leg]:
+                        goes_s = max(goes_s, come[block][number] if leg else now_s)
+                        come[block][number] = busy.way(way[leg:leg + 1], goes_s)
+    return come[0], goes_s
 
 
 @dataclass(eq=False)

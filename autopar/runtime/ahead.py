@@ -4,9 +4,9 @@ Every step gathers the same weights in the same order. The `Orders` of a stage a
 torch's FSDP2 learns them, and followed from then on. All that one block gathers is a *unit*, and so is each weight that the model itself gathers.
 When a unit begins, the gathers of the unit behind it begin too, and further ones until BUCKET_BYTES are on their way: small ones would hide
 nothing. So one unit more is in memory than is used. A gather over several axes is a chain of collectives, each of what the one before it has
-brought: its last one begins then, and each of the others one unit earlier than the one behind it, so that all of them have a unit's time
-(`timetable`). What has come so far is a fraction of the weight. A pass that does something else than was learned (a parameter was frozen) gathers
-the rest when it needs it, and the order is learned anew.
+brought: its first one begins as far ahead, its last one with the unit before, and each of the others one unit earlier than the one behind it, so that
+all of them have a unit's time (`early.ends`, `timetable`). What has come so far is a fraction of the weight. A pass that does something else than was
+learned (a parameter was frozen) gathers the rest when it needs it, and the order is learned anew.
 
 What begins when follows from what runs alone, not from values or from what one rank has, so it is the same on all ranks.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward
+from autopar.early import ends
 from autopar.layout import BUCKET_BYTES, Layout, most_elements, moving, steps
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, relayout
@@ -183,38 +184,24 @@ class Going:
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
-    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order.
+    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order (`early.ends`).
 
-    Those that `reach` names have begun their last one then, those that it will name one unit later their last but one, and so on. What the unit itself needs has begun all of its
-    collectives before others begin, which would be in front of it on an axis of theirs.
+    What the unit itself needs has begun all of its collectives before others begin, which would be in front of it on an axis of theirs.
     """
     starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
-    ends, deepest = [reach(plan, at, ahead_bytes) for at in starts], max((part.legs for part in plan), default=0)
+    stops = [*starts, len(plan)][1:]  # where each unit ends
+    nbytes = [sum(part.nbytes for part in plan[at:stop]) for at, stop in zip(starts, stops, strict=True)]
+    ways = {part.legs for part in plan}
     begun, due = [0] * len(plan), {}
     for unit, at in enumerate(starts):
-        wanted, first = {}, at
-        for early, end in enumerate(ends[unit:unit + deepest]):
-            wanted.update({number: plan[number].legs - early for number in range(first, end)})
-            first = end
-        needed = _unit_end(plan, at)
-        rounds = [[number for number, legs in wanted.items() if (number < needed) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(deepest)]
+        until = {legs: [stops[end - 1] for end in ends(nbytes, unit, legs, ahead_bytes)] for legs in ways}
+        reached = max(stop for each in until.values() for stop in (at, *each))
+        wanted = {number: sum(number < stop for stop in until[plan[number].legs]) for number in range(at, reached)}
+        rounds = [[number for number, legs in wanted.items() if (number < stops[unit]) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(max(ways))]
         due[at] = tuple(number for here in rounds for number in here)
         for number in due[at]:
             begun[number] += 1
     return due
-
-
-def reach(plan: Sequence[Part], at: int, ahead_bytes: float) -> int:
-    """Where the gathers of `plan` end that are to have begun when number `at` begins its unit."""
-    end, ahead = _unit_end(plan, at), 0.0
-    while end < len(plan) and ahead < ahead_bytes:
-        start, end = end, _unit_end(plan, end)
-        ahead += sum(part.nbytes for part in plan[start:end])
-    return end
-
-
-def _unit_end(plan: Sequence[Part], at: int) -> int:
-    return next((i for i in range(at, len(plan)) if plan[i].unit != plan[at].unit), len(plan))
 
 
 _units: list[Any] = []  # blocks that are running, innermost last

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from autopar.early import ends
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, crosses, legs, moving, steps
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.book import Book
-from autopar.runtime.ahead import reach, timetable
+from autopar.runtime.ahead import timetable
 from autopar.runtime.leaves import due
 
 
@@ -55,19 +56,36 @@ def test_what_a_unit_needs_is_behind_nothing_that_it_does_not_need(seed: int) ->
         assert needed == sorted(needed, reverse=True)
 
 
+def test_a_pass_that_gathers_nothing_has_nothing_to_begin() -> None:
+    assert timetable([], BUCKET_BYTES) == {}
+
+
+def test_small_units_wait_for_the_first_collectives_of_the_next_one_alone() -> None:
+    """Four units of 6 MB are on their way at a time, but second collectives, for which compute waits, have begun for one of them: those of all began with the first unit, behind the first
+    collectives of all."""
+    plan = [Part(unit, (1e6, 6e6)) for unit in range(12)]
+    begins = timetable(plan, BUCKET_BYTES)
+    assert begins[0] == (0, 0, 1, 2, 3, 4, 5, 1)
+    assert all(begins[at] == (at + 5, at + 1) for at in range(1, 7)) and begins[7] == (8,) and begins[11] == ()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_collective_begins_once_and_in_time(seed: int) -> None:
     plan = _plan(seed, 9)
+    nbytes = [sum(part.nbytes for part in plan if part.unit == unit) for unit in range(9)]
     begins = timetable(plan, BUCKET_BYTES)
     begun, starts = [0] * len(plan), sorted(begins)
     for unit, at in enumerate(starts):
         for number in begins[at]:
             begun[number] += 1
-        for early, start in enumerate(starts[unit:unit + 3]):  # one collective is left for each unit that is still to come
-            assert all(begun[n] >= plan[n].legs - early for n in range(at, reach(plan, start, BUCKET_BYTES)))
-        ends = [reach(plan, start, BUCKET_BYTES) for start in starts[unit:unit + 3]]
         for n in range(at, len(plan)):
-            assert begun[n] == max(0, plan[n].legs - next((early for early, end in enumerate(ends) if n < end), plan[n].legs))
+            early = plan[n].unit - unit - 1  # one collective is left for each unit that is still to come
+            assert begun[n] >= plan[n].legs - max(0, early)
+            assert begun[n] == sum(plan[n].unit < end for end in ends(nbytes, unit, plan[n].legs))
+            if begun[n] > 1:  # of units behind those only what is small
+                assert sum(nbytes[unit + plan[n].legs - begun[n] + 1:plan[n].unit]) < 0.1 * BUCKET_BYTES
+        ahead = [n for n in range(at, len(plan)) if plan[n].unit > unit and begun[n]]
+        assert sum(nbytes[u] for u in {plan[n].unit for n in ahead}) >= min(BUCKET_BYTES, sum(nbytes[unit + 1:]))
     assert begun == [part.legs for part in plan]
 
 
@@ -81,7 +99,7 @@ def test_bytes_on_the_way_are_those_that_are_predicted(seed: int) -> None:
         units.append(Unit())
         for part in (part for part in plan if part.unit == unit):
             storage = book.new("gathered weights", "", "", part.nbytes)
-            storage.halfway = part.brings[:-1]
+            storage.takes = (0.0, *part.brings[:-1])
             units[-1].add(storage)
     begin_ahead(book, units)
     totals = book.totals()

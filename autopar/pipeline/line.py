@@ -36,7 +36,8 @@ class _Summed:
 @dataclass(frozen=True, slots=True)
 class _Ran:
     """A run of blocks in one pass: its seconds but for sums of gradients, and those of each axis with its own collectives; what its first block gathers, so many `weights`, and what
-    begins with that for the next ones; the share of it in which gathers of what follows begin; how many blocks there are, and what each sums."""
+    begins with that for the next ones; the share of it in which gathers of what follows begin; how many blocks there are, and what each sums; the share of its seconds in which it
+    computes, and others that move take units of it: while it waits itself they take none."""
 
     seconds: float
     busy_s: Mapping[int, float]
@@ -46,6 +47,7 @@ class _Ran:
     reached: float
     count: int
     sums: Sequence[Sum]
+    computing: float
 
     @classmethod
     def of(cls, made: Pass, count: int, each_bytes: Sequence[float], summed: _Summed, contention: float) -> _Ran:
@@ -58,8 +60,9 @@ class _Ran:
         left.ahead = Loads(load.times(1.0 - reached) for load in moving)
         left.behind = Loads(load.times(max(0.0, 1.0 - summed.behind_s[load.axis] / load.seconds)) for load in made.behind.moving())
         busy = {load.axis: load.seconds for loads in (left.ahead, left.behind) for load in loads.moving()}
-        return cls(left.work_s + shown_s(left, contention), busy, Sent([load.times(1.0 / count) for load in moving], reached * count * block_bytes), len(each_bytes),
-                   [load.times(reached - 1.0 / count) for load in moving], reached, count, summed.of_block)
+        seconds, computes_s = left.work_s + shown_s(left, contention), left.compute_s + left.waited.local_s
+        return cls(seconds, busy, Sent([load.times(1.0 / count) for load in moving], reached * count * block_bytes), len(each_bytes),
+                   [load.times(reached - 1.0 / count) for load in moving], reached, count, summed.of_block, min(1.0, computes_s / (seconds or 1.0)))
 
     @property
     def coming_s(self) -> float:
@@ -163,13 +166,13 @@ class _Clock:
             self._taken += 1
 
     def run(self, ran: _Ran) -> None:
-        """Blocks; what follows them begins where they are reached from there."""
+        """_Ran; what follows them begins where they are reached from there."""
         for number in range(ran.count):
             if number == round((1.0 - ran.reached) * ran.count):
                 self.begin(self._taken)
             for done in (ran.sums or (None,))[::-1]:  # spread evenly
                 part = ran.count * max(1, len(ran.sums))
-                self._works(ran.seconds / part, {axis: min(busy_s, ran.seconds) / part for axis, busy_s in ran.busy_s.items()})
+                self._works(ran.seconds / part, {axis: min(busy_s, ran.seconds) / part for axis, busy_s in ran.busy_s.items()}, ran.computing)
                 if done is not None:
                     self._made(done, self._now_s, (id(ran), number))
 
@@ -209,11 +212,11 @@ class _Clock:
         """Seconds that an axis has had."""
         return self._now_s - self._blocked_s[axis]
 
-    def _works(self, seconds: float, busy_s: Mapping[int, float] | None = None) -> None:
-        """Compute, slower while anything moves beside it but what it brings itself, with which an axis is busy so long."""
-        busy_s = busy_s or {}
-        beside_s = [min(until_s - self._of(axis), (seconds - busy_s.get(axis, 0.0)) / (1.0 - self._contention)) for axis, until_s in self._until_s.items()]
-        more_s = self._contention * max([0.0, *beside_s])
+    def _works(self, seconds: float, busy_s: Mapping[int, float] | None = None, computing: float = 1.0) -> None:
+        """Work, of which the share `computing` is slower while anything moves beside it but what it brings itself, with which an axis is busy so long."""
+        busy_s, pace = busy_s or {}, 1.0 - computing + computing / (1.0 - self._contention)  # pace: seconds beside others of one alone
+        beside_s = [min(until_s - self._of(axis), (seconds - busy_s.get(axis, 0.0)) * pace) for axis, until_s in self._until_s.items()]
+        more_s = (1.0 - 1.0 / pace) * max([0.0, *beside_s])
         self._now_s += seconds + more_s
         self._late_s += more_s
         for axis, own_s in busy_s.items():
@@ -259,6 +262,11 @@ class _Coming:
     come_s: float
     nbytes: float
     legs: int
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.legs > 1
 
     def go_on(self) -> bool:
         """Wait for a collective; whether another one begins."""

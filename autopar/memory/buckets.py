@@ -22,6 +22,11 @@ class Whole:
         """Bytes that are there until the collective is over."""
         return self.held.nbytes
 
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.coming is not None
+
     def go_on(self) -> bool:
         """The collective is over, and the next one runs if there is one."""
         self.wait()

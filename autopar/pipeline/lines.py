@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autopar.early import ends
 from autopar.late import BUCKETS
-from autopar.layout import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES, SOON
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load
 
@@ -112,7 +112,7 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
             busy.way(sent.way[:1], now_s)
             late.append(sent.way[1:])
     end_s = max([now_s, *busy.until_s.values()])
-    waiting = 1 + int(BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
+    waiting = 1 + int(SOON * BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
     for _ in range(min(waiting, blocks)):
         end_s = max([end_s, *(busy.way(way, now_s) for way in late)])
     steady_s = max([work_s, *busy.total_s(stops).values()])

@@ -58,6 +58,11 @@ class Scatter:
         """Bytes of what is on its way."""
         return self.chain.nbytes
 
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.chain.more
+
     def go_on(self) -> bool:
         """Begin the next collective, or hand over what has come."""
         if self.chain.more:
@@ -273,7 +278,7 @@ class GradSync:
         for held in bucket.ready:
             held.leaf.grad = None
         self.started.append(bucket)
-        if bucket.sums.more:
+        if bucket.sums.later:
             self.sums.add(bucket.sums, bucket if bucket.block is None else bucket.block)
 
     @torch.no_grad()

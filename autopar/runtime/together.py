@@ -36,14 +36,19 @@ class Together:
 
     @property
     def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return bool(self._left)
+
+    @property
+    def later(self) -> bool:
         """Whether to go on later: a collective is yet to begin, or the one that runs takes more than it brings."""
-        return bool(self._left) or self._scatters
+        return self.more or self._scatters
 
     def go_on(self) -> bool:
         """Wait for the collective that runs, and begin the next one if there is one; whether to go on later."""
         came = self._running()
         self._running = self._start(came) if self._left else self._keep(came)
-        return self.more
+        return self.later
 
     def wait(self) -> None:
         """Wait for the collective that runs; nothing else is wanted."""

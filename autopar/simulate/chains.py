@@ -80,6 +80,11 @@ class Sums:
         """Bytes of what is on its way."""
         return self.held[self.chain.begun - 1] if self.chain.begun else 0.0
 
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.chain.more
+
     def go_on(self) -> bool:
         """Begin the next collective if there is one, or wait for the last; whether to go on later."""
         if not self.chain.more:

@@ -12,8 +12,12 @@ from torch import nn
 from autopar import joint
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.onestage import finish
+from autopar.planner import Planner
 from autopar.problem.settings import Settings
+from autopar.recipes import roles
 from autopar.request import Request
+from autopar.search import SEARCHES
 from autopar.simulate import simulate
 from models import gpt, mlp
 
@@ -80,6 +84,16 @@ def test_a_first_block_computes_while_the_rest_of_its_weights_comes(cluster: str
 def test_one_collective_at_a_time_takes_compute_units() -> None:
     """What is gathered ahead of blocks waits while the axis scatters their gradients: the two do not slow down what computes by both shares."""
     assert _off(_gpt(), "h100:2x2", "tp_zero3") == pytest.approx(0.0, abs=CLOSE)
+
+
+@pytest.mark.parametrize("cluster", ["h100:1x8", "a100-80:2x4"])
+def test_small_blocks_over_two_axes_hide_what_blocks_of_any_size_do(cluster: str) -> None:
+    """Six of 6 MB: they waited for the first collectives of all at the begin of a pass, and at the end of all for the second ones of their gradients, 27 % longer."""
+    captured, request = _gpt(), Request(Cluster.parse(cluster), Settings(precision="bf16"), mesh=(2, 4))
+    planner = Planner.of(captured.gm, captured.hints, request)
+    best = planner.candidate((2, 4), (roles.zero3, roles.zero3), "two axes", lambda problem: SEARCHES["ilp"](problem, time_limit_s=10.0))
+    made = finish(planner, best, 0.0, [], {"model": "few blocks", "graph_hash": captured.graph_hash})
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
 
 
 @pytest.mark.parametrize(("captured", "cluster"), [(_layers, "a100-80:2x4"), (_gpt, "rtx4090:1x4")])

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 
 from autopar.errors import InfeasibleError
+from autopar.partly import filled
 from autopar.planner import Candidate, Planner
 from autopar.recipes.free import space, unfolded
 from autopar.search import ilp
@@ -87,6 +88,7 @@ class Look:
         self.alone_s = min(self.alone_s, alone_s)
         self.hone()
         self.solve()
+        self.fill()
         return self.best, min(self.bounds, default=0.0)
 
     @property
@@ -146,6 +148,15 @@ class Look:
             self._know(here)
             if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
                 self.honed += [here, *_honed(self.planner, [here], self.known_s, self.timer, min((each.cost.time_s for each in self.honed), default=math.inf))]
+
+    def fill(self) -> None:
+        """Run no more blocks again than memory wants of what may become the best by that, the fastest first."""
+        known_s = self.alone_s
+        for each in sorted((*self.fit, *self.honed), key=lambda c: c.cost.time_s)[:MOST_HONED]:
+            made = filled(self.planner, each, known_s)
+            if made.cost.time_s < known_s:
+                self.honed.append(made)
+                known_s = made.cost.time_s
 
     def _know(self, found: Candidate) -> None:
         """There is such a plan, if it fits: what was not walked may not."""

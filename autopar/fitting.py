@@ -25,6 +25,7 @@ from autopar.layout import parse, ways_of
 from autopar.memory import Place, Prediction, hosts, predict
 from autopar.memory.largest import largest
 from autopar.named import meshes_for, undivided
+from autopar.partly import filled
 from autopar.pipeline.orders import PLAIN, orders
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
@@ -149,8 +150,8 @@ class Survey:
             return bare_plan(planner, mesh, model.decode(choice), recipe.name, planner.remat)
 
         with suppress(InfeasibleError):
-            found = planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=SOLVE_S))
-            return False, found.cost.time_s, plan(found.model, found.solution.choice)
+            found = filled(planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=SOLVE_S)))
+            return False, found.cost.time_s, bare_plan(planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again)
         model = planner.model(sizes, used, recipe.name)
         plans = [plan(model, choice) for choice in _outside(model.problem)]
         peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))

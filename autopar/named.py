@@ -8,6 +8,7 @@ from functools import partial
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import divisible
+from autopar.partly import filled
 from autopar.plan import Alternative
 from autopar.planner import Candidate, Planner
 from autopar.problem.graph import Program
@@ -80,6 +81,7 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
+            found = filled(planner, found, best.cost.time_s if best is not None else math.inf)
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
             best = found if best is None or found.cost.time_s < best.cost.time_s else best
     return best, tried

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import fx
 
-from autopar.bestfirst import CLOSE, GLANCE_S, Elsewhere, Look, first_look, nowhere
+from autopar.bestfirst import CLOSE, GLANCE_S, MOST_HONED, Elsewhere, Look, first_look, nowhere
 from autopar.decided import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
 from autopar.memory import predict
 from autopar.named import FULL, best_named
+from autopar.partly import by_bytes, filled
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.largest import largest
 from autopar.problem.remat import Levels, price
-from autopar.problem.shares import ForwardPrices
 from autopar.recipes.free import space, spaces
 from autopar.request import Request
 from autopar.search import SEARCHES, Search, checked, exhaustive, ilp
@@ -49,15 +50,16 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
     if best is None or best.found is None:
         raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
     about = {**about, "notes": (*about.get("notes", ()), *best.notes)}
-    proven_s = 0.0 if planner.request.remat == "auto" and best.found.remat else min(level.bound_s for level in levels.looked)
-    made = finish(planner, best.found, proven_s, tried, about)  # bounds are of the levels; nothing is proven of all that could be kept
+    partly = planner.request.remat == "auto" and len(levels.looked) > 1
+    proven_s = 0.0 if partly or (planner.request.remat == "auto" and best.found.remat) else min(level.bound_s for level in levels.looked)
+    made = finish(planner, best.found, proven_s, tried, about)  # bounds are of the levels; nothing is proven of all that could be kept, nor of some blocks run again
     return replace(made, notes=timer.noted(made.notes))
 
 
 @dataclass(eq=False)
 class _Level:
-    """What is priced with all blocks run again at one level: recipes (the best one, a line in `tried` for each), the free search as far as it has come, and in the end the
-    best of all (`found`), what is to be said of it, and a bound."""
+    """What is priced with blocks run again at one level: recipes (the best one, a line in `tried` for each), the free search as far as it has come, what runs them `partly` again, and in
+    the end the best of all (`found`), what is to be said of it, and a bound."""
 
     name: str
     planner: Planner
@@ -67,6 +69,7 @@ class _Level:
     recipe: Candidate | None = None
     tried: list[Alternative] | None = None
     look: Look | None = None
+    partly: Candidate | None = None
     found: Candidate | None = None
     notes: tuple[str, ...] = ()
     bound_s: float = 0.0
@@ -74,7 +77,7 @@ class _Level:
     @property
     def fastest(self) -> Candidate | None:
         """The fastest so far that fits."""
-        each = (self.found, self.recipe, self.look.best if self.look is not None else None)
+        each = (self.found, self.recipe, self.partly, self.look.best if self.look is not None else None)
         return min((one for one in each if one is not None), key=lambda one: one.cost.time_s, default=None)
 
     @property
@@ -88,6 +91,19 @@ class _Level:
             self.name_recipes(alone_s)
         if _looks(self.planner.request):
             self.look = first_look(self.planner, _meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere)
+            if self.remat and self.planner.request.remat == "auto":
+                self.run_partly_again(alone_s)
+
+    def run_partly_again(self, alone_s: float) -> None:
+        """Look for what runs no more blocks again than memory wants, with choices made for that, on the best meshes; on all of them where nothing fits yet."""
+        seen = sorted(self.look.seen, key=lambda first: first.cost.time_s) if self.look is not None else []
+        for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (_meshes(self.planner) if math.isinf(alone_s) else []):
+            below_s = min(alone_s, self.fastest_s)
+            if below_s < math.inf and self.timer.skips():
+                return
+            self.planner.request.say(f"bytes for seconds on {times(sizes)}")
+            with suppress(InfeasibleError):
+                self.partly = by_bytes(self.planner, sizes, below_s, GLANCE_S) or self.partly
 
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
@@ -104,10 +120,9 @@ class _Level:
             found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s))
         elif request.recipe is None:
             found, self.bound_s = _search(planner, self.timer)
+            found = filled(planner, found) if found is not None else None
+        found = min((one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None)
         self.found, self.notes = _simplest(found, self.recipe)
-        if request.remat == "auto" and self.found is not None and self.remat:
-            fuller = planner.counted(self.found.keeping(ForwardPrices(self.found.mesh, request.cluster.device, request.settings)))
-            self.found = fuller if fuller.peak <= request.limit_bytes else self.found
 
 
 @dataclass(eq=False)
@@ -306,8 +321,8 @@ def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Al
     Plan's fields model, graph_hash, source and notes."""
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
-    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat)
-    notes = (*filter(None, [price(best.model, best.solution.choice)]), *tiling_notes(planner.program, made),
+    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat, best.again)
+    notes = (*([price(cost, best.plainly)] if best.remat else []), *tiling_notes(planner.program, made),
              *rule_notes(planner.program, planner.request.rules))
     about = {**about, "notes": (*about.get("notes", ()), *notes)}
     peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes

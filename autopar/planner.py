@@ -16,7 +16,7 @@ from autopar.memory import predict
 from autopar.memory.within import TRIES, within
 from autopar.pipeline.alone import step_cost
 from autopar.pipeline.passed import Passed
-from autopar.plan import Plan, Predicted
+from autopar.plan import Plan, Predicted, Stage
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
 from autopar.problem.build import Decisions, Model, build, rested
@@ -25,7 +25,6 @@ from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
 from autopar.problem.floor import Work
 from autopar.problem.graph import Program
-from autopar.problem.keeping import best_kept
 from autopar.problem.kernels import Kernels
 from autopar.problem.least import least_bytes
 from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
@@ -62,6 +61,7 @@ class Candidate:
     solution: Solution
     cost: Cost
     remat: Levels = field(default_factory=dict)
+    again: Mapping[str, int] = field(default_factory=dict)  # by scope of `remat`: of how many blocks, where that is not all of them
     peak_bytes: float | None = None  # at the peak of its fullest rank, once that was walked
     timed: Callable[[Model, tuple[int, ...]], Cost] = field(default=lambda model, choice: model.problem.evaluate(choice))  # what a solution costs as it runs
     short: bool = False  # whether its Problem has less room than the device, for what lives for a moment only
@@ -82,10 +82,10 @@ class Candidate:
         proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
         return replace(self, solution=proven, cost=self.timed(self.model, solution.choice))
 
-    def keeping(self, forward: ForwardPrices) -> Candidate:
-        """The same choices with what makes them fastest within memory kept of the blocks that are run again."""
-        model, remat = best_kept(self.model, forward, self.solution.choice, self.remat)
-        return replace(self, model=model, remat=remat, cost=self.timed(model, self.solution.choice))
+    @property
+    def plainly(self) -> Cost:
+        """What the same choices cost with nothing run again, whatever memory that takes."""
+        return self.timed(self.model.plainly.with_limit(math.inf), self.solution.choice)
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class Planner:
             if self.on_devices is not None:
                 self._made[key] = rested(self.on_devices._model(on, device, remat), prices)
             elif remat:
-                forward = self._forward(on[0]) if device == self.kernels.device else ForwardPrices(on[0], device, self.request.settings)
+                forward = self.forward(on[0]) if device == self.kernels.device else ForwardPrices(on[0], device, self.request.settings)
                 self._made[key] = rematerialised(self._model(on, device, {}), forward, remat)
             else:
                 joints = [self.joints(role, axis.size) for role, axis in zip(on[1], on[0].axes, strict=True)]
@@ -183,7 +183,7 @@ class Planner:
                                         bucket_bytes=self.program.bucket_bytes)
         return self._prices[mesh]
 
-    def _forward(self, mesh: Mesh) -> ForwardPrices:
+    def forward(self, mesh: Mesh) -> ForwardPrices:
         """Prices of the forward alone on a mesh of the device that the kernels are of."""
         if mesh not in self._ahead:
             self._ahead[mesh] = ForwardPrices(mesh, self.kernels.device, self.request.settings, self.forward_kernels)
@@ -221,7 +221,7 @@ class Planner:
         nothing faster than `cutoff_s` can be, and the answer is not as it runs either, in which more may hide than its Problem knows."""
         model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
 
-        forward = self._forward(mesh)
+        forward = self.forward(mesh)
         bounds: list[float] = []  # the first one holds for all plans that fit, the next ones only where there is less room
 
         def solved(limit_bytes: float) -> Candidate:
@@ -272,7 +272,7 @@ class Planner:
 
     def honed(self, found: Candidate, late: Callable[[], bool]) -> Candidate:
         """The choices of a Candidate that fits, or those that descent by the price of a step (search.tangents) makes of them, where these fit; it ends early where it is `late`."""
-        limit_bytes, forward = self.request.limit_bytes, self._forward(found.mesh)
+        limit_bytes, forward = self.request.limit_bytes, self.forward(found.mesh)
         if found.model.prices.overlap == 0.0:
             return found  # nothing hides, so that its Problem has the seconds of a step
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
@@ -306,17 +306,18 @@ class Planner:
 
     def _state(self, found: Candidate) -> Passed:
         """The passes of a Candidate's choices."""
-        return Passed(Passing(found.model.with_limit(self.request.limit_bytes), self._forward(found.mesh), late=False), found.solution.choice)
+        return Passed(Passing(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), late=False), found.solution.choice)
 
     def counted(self, found: Candidate) -> Candidate:
         """With the bytes at the peak of its fullest rank."""
-        made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat)
+        made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat, found.again)
         found.peak_bytes = predict(self.program, made).peak_bytes
         return found
 
 
-def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None, cluster: Cluster | None = None) -> Plan:
-    """A plan of these decisions, with the blocks of `remat` run again, on the cluster that was asked for or `cluster`, which has its parts in
+def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None, again: Mapping[str, int] | None = None,
+              cluster: Cluster | None = None) -> Plan:
+    """A plan of these decisions, with the blocks of `remat` run again, or of some scopes as many as `again` says, on the cluster that was asked for or `cluster`, which has its parts in
     another order; without a prediction, the model's name and the graph's hash."""
     request, ops = planner.request, planner.program.ops
     return Plan(
@@ -325,4 +326,4 @@ def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str,
         hints=dict(planner.program.hints), cluster=(cluster or request.cluster).to_dict(), axes=tuple(a.name for a in mesh.axes),
         mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
         nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
-        remat={scope: tuple(names) for scope, names in (remat or {}).items()})
+        remat={scope: tuple(names) for scope, names in (remat or {}).items()}, stages=(Stage(again=dict(again or {})),))

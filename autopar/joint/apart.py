@@ -192,7 +192,7 @@ class Weights:
         nets += [replace(self._net(_readers(link), b, 1.0), memory_bytes=np.zeros_like(b.memory_bytes))
                  for link, b in zip(once.links, once.problem.nets, strict=True) if b.cost_s.any()]
         found = replace(micro.problem, nodes=tuple(nodes), nets=tuple(nets), memory_limit_bytes=self.limit_bytes)
-        return _paid(found, self.length * byte_s) if byte_s else found
+        return found.paid(self.length * byte_s) if byte_s else found
 
     def _node(self, names: list[str], micro: Node, once: Node, chosen: int | None) -> Node:
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
@@ -206,13 +206,6 @@ class Weights:
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
         nbytes = held_bytes(net, 1.0 if net.group >= 0 else kept) * (share > 0)
         return replace(net, cost_s=_times(net.cost_s, length * share), memory_bytes=nbytes, live_bytes=None)
-
-
-def _paid(problem: Problem, byte_s: float) -> Problem:
-    """`problem` in which bytes cost seconds and have no limit."""
-    nodes = tuple(replace(node, cost_s=node.cost_s + byte_s * node.memory_bytes) for node in problem.nodes)
-    nets = tuple(replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in problem.nets)
-    return replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf)
 
 
 def _parts(view: View, program: Program) -> Iterator[tuple[str, float]]:

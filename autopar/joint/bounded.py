@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -51,20 +51,9 @@ def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choic
         return math.inf
 
 
-@dataclass(eq=False)
-class _Met:
-    """What is relaxed, with the solutions that were met."""
-
-    relaxed: Relaxed
-    met: Choices = field(default_factory=list)
-
-    def bound_s(self, cutoff_s: float, effort: Effort) -> float:
-        """Seconds that nothing of it beats."""
-        return cut_s([self.relaxed], cutoff_s, effort, self.met)
-
-    def cases_s(self, cutoff_s: float, effort: Effort) -> float:
-        """The same, by cases of all its passes; not of a first look."""
-        return cut_s([self.relaxed], cutoff_s, effort, self.met, self.relaxed.keys) if effort.cases else 0.0
+def _cases_s(relaxed: Relaxed, cutoff_s: float, effort: Effort, met: Choices) -> float:
+    """Seconds that nothing of one level beats, by cases of all its passes; nothing is proven by a first look."""
+    return cut_s([relaxed], cutoff_s, effort, met, relaxed.keys) if effort.cases else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,15 +107,15 @@ class Alone:
             return roomy_s
         here = alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)
         short = any((here.sums(choice).over > 0).any() for choice in met)
-        levels = [_Met(each) for each in self._limited(hosted=hosted)] if short else []
-        limited_s = min((level.bound_s(cutoff_s, effort) for level in levels), default=0.0)
+        levels, solutions = list(self._limited(hosted=hosted)) if short else [], Choices()
+        limited_s = cut_s(levels, cutoff_s, effort, solutions) if levels else 0.0
         if limited_s <= roomy_s * (1 + CLOSE):  # memory has no price
-            levels = [_Met(roomy, met)]
-        return max(roomy_s, limited_s, min(level.cases_s(cutoff_s, effort) for level in levels))
+            return max(roomy_s, _cases_s(roomy, cutoff_s, effort, met))
+        return max(limited_s, _cases_s(levels[0], cutoff_s, effort, solutions) if len(levels) == 1 else 0.0)
 
     def _limited(self, *, hosted: bool) -> Iterator[Relaxed]:
         """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes and passes of none and of all of them, and what is between
-        (joint.again)."""
+        (joint.again). What runs some of the blocks again is a mixture of these, and where there are several, cases are of none of them."""
         asked, free = self.inner.request.remat_level, len(self.whole.open_levels) > 1
         if free or asked == "none":
             yield alone(self.passing, self.plain, self.inner.limit_bytes, hosted=hosted)

@@ -62,6 +62,11 @@ class Model:
                 found.setdefault(link.ref, index)
         return found
 
+    @property
+    def plainly(self) -> Model:
+        """The same with nothing run again."""
+        return self if self.plain is None else replace(self, problem=self.plain, links=self.links[:self.shared], plain=None)
+
     def with_limit(self, limit_bytes: float) -> Model:
         """The same with other room in memory."""
         return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=self.problem.with_limit(limit_bytes))

@@ -1,16 +1,13 @@
-"""What to keep of blocks that are run again, under a solution: the last corner of `problem.frontier` that fits, priced by the Problem itself."""
+"""What can be kept of blocks that are run again, under a solution, in its seconds and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 
 from autopar.problem.build import Model
-from autopar.problem.frontier import Choices, Point
+from autopar.problem.frontier import Choices
 from autopar.problem.graph import Op
 from autopar.problem.nets import lies
-from autopar.problem.remat import Levels, rematerialised
 from autopar.problem.rerun import saves_results
 from autopar.problem.shares import ForwardPrices
 
@@ -38,30 +35,3 @@ def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
         return own + (model.prices.extra_bytes(op, decisions[op.name]) if saves_results(op) else 0.0)
 
     return Choices(program, scope, seconds, {op.name: nbytes(op) if op.role == "op" else 0.0 for op in ops})
-
-
-def best_kept(model: Model, forward: ForwardPrices, choice: tuple[int, ...], wanted: Levels) -> tuple[Model, Levels]:
-    """`model`, a Problem with the blocks of `wanted` run again, with what makes `choice` fastest within memory kept instead, scope by
-    scope; and what that is."""
-    assert model.plain is not None, "a Problem in which blocks are run again"
-    plain = replace(model, problem=model.plain, links=model.links[:model.shared], plain=None)
-    best, found = model, wanted
-    for scope in wanted:
-        other, kept = _fullest(plain, forward, choice, found, scope)
-        if _fits(other, choice) and other.problem.price(choice).time_s < best.problem.price(choice).time_s:
-            best, found = other, kept
-    return best, found
-
-
-def _fullest(plain: Model, forward: ForwardPrices, choice: tuple[int, ...], wanted: Levels, scope: str) -> tuple[Model, Levels]:
-    """`plain`, a Problem in which nothing is run again, with the blocks of `wanted` run again, and as much kept of `scope` as there is room for."""
-    @cache
-    def keeping(corner: Point) -> Model:
-        return rematerialised(plain, forward, {**wanted, scope: corner.kept})
-
-    corner = choices(plain, forward, choice, scope).fastest(lambda corner: _fits(keeping(corner), choice))
-    return keeping(corner), {**wanted, scope: corner.kept}
-
-
-def _fits(model: Model, choice: tuple[int, ...]) -> bool:
-    return model.problem.price(choice).memory_bytes <= model.problem.memory_limit_bytes

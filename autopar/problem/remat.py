@@ -22,7 +22,7 @@ from autopar.problem.nets import Link, bytes_alone, net_bytes, node_bytes, shown
 from autopar.problem.rerun import Rerun, heavy, rerun
 from autopar.problem.saved import Kept, kept
 from autopar.problem.shares import ForwardPrices
-from autopar.problem.types import Net, Node
+from autopar.problem.types import Cost, Net, Node
 from autopar.text import gibibytes, seconds
 
 LEVELS = ("none", "selective", "full")
@@ -56,11 +56,8 @@ def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Mode
     return replace(model, problem=problem, links=[*model.links, *links], plain=model.problem)
 
 
-def price(model: Model, choice: tuple[int, ...]) -> str:
-    """What running blocks again costs and saves under a solution, as a line for people; empty where none are."""
-    if model.plain is None:
-        return ""
-    again, plain = model.problem.price(choice), model.plain.price(choice)
+def price(again: Cost, plain: Cost) -> str:
+    """What running blocks again costs and saves, as a line for people: against the same choices with nothing run again."""
     return (f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
             f"{gibibytes(plain.memory_bytes - again.memory_bytes)} per device")
 

@@ -156,6 +156,17 @@ class Problem:
         nodes = tuple([replace(node, group=-1) for node in self.nodes])
         return replace(self, nodes=nodes, nets=tuple([replace(net, group=-1) for net in self.nets]), groups=0, _check=False)
 
+    def paid(self, byte_s: float) -> Problem:
+        """The same in which bytes cost so many seconds each and have no limit; gathered weights, of which those of the next block are there too, cost nothing."""
+        nodes = tuple([replace(node, cost_s=node.cost_s + byte_s * node.memory_bytes) for node in self.nodes])
+        nets = tuple([replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in self.nets])
+        return replace(self, nodes=nodes, nets=nets, memory_limit_bytes=float("inf"), _check=False)
+
+    def barred(self, other: Problem) -> Problem:
+        """The same without the choices that cannot be in `other`, which has the same nodes."""
+        nodes = [replace(node, cost_s=np.where(np.isinf(there.cost_s), np.inf, node.cost_s)) for node, there in zip(self.nodes, other.nodes, strict=True)]
+        return replace(self, nodes=tuple(nodes), _check=False)
+
     def evaluate(self, choice: tuple[int, ...]) -> Cost:
         """What `choice` costs; solver-free, and what every strategy is scored by.
 

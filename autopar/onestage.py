@@ -50,8 +50,8 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
     if best is None or best.found is None:
         raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
     about = {**about, "notes": (*about.get("notes", ()), *best.notes)}
-    partly = planner.request.remat == "auto" and len(levels.looked) > 1
-    proven_s = 0.0 if partly or (planner.request.remat == "auto" and best.found.remat) else min(level.bound_s for level in levels.looked)
+    free = planner.request.remat == "auto"
+    proven_s = min(level.bound_s for level in levels.looked) if levels.closed and not (free and best.found.remat) else 0.0
     made = finish(planner, best.found, proven_s, tried, about)  # bounds are of the levels; nothing is proven of all that could be kept, nor of some blocks run again
     return replace(made, notes=timer.noted(made.notes))
 
@@ -137,6 +137,12 @@ class _Levels:
     timer: Timer
     looked: list[_Level] = field(default_factory=list)
     full: list[Alternative] = field(default_factory=list)
+    roomy: bool = False  # whether devices are not short of memory, so that nothing is won by running blocks again
+
+    @property
+    def closed(self) -> bool:
+        """Whether what is proven at the levels that were looked at is so of all plans: not where it was too late for others, or some blocks may be run again."""
+        return self.roomy or len(self.planner.open_levels) == 1
 
     def search(self) -> None:
         """Until there is nothing to win."""
@@ -183,6 +189,7 @@ class _Levels:
         if best is None:
             return False
         if not _short_of_memory(self.planner, best):
+            self.roomy = True
             return True
         least_s = self.planner.work(name).step_s(self.planner.request.cluster.devices, 1, 1)
         return least_s >= min(self.fastest_s, self.elsewhere.seconds) * (1 - SIMPLER) or self.timer.skips()

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import pytest
 
+from autopar import onestage
 from autopar.cluster import Cluster
 from autopar.memory import predict
 from autopar.onestage import plan
@@ -101,3 +102,17 @@ def test_all_blocks_are_run_again_where_that_was_asked_for() -> None:
     planner = planner_of().anew(replace(planner_of().request, remat="full"))
     full = candidate(planner, "zero3", "full")
     assert filled(planner, full) is full and not full.again
+
+
+def test_what_was_too_late_to_be_run_again_is_not_proven_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are short of memory, and time is up when plans with nothing run again have been looked at."""
+    limit_bytes, = limits("zero3", (0.6,))
+    request = Request(Cluster.parse("cpu:1x4"), mesh=(4,), memory_bytes=2 * limit_bytes)
+
+    def bound_s(request: Request) -> float:
+        return plan(graph(LAYERS), HINTS, request, model="stack", graph_hash="0" * 64).predicted.bound_s
+
+    assert bound_s(request) > 0
+    monkeypatch.setattr(onestage._Levels, "_enough", lambda levels, name: levels.fastest is not None)
+    assert bound_s(replace(request, memory_bytes=limit_bytes)) == 0
+    assert bound_s(replace(request, remat="none")) > 0

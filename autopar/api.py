@@ -163,9 +163,9 @@ class Compiled:
         load under another."""
         return self.module.optimizer_state_dict(optimizer)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """The inverse of `optimizer_state_dict`."""
-        self.module.load_optimizer_state_dict(optimizer, state)
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True) -> None:
+        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it; `strict=False` lets these begin anew."""
+        self.module.load_optimizer_state_dict(optimizer, state, strict=strict)
 
     def full(self, outputs: Any) -> Any:
         """Outputs of the last call with every tensor whole, on every rank; a collective operation."""

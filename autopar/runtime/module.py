@@ -361,9 +361,9 @@ class ShardedModule(Scope):
         """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""
         return optimizer_state.optimizer_state_dict(self, optimizer, self._held, self.MESH)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """The inverse of `optimizer_state_dict`."""
-        optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH)
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True) -> None:
+        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it; `strict=False` lets these begin anew."""
+        optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH, strict=strict)
 
     @torch.no_grad()
     def full_grads(self) -> dict[str, Tensor | None]:

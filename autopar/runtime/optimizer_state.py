@@ -7,13 +7,13 @@ reordered rows, which another plan would read in the wrong order without noticin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
@@ -41,8 +41,9 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
     Raises RunError where it is none of the model's."""
     _check_optimizer(model, optimizer)
     found: State | None = dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
-    if found is None or _steps_alone(optimizer):
-        with _unstepped(optimizer):
+    bare = [param for group in optimizer.param_groups for param in group["params"] if not optimizer.state.get(param)]
+    if found is None or (bare and _steps_alone(optimizer)):
+        with _unstepped(optimizer, bare, optimizer.param_groups):
             made = _first(get_optimizer_state_dict(model, optimizer))
         state: State = {**made["state"], **(found or made)["state"]}
         found = {**(found or made), "state": {name: state[name] for name, _ in model.named_parameters() if name in state}}
@@ -50,19 +51,18 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some parameters have no state, and a step of them alone makes it: of one that needs a closure (LBFGS) it is that of all parameters together."""
+    """Whether a step of some parameters alone makes their state: of one that needs a closure (LBFGS) it is that of all parameters together."""
     needed = [one for one in inspect.signature(type(optimizer).step).parameters.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return len(needed) < 2 and any(not optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"])
+    return len(needed) < 2
 
 
 @contextmanager
-def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer has those parameters alone that have no state, and torch makes it by a step on gradients of zero, unless there are others; behind it all is as before."""
-    state, groups = dict(optimizer.state), [group["params"] for group in optimizer.param_groups]
-    gradients = {param: param.grad for params in groups for param in params if not state.get(param)}
+def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Inside, the optimizer has these parameters alone and no state of them, and groups of these `options`; torch makes the state by a step on gradients of zero, unless there are
+    others. Behind it all is as before."""
+    state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
     optimizer.state.clear()
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [param for param in params if param in gradients]
+    optimizer.param_groups = [{**option, "params": [param for param in group["params"] if param in gradients]} for group, option in zip(groups, options, strict=True)]
     for param in gradients:
         param.grad = None
     try:
@@ -70,8 +70,7 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = params
+        optimizer.param_groups = groups
         for param, gradient in gradients.items():
             param.grad = gradient
 
@@ -92,25 +91,53 @@ def _as(value: Any, number: float) -> Any:
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
-                              mesh: Mesh) -> None:
+                              mesh: Mesh, *, strict: bool = True) -> None:
     """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a pipeline,
-    or under another plan, they have other members: options are taken of them, members are this optimizer's own.
+    or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is frozen has its state too, for when it trains again.
 
-    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of optimizer, and where the numbers of groups differ.
+    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of optimizer, where the numbers of groups differ, and with `strict` where
+    parameters that train have no state in it and would begin anew; then nothing was loaded.
     """
     _check_optimizer(model, optimizer)
     _check_state(state)
-    own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    own = [{**group, "params": named} for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)]
     if len(own) != len(state["param_groups"]):
         raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
     for number, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=True)):
-        lacks, more = [[key for key in one if key not in other] for one, other in ((mine, saved), (saved, mine))]
+        lacks, more = [[key for key in one if key not in other and key not in MEMBERS] for one, other in ((mine, saved), (saved, mine))]
         if lacks and more:  # only one of them: another version of torch
             raise RunError(f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has {', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved")
-    groups = [{**mine, **saved, "params": mine["params"]} for saved, mine in zip(state["param_groups"], own, strict=True)]
-    with _without_empty(optimizer, groups) as there:
-        if there:
-            set_optimizer_state_dict(model, optimizer, _mapped({**state, "param_groups": there}, held, lambda value, h: at_rest(value, h, mesh)))
+    groups = [{**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}} for saved, mine in zip(state["param_groups"], own, strict=True)]
+    if strict:
+        _check_complete(model, optimizer, state["state"], groups)
+    there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
+    optimizer.load_state_dict(_mapped({"state": there, "param_groups": groups}, held, lambda value, h: at_rest(value, h, mesh)))
+
+
+MEMBERS = ("params", "param_names")
+"""What a group of an optimizer says beside its options."""
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_complete(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Sequence[State]) -> None:
+    """Raise RunError unless `saved` has the state of all parameters that train and have some under the options of `groups`."""
+    named = dict(model.named_parameters())
+    trained = [name for group in groups for name in group["params"] if named[name].requires_grad]
+    bare = [name for name in trained if not saved.get(name)]
+    if not _steps_alone(optimizer):
+        bare = [name for name in bare if name == trained[0]]  # which has the state of all
+    elif bare:
+        with _unstepped(optimizer, [named[name] for name in bare], groups):
+            made: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        bare = [name for name in bare if made.get(name)]
+    if bare:
+        raise RunError(f"the saved state has nothing of {len(bare)} of the {len(trained)} parameters that the optimizer steps, which would begin anew: {', '.join(bare[:5])}{' ...' if len(bare) > 5 else ''}. "
+                       "Load what was saved of all of them, or let these begin anew with load_optimizer_state_dict(..., strict=False)")
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -132,20 +159,6 @@ def _check_state(state: Any) -> None:
     if numbers := [name for name in state["state"] if not isinstance(name, str)]:
         raise RunError(f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), as optimizer.state_dict() gives it: what has which number "
                        f"depends on the plan and the place; {wanted}, by name")
-
-
-@contextmanager
-def _without_empty(optimizer: torch.optim.Optimizer, groups: list[State]) -> Iterator[list[State]]:
-    """Inside, the optimizer has none of its groups without parameters, as a place of a pipeline may have: torch mistakes others for them. Gives those of
-    `groups` that are left; the options of the others are taken of them."""
-    filled = [bool(group["params"]) for group in groups]
-    idle = [group for group, there in zip(optimizer.param_groups, filled, strict=True) if not there]
-    optimizer.param_groups = [group for group, there in zip(optimizer.param_groups, filled, strict=True) if there]
-    try:
-        yield [group for group, there in zip(groups, filled, strict=True) if there]
-    finally:
-        loaded, others = iter(optimizer.param_groups), iter(idle)
-        optimizer.param_groups = [next(loaded) if there else {**next(others), **group, "params": []} for group, there in zip(groups, filled, strict=True)]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import RunError
 from autopar.verify.step import Light
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, by_stages, planned, subject
@@ -227,19 +228,82 @@ def test_parameters_that_no_gradient_has_reached_have_state(name: str, tmp_path:
             torch.testing.assert_close(stopped[parameter], value, rtol=1e-6, atol=1e-7)
 
 
-def _along_a_line() -> set[str]:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+def _line(compiled: autopar.Compiled) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([parameter for name, parameter in compiled.named_parameters() if "pooler" not in name], max_iter=2)
+
+
+def _along_a_line() -> tuple[set[str], list[dict[str, Tensor]]]:
+    """Whose state is saved, and parameters after two steps without a stop and with one."""
+    torch.manual_seed(0)
+    x, found, names = torch.randn(8, 4), [], set[str]()
     compiled = autopar.compile(Unused(), "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
-    step = torch.optim.LBFGS([parameter for name, parameter in compiled.named_parameters() if "pooler" not in name], max_iter=2)
+    first = compiled.full_state_dict()
+    for stops in (False, True):
+        step = _line(compiled.load_full(first))
 
-    def closure() -> Tensor:
-        step.zero_grad()
-        return compiled.train_step(*compiled.shard_batch(x))
+        def closure(step: torch.optim.Optimizer = step) -> Tensor:
+            step.zero_grad()
+            return compiled.train_step(*compiled.shard_batch(x))
 
-    step.step(closure)
-    return set(compiled.optimizer_state_dict(step)["state"])
+        step.step(closure)
+        if stops:
+            saved = compiled.optimizer_state_dict(step)
+            names, step = set(saved["state"]), _line(compiled)
+            compiled.load_optimizer_state_dict(step, saved)
+            with pytest.raises(RunError, match="has nothing of 1 of the 4 parameters .*: up.weight"):
+                compiled.load_optimizer_state_dict(step, {**saved, "state": {}})
+        step.step(lambda step=step: closure(step))
+        found.append(compiled.full_state_dict())
+    return names, found
 
 
 def test_state_of_all_parameters_together_is_that_of_the_first() -> None:
     """LBFGS, whose step needs a closure."""
-    assert on_ranks(1, _along_a_line) == [{"up.weight"}]
+    [(names, (straight, stopped))] = on_ranks(1, _along_a_line)
+    assert names == {"up.weight"}
+    for parameter, value in straight.items():
+        torch.testing.assert_close(stopped[parameter], value, rtol=0, atol=0)
+
+
+def _lacking() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
+    made = [torch.optim.AdamW(compiled.parameters(), 1e-2) for _ in range(2)]
+    compiled.train_step(*compiled.shard_batch(x))
+    made[0].step()
+    saved = compiled.optimizer_state_dict(made[0])
+    lacking = {**saved, "state": {name: value for name, value in saved["state"].items() if "up" not in name}}
+    for state, said in ((lacking, "2 of the 6 .*: up.weight, up.bias. Load"), ({**saved, "state": {}}, r"6 of the 6 .*: up.weight, up.bias, pooler.weight, pooler.bias, down.weight ...")):
+        with pytest.raises(RunError, match=f"the saved state has nothing of {said}"):
+            compiled.load_optimizer_state_dict(made[1], state)
+        assert not made[1].state
+    compiled.load_optimizer_state_dict(made[1], lacking, strict=False)
+    names = {parameter: name for name, parameter in compiled.named_parameters()}
+    assert {names[parameter]: float(value["step"]) for parameter, value in made[1].state.items()} == {"pooler.weight": 0, "pooler.bias": 0, "down.weight": 1, "down.bias": 1}
+    heavy, light = (torch.optim.SGD(compiled.parameters(), 1e-2, momentum=momentum) for momentum in (0.9, 0.0))
+    compiled.load_optimizer_state_dict(heavy, compiled.optimizer_state_dict(light))  # options are those that were saved
+    assert not any(heavy.state.values()) and heavy.param_groups[0]["momentum"] == 0
+
+
+def test_a_state_that_lacks_parameters_is_refused() -> None:
+    """These began anew: in silence where nothing was saved, else unless torch's own error told of an option that there was not."""
+    on_ranks(2, _lacking)
+
+
+def _frozen_between() -> dict[str, float]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
+    step = torch.optim.AdamW(compiled.parameters(), 1e-2)
+    compiled.train_step(*compiled.shard_batch(x))
+    step.step()
+    compiled.module.up.requires_grad_(False)
+    saved, step = compiled.optimizer_state_dict(step), torch.optim.AdamW(compiled.parameters(), 1e-2)
+    compiled.load_optimizer_state_dict(step, saved)
+    return {name: float(step.state[parameter]["step"]) for name, parameter in compiled.named_parameters()}
+
+
+def test_what_is_frozen_when_a_checkpoint_is_loaded_has_its_state() -> None:
+    """It trains again later: as on one device with the moments that it had."""
+    assert on_ranks(2, _frozen_between) == [{"up.weight": 1, "up.bias": 1, "pooler.weight": 0, "pooler.bias": 0, "down.weight": 1, "down.bias": 1}] * 2

@@ -16,16 +16,19 @@ def difference(got: Tensor | None, wanted: Tensor) -> float:
 
 
 def scale(wanted: Tensor) -> float:
-    """What differences are relative to: max(1, largest absolute value)."""
+    """What differences are relative to: max(1, largest absolute value that is finite)."""
     if wanted.numel() == 0:
         return 1.0
     wanted = _real(wanted)
-    low, high = wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax()
-    return max(1.0, abs(float(low)), abs(float(high)))
+    low, high = map(float, wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return scale(wanted[wanted.isfinite()])
+    return max(1.0, abs(low), abs(high))
 
 
 def gap(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference, found on the device of `got`; infinity where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
+    """Largest absolute difference, found on the device of `got`, none between infinities of one sign (logits that are masked); infinity where shapes differ, `got` is missing, one is complex
+    and the other is not, or a difference is not a number."""
     if got is None or got.shape != wanted.shape or got.is_complex() != wanted.is_complex():
         return math.inf
     if wanted.numel() == 0:
@@ -36,7 +39,7 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
     if wanted.dim() == 0:
         got, wanted = got[None], wanted[None]
     rows = max(1, CHUNK * wanted.shape[0] // wanted.numel())
-    found = [float((a - b).abs().max()) for a, b in zip(got.split(rows), wanted.split(rows), strict=True)]
+    found = [float((a - b).abs().masked_fill_(a == b, 0.0).max()) for a, b in zip(got.split(rows), wanted.split(rows), strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 

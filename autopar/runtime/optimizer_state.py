@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of
+from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.optimizers import OPTIMIZERS
 from autopar.runtime.checkpoint import at_rest, unsection
@@ -47,7 +47,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
             made = _first(get_optimizer_state_dict(model, optimizer))
         state: State = {**made["state"], **(found or made)["state"]}
         found = {**(found or made), "state": {name: state[name] for name, _ in model.named_parameters() if name in state}}
-    return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh))
+    return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh) if h.info.sectioned and isinstance(value, DTensor) else value)
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
@@ -93,7 +93,8 @@ def _as(value: Any, number: float) -> Any:
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
                               mesh: Mesh, *, strict: bool = True) -> None:
     """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a pipeline,
-    or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is frozen has its state too, for when it trains again.
+    or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is frozen has its state too, for when it trains again. Tensors
+    may be whole, as one device has them.
 
     Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of optimizer, where the numbers of groups differ, and with `strict` where
     parameters that train have no state in it and would begin anew; then nothing was loaded.
@@ -111,7 +112,13 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     if strict:
         _check_complete(model, optimizer, state["state"], groups)
     there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
-    optimizer.load_state_dict(_mapped({"state": there, "param_groups": groups}, held, lambda value, h: at_rest(value, h, mesh)))
+    optimizer.load_state_dict(_mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh)))
+
+
+def _own_part(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
+    """What is loaded as the parameter lies; of a whole tensor a copy, for a view would keep all of it in memory."""
+    made = at_rest(value, h, mesh)
+    return made if isinstance(value, DTensor) else wrap_like(local_of(made).clone(), made)
 
 
 MEMBERS = ("params", "param_names")
@@ -163,10 +170,10 @@ def _check_state(state: Any) -> None:
 
 @torch.no_grad()
 def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
+    """`state` with what `change` makes of its tensors that are shaped as their parameter is."""
     found = {}
     for name, values in state["state"].items():
         h = held.get(name)
-        found[name] = values if h is None or not h.info.sectioned else {
-            key: change(value, h) if isinstance(value, DTensor) and tuple(value.shape) == h.info.shape else value
-            for key, value in values.items()}
+        found[name] = values if h is None else {key: change(value, h) if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == h.info.shape else value
+                                                for key, value in values.items()}
     return {**state, "state": found}

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
+from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.verify.step import Light
 from tests.helpers.ranks import on_ranks
@@ -289,6 +291,39 @@ def _lacking() -> None:
 def test_a_state_that_lacks_parameters_is_refused() -> None:
     """These began anew: in silence where nothing was saved, else unless torch's own error told of an option that there was not."""
     on_ranks(2, _lacking)
+
+
+def _from_one_device(recipe: str, size: int) -> dict[str, Tensor]:
+    """One rank: parameters after a step behind one that a device alone has taken and saved."""
+    torch.manual_seed(0)
+    plain, x = Unused(), torch.randn(BATCH, 4)
+    there = torch.optim.AdamW(plain.parameters(), 1e-2)
+    plain(x).backward()
+    there.step()
+    compiled = autopar.compile(plain, f"cpu:1x{size}", (x,), recipe=recipe, time_limit_s=5.0)
+    here = torch.optim.AdamW(compiled.parameters(), 1e-2)
+    saved = get_optimizer_state_dict(plain, there)
+    for value in saved["state"].values():
+        for one in value.values():
+            one.mul_(1 if one.dim() < 1 else 1 + torch.arange(len(one)).view(-1, *(1,) * (one.dim() - 1)))  # rows are not alike
+    compiled.load_optimizer_state_dict(here, saved, strict=False)
+    assert not {one.untyped_storage().data_ptr() for value in saved["state"].values() for one in value.values() if one.dim()} & {
+        local_of(one).untyped_storage().data_ptr() for value in here.state.values() for one in value.values()}
+    set_optimizer_state_dict(plain, there, copy.deepcopy(saved), options=StateDictOptions(strict=False))
+    for made in (compiled.train_step(*compiled.shard_batch(x)), plain(x)):
+        if made.requires_grad:
+            there.zero_grad()
+            made.backward()
+    here.step()
+    there.step()
+    return {name: value - plain.state_dict()[name] for name, value in compiled.full_state_dict().items()}
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("zero3", 2), ("zero1", 3)])
+def test_what_one_device_saved_of_its_optimizer_is_loaded(recipe: str, size: int) -> None:
+    """Whole tensors: they were left as they were, and no step can work with them beside DTensors."""
+    for off in on_ranks(size, _from_one_device, recipe, size):
+        assert max(float(each.abs().max()) for each in off.values()) < 1e-6
 
 
 def _frozen_between() -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ CASES = [("Schedule1F1B", (0, 1)), ("ScheduleGPipe", (0, 1)), ("ScheduleInterlea
 
 
 class Part(nn.Module):
-    """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the loss."""
+    """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the loss. `left`: what went to another place."""
 
     def __init__(self, index: int, places: tuple[int, ...], *, alone: bool = False) -> None:
         super().__init__()
@@ -31,6 +32,7 @@ class Part(nn.Module):
         self.linear, self.last = nn.Linear(WIDTH, WIDTH).double(), index + 1 == len(places)
         self.leaves = not (self.last or alone or places[index] == places[index + 1])
         self.going: Sequence[Tensor] = ()
+        self.left: list[weakref.ref[Tensor]] = []
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
         y = self.linear(x).tanh()
@@ -39,6 +41,7 @@ class Part(nn.Module):
         if not self.leaves:
             return y, y * 2
         self.going = [y.detach(), (y * 2).detach()]
+        self.left += map(weakref.ref, self.going)
         return left((y, y * 2))
 
     def scatter(self) -> None:
@@ -46,12 +49,14 @@ class Part(nn.Module):
 
 
 class Seen(OwnStage):
-    """Counts the receive buffers that are in memory when a microbatch begins."""
+    """Counts the receive buffers that are in memory when a microbatch begins, and what the stage has made that goes to another place."""
 
-    most = 0
+    most, most_left = 0, 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         infos = [info for recv in (self.args_recv_info, self.grad_recv_info) for infos in recv.values() for info in infos]
+        part: Any = self.submod
+        self.most_left = max(self.most_left, sum(there() is not None for there in part.left))
         self.most = max(self.most, sum(getattr(info, "buffer", None) is not None and not info.buffer.is_meta for info in infos))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -84,6 +89,7 @@ def run(name: str, places: tuple[int, ...]) -> None:
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
             assert all(getattr(info, "buffer", None) is None or info.buffer.is_meta for info in infos)
             assert all(op.peer != rank for op in stage._get_init_p2p_neighbors_ops())
+            assert sent is None or stage.most_left <= 2  # those of one microbatch
             assert stage.most <= (2 * MICROBATCHES if name in ("ScheduleGPipe", "ScheduleLoopedBFS") else MICROBATCHES)
     for i, part in mine.items():
         for key, value in part.named_parameters():

@@ -77,6 +77,51 @@ def test_a_failed_backward_leaves_nothing_behind():
     assert dict(model.named_parameters())["w"].grad.tolist() == [1, 1]
 
 
+class Keeps(ShardedModule):
+    """Two buffers that take what it is given, of which one does in evaluation too, in front of its output and behind."""
+
+    MESH = Mesh((1,), ("x",), "cpu")
+    INPUTS = {"x": "R"}  # noqa: RUF012
+    OUTPUTS = (("mutation", "last"), ("output", "y"), ("mutation", "always"))
+    CHANGING = ("always",)
+    PARAMS = {"w": Param((2,), "float32", "R")}  # noqa: RUF012
+    BUFFERS = {"last": Param((2,), "float32", "R"), "always": Param((2,), "float32", "R")}  # noqa: RUF012
+    results = 3
+
+    def forward(self, x):
+        y = self.spread(x * self.w["w"] * self.b["last"], "R", (2,))
+        return (x, y, x)[:self.results]
+
+
+def _kept(model):
+    return {name: value.tolist() for name, value in model.named_buffers()}
+
+
+def test_buffers_have_values_of_their_own():
+    """They are nobody else's, whatever becomes of what they were made of, and part of the next step, also of what only was looked at."""
+    model = Keeps().load_full({"w": torch.tensor([1.0, 2.0]), "last": torch.ones(2), "always": torch.ones(2)})
+    x = torch.tensor([3.0, 4.0])
+    out = model(x)
+    assert list(out) == ["y"] and out.y.tolist() == [3, 8] == [float(y) for y in model.full(out).y]
+    x.zero_()
+    assert _kept(model) == {"last": [3, 4], "always": [3, 4]}
+    dict(model.named_buffers())["last"].fill_(5)
+    assert _kept(model) == {"last": [5, 5], "always": [3, 4]}
+    with torch.inference_mode():
+        assert model(torch.tensor([6.0, 7.0])).y.tolist() == [30, 70]
+    model(torch.tensor([2.0, 1.0])).y.sum()
+    assert model.eval()(torch.tensor([1.0, 1.0])).y.tolist() == [2, 2]
+    assert _kept(model) == {"last": [2, 1], "always": [1, 1]} and model.train().training
+
+
+def test_a_forward_that_returns_other_values_than_it_says_is_refused():
+    model = Keeps().load_full({"w": torch.ones(2), "last": torch.ones(2), "always": torch.ones(2)})
+    model.results = 2
+    with pytest.raises(RunError, match=r"forward returned 2 values, wanted 3: \['last', 'y', 'always'\]"):
+        model(torch.ones(2))
+    assert _kept(model) == {"last": [1, 1], "always": [1, 1]}
+
+
 def test_outputs_follow_the_structure_of_the_model():
     built = pack({"loss": 1, "rest": [0, {"deep": 2}], "none": None, "flag": True}, "abc".__getitem__)
     assert built == {"loss": "b", "rest": ["a", {"deep": "c"}], "none": None, "flag": True}

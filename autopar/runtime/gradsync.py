@@ -149,12 +149,11 @@ class GradSync:
         for bucket in self.started:
             if bucket.sums is not None:
                 bucket.sums.wait()
+        self.sums.waiting.clear()
         self._clear()
 
     def _clear(self) -> None:
         self.reached, self.started, self.scattered, self.pending, self.moved, self.next = {}, [], {}, {}, {}, 0
-        self.late.waiting.clear()
-        self.sums.waiting.clear()
         for bucket in self.buckets:
             bucket.ready, bucket.sums = [], None
 

@@ -10,7 +10,9 @@ import torch
 from autopar.errors import LayoutError, RunError
 from autopar.runtime import Mesh, Outputs, Param, ShardedModule, count, main
 from autopar.runtime.count import record
+from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import by_name, leaves, pack
+from autopar.runtime.regather import gather
 from autopar.runtime.reshard import arrow
 from autopar.runtime.rng import Rng
 from tests.helpers.emitted import Plain, batch, sharded
@@ -120,6 +122,57 @@ def test_a_forward_that_returns_other_values_than_it_says_is_refused():
     with pytest.raises(RunError, match=r"forward returned 2 values, wanted 3: \['last', 'y', 'always'\]"):
         model(torch.ones(2))
     assert _kept(model) == {"last": [1, 1], "always": [1, 1]}
+
+
+class Gathers(ShardedModule):
+    """Two weights that are gathered; the backward reaches `b` first."""
+
+    MESH = Mesh((1,), ("x",), "cpu")
+    INPUTS = {"x": "R"}  # noqa: RUF012
+    OUTPUTS = (("loss", "loss"),)
+    PARAMS = {"a": Param((2,), "float32", "R"), "b": Param((2,), "float32", "R")}  # noqa: RUF012
+    fails = False
+
+    def forward(self, x):
+        h = x * gather(self.w["a"], "R -> R", grad="R -> R", shape=(2,), mesh=self.MESH)
+        if self.fails:
+            h.register_hook(lambda grad: [][0])
+        return ((h * gather(self.w["b"], "R -> R", grad="R -> R", shape=(2,), mesh=self.MESH)).sum(),)
+
+
+def test_gradients_on_their_way_in_a_backward_that_failed_are_none_of_the_next_one():
+    model = Gathers().load_full({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])})
+    for model.fails in (True, False, True, False):
+        model.zero_grad()
+        if model.fails:
+            with pytest.raises(IndexError):
+                model.train_step(torch.ones(2))
+        else:
+            model.train_step(torch.ones(2))
+            assert {name: param.grad.tolist() for name, param in model.named_parameters()} == {"a": [3, 4], "b": [1, 2]}
+
+
+class OnHost(ShardedModule):
+    """A weight that rests in the memory of the host, whose gradients go after every microbatch."""
+
+    MESH = Mesh((1,), ("x",), "cpu")
+    PARAMS = {"w": Param((2,), "float32", "R", host=True, each=True)}  # noqa: RUF012
+
+
+def test_what_waits_for_the_host_in_a_step_that_failed_is_none_of_the_next_one():
+    model = OnHost()
+    (held,) = model._held.values()
+    sync = GradSync.watching(model._held, model.MESH, [])
+    sync.deferred = True
+    for fails, parts in ((True, [1.0, 2.0]), (False, [4.0, 8.0])):
+        sync.renew(model._held.values())
+        for part in parts:
+            held.leaf.grad = torch.full((2,), part)
+            sync.flush(each=True)
+            assert held.tensor.grad is None
+        if not fails:
+            sync.flush()
+    assert held.tensor.grad.tolist() == [12, 12]
 
 
 def test_outputs_follow_the_structure_of_the_model():

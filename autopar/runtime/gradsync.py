@@ -12,6 +12,7 @@ as on one device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class GradSync:
         self.late: Queue[Scatter] = Queue(BUCKETS * bucket_bytes)
         self.sums: Queue[Together] = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
         self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
+        self.left: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what such parts have left in their leaves, and its version
         self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends
         self.moved: dict[str, None] = {}
         self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
@@ -191,7 +193,8 @@ class GradSync:
     def _partly(self, held: Held, grad: Tensor) -> None:
         """A part of the gradient of a leaf, one for each gather of it; the last one is followed by the sum over ranks."""
         before = held.leaf.grad
-        held.leaf.grad = grad if before is None else before + grad
+        held.leaf.grad = whole = grad if before is None else before + grad
+        self.left[held.name] = weakref.ref(whole), whole._version
         self.coming[held.name] = self.coming.get(held.name, 0) - 1
         if self.deferred and not held.info.each:
             return
@@ -226,7 +229,7 @@ class GradSync:
         if held is None:
             raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced: run the backward of a loss before the next forward")
         only_first_order(held.name)
-        if self.deferred and not held.info.each:
+        if (self.deferred and not held.info.each) or not self._accumulated(held):
             return
         self._queue()
         if held.name in self.coming:  # other readers gather it, and their parts may still be coming
@@ -237,6 +240,11 @@ class GradSync:
                            "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)")
         self.reached[held.name] = held
         self._move(held)
+
+    def _accumulated(self, held: Held) -> bool:
+        """Whether autograd has left something in a leaf: torch 2.13 tells of leaves of which all gradients went elsewhere (`sink`), too."""
+        part, version = self.left.get(held.name, (lambda: None, 0))
+        return held.leaf.grad is not None and (held.leaf.grad is not part() or held.leaf.grad._version != version)
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:

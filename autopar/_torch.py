@@ -104,13 +104,18 @@ def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
     return tensor  # type: ignore[return-value]  # isinstance looks at that attribute
 
 
-def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
-    """Writes to `tensor` inside are not seen by autograd: for writing the values that are there already.
+def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already.
 
     torch's own FSDP uses it for the same purpose; there is no public name for it.
     """
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
     return kept
+
+
+def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """`copy_` of each, cast where dtypes differ: on a GPU in a few kernels for all of them, as torch's optimizers and FSDP do it. torch has it without a public name."""
+    torch._foreach_copy_(list(into), list(sources))
 
 
 def as_received(grad: Tensor, node: Any, index: int) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, crosses, steps
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
-from autopar.runtime.params import Held
+from autopar.runtime.params import Held, fill
 from autopar.runtime.together import Together
 
 
@@ -109,17 +108,12 @@ class Leaves:
         else:
             with torch.no_grad():
                 wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
-        for held, whole in zip(bucket.members, wholes, strict=True):
-            held.fill(partial(_copy, whole))
+        fill(bucket.members, wholes)
 
 
 def owners(blocks: Iterable[Reader]) -> dict[int, int]:
     """The number of each block, by the id of its table of leaves."""
     return {id(block.w): number for number, block in enumerate(blocks)}
-
-
-def _copy(whole: Tensor, leaf: Tensor) -> Any:
-    return leaf.copy_(whole)
 
 
 def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:

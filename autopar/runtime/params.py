@@ -9,8 +9,7 @@ single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar._torch import as_parameter, keeping_version, local_of, wrap_like
+from autopar._torch import as_parameter, copy_all, keeping_versions, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, most_elements, parse, sections_of
 from autopar.runtime.mesh import Mesh
@@ -159,13 +158,21 @@ class Held:
         """What rests, in another dtype, on the device of the leaf."""
         return self.local.detach().to(dtype).to(self.leaf.device, non_blocking=True)
 
-    def fill(self, make: Callable[[Tensor], None]) -> None:
-        """Let `make` write the leaf. Where the registered tensor is unchanged since, it writes what is there, and graphs that keep the
-        leaf for their backward stay good, as on one device; otherwise they notice."""
-        version = (optimizer_steps(), self.tensor._version, self.local._version)
-        with torch.no_grad(), keeping_version(self.leaf) if version == self.version else nullcontext():
-            make(self.leaf)
-        self.version = version
+    def state(self) -> tuple[int, ...]:
+        """What changes whenever the registered tensor does."""
+        return optimizer_steps(), self.tensor._version, self.local._version
+
+
+def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:
+    """Write `wholes` into the leaves of `held`. Where a registered tensor is unchanged since, that writes what is there, and graphs that keep the
+    leaf for their backward stay good, as on one device; otherwise they notice."""
+    if not held:
+        return
+    states = [one.state() for one in held]
+    with torch.no_grad(), keeping_versions([one.leaf for one, state in zip(held, states, strict=True) if state == one.version]):
+        copy_all([one.leaf for one in held], wholes)
+    for one, state in zip(held, states, strict=True):
+        one.version = state
 
 
 _steps = [0]

@@ -60,10 +60,7 @@ def narrow(size: torch.SymInt, least: int, most: int) -> None:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass now running ends, before `backward()` returns.
-
-    Gradient buckets must be finished whoever called backward; torch's own DDP and FSDP use the same queue. There is no public name for it.
-    """
+    """Run `call` when the backward pass now running ends, before `backward()` returns, whoever called it; torch's own DDP and FSDP use the same queue. There is no public name for it."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -105,10 +102,7 @@ def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already.
-
-    torch's own FSDP uses it for the same purpose; there is no public name for it.
-    """
+    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already, as torch's own FSDP does; there is no public name for it."""
     kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
     return kept
 

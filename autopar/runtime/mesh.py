@@ -30,6 +30,12 @@ def _grow_segments() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
+def sends_from_host(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ranks of `group` (None: all) can send each other what is in the memory of the host alone, and have tensors elsewhere: gloo's transfers from one rank to another, unlike its
+    collectives, read the memory of a GPU as if it were the host's, which ends the process."""
+    return device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config(group).split(",")
+
+
 class Mesh:
     """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
 
@@ -86,6 +92,8 @@ class Mesh:
         if dist.get_world_size() != self.ranks:
             raise RunError(f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
                            f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks")
+        if self.places > 1 and sends_from_host(self.device_type):
+            raise RunError(f"a pipeline on GPUs sends what is in their memory from place to place, which gloo cannot: start one rank per GPU with NCCL ({self.ranks} GPUs), or run it on CPU ranks")
         sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
         if self.places > 1:
             sizes, names = (self.places, *sizes), (PIPELINE, *names)

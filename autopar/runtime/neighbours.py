@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.count import record
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.mesh import Mesh, sends_from_host
 
 Parcel = tuple[int, Tensor]  # (coordinate of the other rank on the axis, tensor)
 
@@ -21,21 +21,29 @@ def start_transfers(sends: Sequence[Parcel], receives: Sequence[Parcel], axis: i
     """Start to send `sends` and to fill `receives`; call the result to wait for both.
 
     Between two ranks tensors arrive in the order of the lists. What is sent must not change, and what is received must not be
-    read, until then. A rank's parcels for itself are copied.
+    read, until then. A rank's parcels for itself are copied. Where ranks share GPUs (gloo), what is sent goes through the memory of the host.
     """
     me, group = mesh.coord[axis], mesh.group(axis)
     own = iter([x for peer, x in receives if peer == me])
     for peer, x in sends:
         if peer == me:
             next(own).copy_(x)
-    todo = [dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=peer) for peer, x in sends if peer != me and x.numel()]
-    todo += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives if peer != me and x.numel()]
+    out = [(peer, x.contiguous()) for peer, x in sends if peer != me and x.numel()]
+    into = coming = [(peer, x) for peer, x in receives if peer != me and x.numel()]
+    if sends_from_host(mesh.device_type, group):
+        out = [(peer, x.cpu()) for peer, x in out]
+        coming = [(peer, torch.empty_like(x, device="cpu")) for peer, x in into]
+    todo = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in out]
+    todo += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in coming]
     works = dist.batch_isend_irecv(todo) if todo else []
 
     def finish() -> None:
         for work in works:
             work.wait()
         todo.clear()  # holds what is sent until it is
+        for (_, x), (_, came) in zip(into, coming, strict=True):
+            if x is not came:
+                x.copy_(came)
 
     return finish
 

@@ -91,7 +91,7 @@ def about(case: Case, compiled: Any) -> dict[str, Any]:
 def again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured of whole models, with what is predicted for them now."""
     known = {str(case): case for case in CASES.values()}
-    return [{**found, **about(known[found["case"]], planned(known[found["case"]])[0])} for found in rows if found["alone"] and "error" not in found]
+    return [{**found, **about(known[found["case"]], planned(known[found["case"]])[0])} for found in rows if found["alone"] and "measured_s" in found]
 
 
 def planned(case: Case) -> tuple[Any, dict[str, Any]]:
@@ -125,11 +125,11 @@ def labels(compiled: Any) -> str:
 
 def row(found: dict[str, Any]) -> list[Any]:
     """A line of the table."""
-    if "error" in found:
+    if "measured_s" not in found:
         return [found["case"], found["error"][:60]]
     predicted_s, gib = found["step_s" if found["alone"] else "computes_s"], 2**30
     shape = f"{found['places']} places of " * (found["places"] > 1) + "x".join(map(str, found["mesh"])) + f", {found['microbatches']} microbatches" * (found["microbatches"] > 1)
-    return [found["case"], shape, predicted_s * 1e3, found["measured_s"] * 1e3, 100 * (predicted_s / found["measured_s"] - 1), found["launched_s"] * 1e3, found["busy_s"] * 1e3,
+    return [found["case"], shape, predicted_s * 1e3, found["measured_s"] * 1e3, 100 * (predicted_s / found["measured_s"] - 1), found["launched_s"] * 1e3, found.get("busy_s", math.nan) * 1e3,
             found["peak_bytes"] / gib, found["allocated_bytes"] / gib, 100 * (found["peak_bytes"] / found["allocated_bytes"] - 1), found["reserved_bytes"] / gib]
 
 
@@ -137,7 +137,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table and the means."""
     print(tabulate(map(row, rows), headers=["case", "shape", "predicted ms", "measured ms", "error %", "launched ms", "busy ms", "predicted GiB", "allocated GiB", "error %",
                                             "reserved GiB"], floatfmt=".1f", tablefmt="github"))
-    right = [row(found) for found in rows if "error" not in found]
+    right = [row(found) for found in rows if "measured_s" in found]
     for what, at in (("step", 4), ("memory", 9)):
         errors = [abs(line[at]) for line in right if math.isfinite(line[at])]
         if errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -30,7 +31,7 @@ WARM, STEPS, PROFILED = 3, 6, 2
 
 
 def measured(folder: Path, device: str) -> dict[str, Any]:
-    """One case in a process of its own, forked where imports are done and no GPU was touched: the figures of `case.json`, and what was measured, or `error`."""
+    """One case in a process of its own, forked where imports are done and no GPU was touched: the figures of `case.json`, and what was measured, until an `error` if there was one."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(folder, device, there), daemon=True)
@@ -46,13 +47,16 @@ def measured(folder: Path, device: str) -> dict[str, Any]:
 
 
 def _child(folder: Path, device: str, end: Connection) -> None:
+    found: dict[str, Any] = {}
     try:
-        end.send(_run(folder, json.loads((folder / "case.json").read_text()), device))
+        _run(folder, json.loads((folder / "case.json").read_text()), device, found)
     except BaseException as error:  # noqa: BLE001  sent to the parent, which shows it
-        end.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+        found |= {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    end.send(found)
 
 
-def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _run(folder: Path, about: Mapping[str, Any], device: str, found: dict[str, Any]) -> None:
+    """Fill `found` with what is measured."""
     torch.set_num_threads(4)
     bundle = Bundle.load(folder)
     plan = bundle.plan.on(device)
@@ -64,7 +68,7 @@ def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
         dist.init_process_group("fake", rank=about["rank"], world_size=plan.ranks)
         pipeline.everywhere = lambda loss, place, mesh: loss  # the loss of another place: nobody tells it
     step = _stepping(bundle, about["batch"])
-    found = dict(zip(("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"), _taken(step, device), strict=True))
+    found |= dict(zip(("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"), _taken(step, device), strict=True))
     del step
     _forget(device)
     labelled = (folder / "labelled.py").read_text()
@@ -72,7 +76,8 @@ def _run(folder: Path, about: Mapping[str, Any], device: str) -> dict[str, Any]:
     found |= _profiled(step, device)
     del step
     _forget(device)
-    return {**found, **(_plain(about, device) if about["alone"] else {})}
+    if about["alone"]:
+        found |= _plain(about, device)
 
 
 def _stepping(bundle: Bundle, inputs: Mapping[str, Any]) -> Callable[[], None]:
@@ -174,5 +179,6 @@ def _done(device: str) -> None:
 
 
 def _forget(device: str) -> None:
+    gc.collect()  # torch's schedules and their stages hold each other
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ A look and what is made of it are apart (`first_look`, `Look.finished`): where m
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +41,11 @@ class Elsewhere:
     tell: Callable[[float], None] = lambda known_s: None
     seconds: float = math.inf
     done: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are such plans, and the best of them is yet to be searched for."""
+        return not self.done and self.seconds < math.inf
 
     def asked(self, known_s: float) -> float:
         """The seconds, known from now on, and told: where nothing else is near, this is the first answer there is."""
@@ -82,13 +88,14 @@ class Look:
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
 
-    def finished(self, alone_s: float) -> tuple[Candidate | None, float]:
+    def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
         """Hone what is nearest to the best; then solve what promises better than that, than `alone_s`, which other plans of one stage take by now, and than what is
-        `elsewhere`, the most promising first, and hone those answers too. The best of all and the least that is proven of any mesh."""
+        `elsewhere`, the most promising first, and hone those answers too; nothing is begun after `until` (time.monotonic) where more is to be looked for elsewhere. The best of all and the
+        least that is proven of any mesh."""
         self.alone_s = min(self.alone_s, alone_s)
-        self.hone()
-        self.solve()
-        self.fill()
+        self.hone(until)
+        self.solve(until)
+        self.fill(until)
         return self.best, min(self.bounds, default=0.0)
 
     @property
@@ -126,33 +133,40 @@ class Look:
             else:
                 self._know(self.seen[-1])
 
-    def hone(self) -> None:
+    def _until(self, until: float) -> float:
+        """Until when something may be begun."""
+        return min(until, self.timer.ends_at) if self.elsewhere.waits else self.timer.ends_at
+
+    def hone(self, until: float) -> None:
         """Hone the best ones, unless what is elsewhere is far better."""
         self.elsewhere.tell(self.known_s)
         if any(self._promises(first) for first in self.seen):
             self.elsewhere.asked(self.known_s)
             self.elsewhere.searched(self.alone_s)
-        self.honed += _honed(self.planner, self.fit, self.known_s, self.timer)
+        self.honed += _honed(self.planner, self.fit, self.known_s, partial(self.timer.skips, self._until(until)))
         self.alone_s = min([self.alone_s, *(each.cost.time_s for each in self.honed)])
         self.elsewhere.tell(self.known_s)
 
-    def solve(self) -> None:
-        """Solve to the end what may be better than what is known."""
+    def solve(self, until: float) -> None:
+        """Solve what may be better than what is known, to the end or `until` then."""
+        until = self._until(until)
         for first in sorted(self.seen, key=lambda c: c.cost.time_s):
-            if not self._promises(first) or self.timer.skips():
+            if not self._promises(first) or self.timer.skips(until):
                 self.bounds.append(first.solution.bound_s)
                 continue
             self.planner.request.say(f"solving {times(first.mesh.sizes)}")
-            here = self._solved(first)
+            here = self._solved(first, until)
             self.bounds.append(max(first.solution.bound_s, here.solution.bound_s))
             self._know(here)
             if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
-                self.honed += [here, *_honed(self.planner, [here], self.known_s, self.timer, min((each.cost.time_s for each in self.honed), default=math.inf))]
+                self.honed += [here, *_honed(self.planner, [here], self.known_s, partial(self.timer.skips, until), min((each.cost.time_s for each in self.honed), default=math.inf))]
 
-    def fill(self) -> None:
+    def fill(self, until: float) -> None:
         """Run no more blocks again than memory wants of what may become the best by that, the fastest first."""
         known_s = self.alone_s
-        for each in sorted((*self.fit, *self.honed), key=lambda c: c.cost.time_s)[:MOST_HONED]:
+        for number, each in enumerate(sorted((*self.fit, *self.honed), key=lambda c: c.cost.time_s)[:MOST_HONED]):
+            if number and self.timer.skips(self._until(until)):
+                break
             made = filled(self.planner, each, known_s)
             if made.cost.time_s < known_s:
                 self.honed.append(made)
@@ -167,10 +181,10 @@ class Look:
         """Whether it may be better than what is known by more than prices tell apart."""
         return first.solution.bound_s < self.known_s * (1 - CLOSE)
 
-    def _solved(self, first: Candidate) -> Candidate:
-        """A first look solved to the end; where that does not fit it is the first look, with its bound."""
+    def _solved(self, first: Candidate, until: float) -> Candidate:
+        """A first look solved to the end, or `until` then; where that does not fit it is the first look, with its bound."""
         request = self.planner.request
-        solution = ilp.search(first.model.problem, time_limit_s=self.timer.left_s, seed=request.seed, start=first.solution.choice, cutoff_s=self.known_s, gap=CLOSE)
+        solution = ilp.search(first.model.problem, time_limit_s=until - time.monotonic(), seed=request.seed, start=first.solution.choice, cutoff_s=self.known_s, gap=CLOSE)
         here = self.planner.counted(first.refined(solution))
         if here.peak > request.limit_bytes:  # the glance had room for all that lives for a moment
             return replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
@@ -187,16 +201,16 @@ def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[Mesh])
     return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in _nearest(seen, known_s)) if sizes is not None and sizes not in meshes]
 
 
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, timer: Timer, least_s: float = math.inf) -> list[Candidate]:
+def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, skips: Callable[[], bool], least_s: float = math.inf) -> list[Candidate]:
     """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Where another takes `least_s`, honed, or one of them,
     one tangent says whether they may: whether more hides there where linear prices prove no less than that, else whether it comes near."""
     honed: list[Candidate] = []
     for each in _nearest(fit, known_s):
         if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
             continue
-        if timer.skips():
+        if skips():
             break
         planner.request.say(f"honing {times(each.mesh.sizes)}")
-        honed.append(planner.honed(each, timer.skips))
+        honed.append(planner.honed(each, skips))
         least_s = min(least_s, honed[-1].cost.time_s)
     return honed

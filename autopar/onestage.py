@@ -95,11 +95,12 @@ class _Level:
                 self.run_partly_again(alone_s)
 
     def run_partly_again(self, alone_s: float) -> None:
-        """Look for what runs no more blocks again than memory wants, with choices made for that, on the best meshes; on all of them where nothing fits yet."""
+        """Look for what runs no more blocks again than memory wants, with choices made for that, on the best meshes, in half of all the time that there is; on all
+        of them where nothing fits yet."""
         seen = sorted(self.look.seen, key=lambda first: first.cost.time_s) if self.look is not None else []
         for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (_meshes(self.planner) if math.isinf(alone_s) else []):
             below_s = min(alone_s, self.fastest_s)
-            if below_s < math.inf and self.timer.skips():
+            if below_s < math.inf and self.timer.skips(self.timer.ends_at - self.timer.limit_s / 2):
                 return
             self.planner.request.say(f"bytes for seconds on {times(sizes)}")
             with suppress(InfeasibleError):
@@ -110,14 +111,14 @@ class _Level:
         self.recipe, tried = best_named(self.planner, self.timer, fits=min(alone_s, self.fastest_s) < math.inf)
         self.tried = tried if self.name == self.planner.request.remat_level else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
 
-    def finish(self, alone_s: float) -> None:
-        """All that there is at this level, given the fastest step of one stage that is known."""
+    def finish(self, alone_s: float, until: float) -> None:
+        """All that there is at this level, given the fastest step of one stage that is known; nothing is begun after `until` where stages are to be looked for."""
         planner, request = self.planner, self.planner.request
         planner.remat, found = self.remat, None
         if self.tried is None:
             self.name_recipes(alone_s)
         if self.look is not None:
-            found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s))
+            found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s), until)
         elif request.recipe is None:
             found, self.bound_s = _search(planner, self.timer)
             found = filled(planner, found) if found is not None else None
@@ -161,8 +162,9 @@ class _Levels:
         self._finish(begun)
 
     def _finish(self, begun: Sequence[_Level]) -> None:
+        until = self.timer.halfway
         for level in sorted(begun, key=lambda level: level.fastest_s):
-            level.finish(self.fastest_s)
+            level.finish(self.fastest_s, until)
 
     @property
     def fastest(self) -> Candidate | None:

@@ -10,6 +10,7 @@ Choices for it are made by what bytes are worth: with no limit, each byte costs 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -110,13 +111,18 @@ class _Filling:
         return {scope: Way(tuple(kept), self._blocks(scope)) for scope, kept in self.found.remat.items()}
 
     def fastest(self) -> Ways:
-        """Run by run, the first of which has all the room that there is; all of them where nothing that fits is faster, and these may not fit."""
+        """Run by run, the first of which has all the room that there is; all of them where nothing that fits is faster, and these may not fit. What is fastest by its count alone is walked first,
+        as long as it is faster than what fits by then."""
         best = dict(self.all)
         for scope in best:
-            for corner in choices(self.plain, self.forward, self.found.solution.choice, scope).corners:
-                count = self._fewest(best, scope, corner.kept)
+            corners = choices(self.plain, self.forward, self.found.solution.choice, scope).corners
+            least = [(self.cost({**best, scope: Way(corner.kept, count)}).time_s, number, count) for number, corner in enumerate(corners) if (count := self._counted(best, scope, corner.kept)) is not None]
+            for hoped_s, number, at_least in sorted(least):
+                if hoped_s >= self.cost(best).time_s * (1 - BETTER) and self.fits(best):
+                    break
+                count = self._fewest(best, scope, corners[number].kept, at_least)
                 if count is not None:
-                    best[scope] = Way(corner.kept, count)
+                    best[scope] = Way(corners[number].kept, count)
         return best
 
     def made(self, ways: Ways) -> Candidate:
@@ -158,18 +164,26 @@ class _Filling:
     def _blocks(self, scope: str) -> int:
         return self.planner.program.runs[scope].count
 
-    def _fewest(self, ways: Ways, scope: str, kept: tuple[str, ...]) -> int | None:
-        """How many blocks of a run must be run again at least where they keep that, with all others as they are; None where that is no faster. The more there are the less is held, but for the
-        last one, which is run again when all that is behind the blocks is there."""
+    def _counted(self, ways: Ways, scope: str, kept: tuple[str, ...]) -> int | None:
+        """How many blocks of a run must be run again at least, where they keep that, by the count of the Problem alone; None where not even all of them are enough."""
+        limit_bytes, last = self.planner.request.limit_bytes, self._blocks(scope)
+        found = bisect_left(range(last + 1), True, key=lambda count: self.cost({**ways, scope: Way(kept, count)}).memory_bytes <= limit_bytes)
+        return found if found <= last else None
+
+    def _fewest(self, ways: Ways, scope: str, kept: tuple[str, ...], at_least: int) -> int | None:
+        """How many blocks of a run must be run again `at_least` or more where they keep that, with all others as they are; None where that is no faster. The more there are the less is held, but for the
+        last one, which is run again when all that is behind the blocks is there. The two counts are near each other: steps from `at_least` on double until there is room."""
         def fits(count: int) -> bool:
             return self.fits({**ways, scope: Way(kept, count)})
 
         below_s, last = self.cost(ways).time_s * (1 - BETTER), self._blocks(scope)
-        faster = [n for n in range(last + 1) if self.cost({**ways, scope: Way(kept, n)}).time_s < below_s]
+        faster = [n for n in range(at_least, last + 1) if self.cost({**ways, scope: Way(kept, n)}).time_s < below_s]
         before = [n for n in faster if n < last]
-        if not before or not fits(before[-1]):
+        few, enough, step = -1, 0, 1
+        while enough < len(before) and not fits(before[enough]):
+            few, enough, step = enough, min(enough + step, len(before) - 1) if enough < len(before) - 1 else len(before), 2 * step
+        if enough >= len(before):
             return last if last in faster and fits(last) else None
-        few, enough = -1, len(before) - 1
         while enough - few > 1:
             middle = (few + enough) // 2
             few, enough = (few, middle) if fits(before[middle]) else (middle, enough)

@@ -31,9 +31,9 @@ class Timer:
         """Whether time is up."""
         return self.left_s <= 0
 
-    def skips(self) -> bool:
-        """Whether it is too late for something promising, which is noted then."""
-        late = self.late
+    def skips(self, until: float | None = None) -> bool:
+        """Whether it is too late (`until`: after that, of time.monotonic) for something promising, which is noted then."""
+        late = self.late or (until is not None and time.monotonic() >= until)
         self.hurried = self.hurried or late
         return late
 

@@ -65,7 +65,7 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
             walk.polished, walk.expanded, walk.pricing = first.polished, first.expanded, first.pricing
         walks.append(walk)
         found = walk.run()
-        if found is not None and inner.request.recipe is None and found.step_s < known_s * _hoped(inner):
+        if found is not None and inner.request.recipe is None and found.step_s < known_s * _hoped(inner) and not inner.timer.skips():
             found = each_apart(inner, found)
         why += walk.why[:3]
         tried += _rows(walk)

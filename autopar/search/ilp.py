@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
+from autopar.errors import InfeasibleError
 from autopar.problem.presolve import allowed, presolve
 from autopar.problem.types import Problem, Solution
 from autopar.search import dual, greedy
-from autopar.search.descent import better, fits
+from autopar.search.descent import better, descend, fits
 from autopar.search.exact import GAP, minimise
 from autopar.search.feasible import check_room
 from autopar.search.state import State
@@ -30,6 +32,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     check_room(problem)
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
+    first = better(small, first, _calmer(small, deadline)) or first
     found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
     best = restore(found.choice)
     if start is not None and fits(problem, start) and problem.price(start).time_s < problem.price(best).time_s:
@@ -39,17 +42,38 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
 
 def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
-    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be. Raises InfeasibleError as `search` does."""
+    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be; what is far from its bound gets a second
+    one. Raises InfeasibleError as `search` does."""
     check_room(problem)
     small, restore = allowed(problem)
     state = State(small, [-1] * len(small.nodes))
     first = greedy.search(small, time_limit_s=time_limit_s, state=state).choice
-    seen = dual.bound(small, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
+    deadline = time.perf_counter() + time_limit_s
+    seen = dual.bound(small, first, deadline=deadline, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
     best = better(small, first, seen.choice) or first
+    if seen.bound_s < min(cutoff_s, small.price(best).time_s * (1 - FAR)):
+        best = better(small, best, _calmer(small, deadline)) or best
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 
 
 GLANCE_ROUNDS = 6
+FAR = 0.25
+"""Relative: what is farther from its bound may well be another solution's neighbourhood."""
+DEARER = 2.0
+"""Times what changes of layouts take, for a solution that has fewer of them."""
+
+
+def _calmer(problem: Problem, deadline: float) -> tuple[int, ...] | None:
+    """A solution of `problem` that message passing finds where changes of layouts take longer, and no single move improves: descents from what is cheapest node by node end among layouts
+    that change all the time. None where that does not fit."""
+    dearer = replace(problem, nets=tuple(replace(net, cost_s=DEARER * net.cost_s) for net in problem.nets))
+    try:
+        first = greedy.search(dearer, time_limit_s=deadline - time.perf_counter()).choice
+    except InfeasibleError:
+        return None
+    seen = dual.bound(dearer, first, deadline=deadline, rounds=GLANCE_ROUNDS)
+    found = better(problem, first, seen.choice) or first
+    return better(problem, found, descend(problem, found, deadline))
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:

@@ -41,6 +41,9 @@ _STATUS = {  # unbounded is not possible: every objective coefficient and variab
 }
 
 
+_IMPRECISE = (result_pb2.TERMINATION_REASON_IMPRECISE, result_pb2.TERMINATION_REASON_NUMERICAL_ERROR)
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a solver said: `values` is None when it has no solution; `bound` is in the units of the objective."""
@@ -88,7 +91,8 @@ def to_proto(model: Linear, *, integer: bool) -> model_pb2.ModelProto:
 
 def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9,
           hint: dict[int, float] | None = None) -> Answer:
-    """Solves `model` with one thread, in `time_limit_s` seconds (inf: however long it takes). Raises SolverError with OR-tools' own words when it fails."""
+    """Solves `model` with one thread, in `time_limit_s` seconds (inf: however long it takes). Where GLOP ends without an answer that is as exact as it wants it, HiGHS is asked, which scales rows and
+    columns in other ways. Raises SolverError with OR-tools' own words when it fails."""
     began = time.perf_counter()
     proto = to_proto(model, integer=integer)
     params = parameters_pb2.SolveParametersProto()
@@ -107,6 +111,8 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
         primal.values.extend(hint.values())
     built = time.perf_counter()
     result = _call(proto, kind, params, model_params)
+    if kind == GLOP and result.termination.reason in _IMPRECISE:
+        return solve(model, HIGHS, integer=integer, time_limit_s=time_limit_s - (time.perf_counter() - began), seed=seed, gap=gap, hint=hint)
     return _answer(result, model, built - began, time.perf_counter() - built)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from ortools.math_opt import result_pb2
 
 from autopar.search import solver
 from autopar.search.model import build
@@ -42,3 +45,23 @@ def test_a_refused_model_says_why() -> None:
     model.upper[0] = np.full_like(model.upper[0], np.nan)
     with pytest.raises(SolverError, match=r"GLOP.*[Nn]a[Nn]"):
         solve(model, solver.GLOP, integer=False, time_limit_s=5)
+
+
+@pytest.mark.parametrize("reason", [result_pb2.TERMINATION_REASON_IMPRECISE, result_pb2.TERMINATION_REASON_NUMERICAL_ERROR])
+def test_where_glop_is_not_exact_enough_highs_is_asked(reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LP of 405B on 512 devices; to stop there was to have no bound, and no integer program."""
+    model, call, asked = build(random_problem(1)), solver._call, []
+
+    def imprecise(proto: Any, kind: int, *more: Any) -> Any:
+        asked.append(kind)
+        result = call(proto, kind, *more)
+        if kind == solver.GLOP:
+            result.ClearField("solutions")
+            result.termination.reason = reason
+        return result
+
+    expected = solve(model, solver.GLOP, integer=False, time_limit_s=5)
+    monkeypatch.setattr(solver, "_call", imprecise)
+    answer = solve(model, solver.GLOP, integer=False, time_limit_s=5)
+    assert asked == [solver.GLOP, solver.HIGHS] and answer.status == "optimal"
+    assert answer.objective == pytest.approx(expected.objective, abs=1e-6) and answer.reduced is not None and answer.dual is not None

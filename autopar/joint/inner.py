@@ -275,7 +275,7 @@ class Inner:
         limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust))
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust, twice=True))
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:

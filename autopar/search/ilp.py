@@ -40,10 +40,10 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     return finish(problem, best, found.bound_s, found.note)
 
 
-def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf) -> Solution:
+def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf, twice: bool = False) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
-    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be; what is far from its bound gets a second
-    one. Raises InfeasibleError as `search` does."""
+    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be; with `twice` what is far from its
+    bound gets a second start. Raises InfeasibleError as `search` does."""
     check_room(problem)
     small, restore = allowed(problem)
     state = State(small, [-1] * len(small.nodes))
@@ -51,7 +51,7 @@ def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf)
     deadline = time.perf_counter() + time_limit_s
     seen = dual.bound(small, first, deadline=deadline, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
     best = better(small, first, seen.choice) or first
-    if seen.bound_s < min(cutoff_s, small.price(best).time_s * (1 - FAR)):
+    if twice and seen.bound_s < min(cutoff_s, small.price(best).time_s * (1 - FAR)):
         best = better(small, best, _calmer(small, deadline)) or best
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 

@@ -32,7 +32,7 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     check_room(problem)
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
-    first = better(small, first, _calmer(small, deadline)) or first
+    first = better(small, first, _calmer(small, deadline - time.perf_counter())) or first
     found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
     best = restore(found.choice)
     if start is not None and fits(problem, start) and problem.price(start).time_s < problem.price(best).time_s:
@@ -46,13 +46,9 @@ def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf,
     bound gets a second start. Raises InfeasibleError as `search` does."""
     check_room(problem)
     small, restore = allowed(problem)
-    state = State(small, [-1] * len(small.nodes))
-    first = greedy.search(small, time_limit_s=time_limit_s, state=state).choice
-    deadline = time.perf_counter() + time_limit_s
-    seen = dual.bound(small, first, deadline=deadline, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
-    best = better(small, first, seen.choice) or first
+    best, seen = _passed(small, time_limit_s, cutoff_s)
     if twice and seen.bound_s < min(cutoff_s, small.price(best).time_s * (1 - FAR)):
-        best = better(small, best, _calmer(small, deadline)) or best
+        best = better(small, best, _calmer(small, time_limit_s)) or best
     return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
 
 
@@ -63,17 +59,23 @@ DEARER = 2.0
 """Times what changes of layouts take, for a solution that has fewer of them."""
 
 
-def _calmer(problem: Problem, deadline: float) -> tuple[int, ...] | None:
+def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -> tuple[tuple[int, ...], dual.Bound]:
+    """A solution by descent and a few rounds of message passing, and what these say. Raises InfeasibleError where nothing fits."""
+    state = State(problem, [-1] * len(problem.nodes))
+    first = greedy.search(problem, time_limit_s=time_limit_s, state=state).choice
+    seen = dual.bound(problem, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
+    return better(problem, first, seen.choice) or first, seen
+
+
+def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
     """A solution of `problem` that message passing finds where changes of layouts take longer, and no single move improves: descents from what is cheapest node by node end among layouts
     that change all the time. None where that does not fit."""
     dearer = replace(problem, nets=tuple(replace(net, cost_s=DEARER * net.cost_s) for net in problem.nets))
     try:
-        first = greedy.search(dearer, time_limit_s=deadline - time.perf_counter()).choice
+        found, _ = _passed(dearer, time_limit_s)
     except InfeasibleError:
         return None
-    seen = dual.bound(dearer, first, deadline=deadline, rounds=GLANCE_ROUNDS)
-    found = better(problem, first, seen.choice) or first
-    return better(problem, found, descend(problem, found, deadline))
+    return better(problem, found, descend(problem, found, time.perf_counter() + time_limit_s))
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import linecache
 import os
 import pickle
@@ -38,6 +39,10 @@ Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step} per 
 """
 
 
+_NUMBERS = itertools.count(1)
+"""Of sources that were run: each is a module of its own name (runtime.importable)."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """`constants` are the tensors that the source names but no checkpoint holds (rope tables, buffers' first values)."""
@@ -50,7 +55,7 @@ class Bundle:
         """Run the source as a module and give its names; tracebacks show its lines."""
         name = f"<sharded {self.plan.graph_hash[:12]}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
-        space: dict[str, Any] = {"__name__": "autopar_sharded", "__file__": name}
+        space: dict[str, Any] = {"__name__": f"autopar_sharded_{next(_NUMBERS)}", "__file__": name}
         exec(compile(self.source, name, "exec"), space)
         return space
 

@@ -88,6 +88,7 @@ class GradSync:
         self.fill(held, bucket_bytes)
         self.next = 0  # of the turns, the first that has not begun, where they are kept
         self.held_of = {id(h.leaf): h for h in held}
+        self.wider: dict[torch.dtype, torch.dtype] = {}  # of leaves in dtypes of compute: those in which their gradients are summed
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
         self.late: Queue[Scatter] = Queue(BUCKETS * bucket_bytes)
@@ -123,6 +124,8 @@ class GradSync:
         """Watch the leaf of `held`; call again whenever it was renewed."""
         self.held_of[id(held.leaf)] = held
         if held.leaf.requires_grad:
+            if held.leaf.dtype != held.local.dtype:
+                self.wider[held.leaf.dtype] = held.local.dtype
             held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:

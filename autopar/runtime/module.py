@@ -24,6 +24,7 @@ from autopar.runtime.ahead import within
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
+from autopar.runtime.importable import make_importable
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.lifetimes import kept_by
 from autopar.runtime.mesh import Mesh
@@ -65,6 +66,7 @@ class Block(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As nn.Module.compile. torch runs nothing compiled again from outside, so what is run again is compiled as such."""
+        make_importable(type(self))
         super().compile(*args, **kwargs)
         self.compiled_again = torch.compile(partial(checkpoint_of, self.forward, use_reentrant=False), *args, **kwargs)
 
@@ -382,7 +384,8 @@ class ShardedModule(Scope):
         return list(self.parameters())
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
-        """Compile the forward of every block with torch.compile; numerically the same."""
+        """Compile the forward of every block with torch.compile; numerically the same, but for gradients of weights that a block gathers: in mixed precision their
+        sums over ranks are rounded to the dtype of compute before they are added."""
         for block in self._blocks():
             block.compile(backend=backend, **options)
         return self

@@ -4,15 +4,15 @@
 keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The
 copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it
 while the backward goes on. In both directions gathers begin ahead of their use (`runtime.ahead`). Outside compiled code only: a compiled
-block gathers when it needs a weight and keeps what its partitioner decides.
+block gathers when it needs a weight and keeps what its partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class Sinks(Protocol):
     """Who takes the gradients of which shards."""
 
     orders: Orders
+    wider: dict[torch.dtype, torch.dtype]  # for dtypes of leaves those in which their gradients are summed, where these are others
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Sink | None:
         """Who takes the gradient of what is `gathered` of a `shard` in `unit`; None where autograd is to accumulate it."""
@@ -48,12 +49,13 @@ class Sinks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward, or (without `back`) blocks that run again in a backward: how it gathers, who takes gradients, and how the backward
-    behind it gathers."""
+    """A forward, or (without `back`) blocks that run again in a backward: how it gathers, who takes gradients, how the backward
+    behind it gathers, and for dtypes of leaves those in which their gradients are summed, where these are others."""
 
     take: Callable[..., Tensor]
     sinks: Sinks | None = None
     back: Callable[..., Tensor] | None = None
+    sums: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
 
 
 class Handle:
@@ -97,7 +99,8 @@ def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], me
     backward but gathered `again`."""
     turn = Turn(dims, casts)
     if torch.compiler.is_compiling() or not _open:
-        return reshard(turn.of(x), change, grad=grad, shape=shape, mesh=mesh, name=name)
+        sums = _open[-1].sums.get(x.dtype) if _open and not casts else None
+        return reshard(turn.of(x), change, grad=grad, shape=shape, mesh=mesh, name=name, sums=sums)
     now, unit = _open[-1], unit_here()
     take = partial(now.take, leaf=x, turn=turn, unit=unit)
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
@@ -143,7 +146,8 @@ def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
     going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
     back = sinks.orders.going("backward") if sinks is not None and training else None
     back_take = _at_once if back is None else back.take_back
-    here = Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None)
+    sums = sinks.wider if sinks is not None and training else {}
+    here = Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None, sums)
     with pushed(_open, here):
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if training else nullcontext():
             yield _nothing if back is None else back.begin
@@ -162,7 +166,7 @@ def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: 
 def rerunning() -> Callable[[], AbstractContextManager[None]]:
     """For blocks of the forward that is running now: what to enter when they run again in its backward."""
     back = _open[-1].back if _open else None
-    return nullcontext if back is None else partial(pushed, _open, Pass(back))
+    return nullcontext if back is None else partial(pushed, _open, Pass(back, sums=_open[-1].sums))
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:

@@ -22,14 +22,15 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 
 
-def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "") -> Tensor:
+def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", sums: torch.dtype | None = None) -> Tensor:
     """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
 
     `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference).
-    Exact for uneven and empty shards, sections, every dtype. Raises RunError where `x` is not shaped as its layout says.
+    In compiled code the gradient is moved in the dtype `sums`, where one is given: outside of it that of the leaf says so. Exact for uneven and empty shards, sections, every dtype.
+    Raises RunError where `x` is not shaped as its layout says.
     """
     if torch.compiler.is_compiling():
-        moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name)
+        moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name, sums)
         return moved
     src, dst = arrow(change)
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
@@ -72,14 +73,14 @@ class _Reshard(torch.autograd.Function):
 
 
 @torch.library.custom_op("autopar::reshard", mutates_args=())
-def _operator(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str) -> Tensor:
+def _operator(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None) -> Tensor:
     src, dst = arrow(change)
     out = relayout(x, src, dst, tuple(shape), mesh_number(mesh), name)
     return out.clone(memory_format=torch.contiguous_format)  # operators must not return a view of their input
 
 
 @_operator.register_fake
-def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str) -> Tensor:
+def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None) -> Tensor:
     layout = arrow(change)[1]
     return x.new_empty([_length(size, layout, dim, mesh_number(mesh)) for dim, size in enumerate(shape)])
 
@@ -95,13 +96,15 @@ def _length(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.change, ctx.grad, ctx.shape, ctx.mesh, ctx.name = inputs
+    _, ctx.change, ctx.grad, ctx.shape, ctx.mesh, ctx.name, ctx.sums = inputs
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.grad is None:
-        return None, None, None, None, None, None
-    return torch.ops.autopar.reshard(grads[0], ctx.grad, None, ctx.shape, ctx.mesh, ctx.name), None, None, None, None, None
+        return (None,) * 7
+    grad = grads[0] if ctx.sums is None else grads[0].to(ctx.sums)
+    moved = torch.ops.autopar.reshard(grad, ctx.grad, None, ctx.shape, ctx.mesh, ctx.name, None)
+    return moved.to(grads[0].dtype), *(None,) * 6  # compiled code has no other dtype for a gradient than that of what it is of
 
 
 _operator.register_autograd(_backward, setup_context=_setup)

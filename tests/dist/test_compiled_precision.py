@@ -1,0 +1,46 @@
+"""Compiled blocks in mixed precision: gradients of the weights that they gather are summed over ranks in the dtype in which all others are, and as many bytes are sent as are
+priced. In float16, whose losses are scaled, sums of many ranks would not fit otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.frontend import load
+from autopar.frontend.loading import cast
+from autopar.runtime import count
+from autopar.verify.step import Light
+from tests.helpers.ranks import on_new_ranks
+from tests.helpers.tiny import TINY
+
+
+def _steps(source: str, light: Light) -> list[tuple[dict[str, Tensor], int]]:
+    """One rank: whole gradients of a step, and the bytes of all that was scattered, eager and with compiled blocks."""
+    found = []
+    for compiled in (False, True):
+        module = light.build(source)
+        if compiled:
+            module.compile_blocks(backend="aot_eager")
+        batch = module.shard_batch(**light.batch)
+        with count() as seen:
+            module.train_step(*batch)
+        scattered_bytes = sum(item.bytes for item in seen if item.kind == "reduce_scatter")
+        found.append(({name: grad for name, grad in module.full_grads().items() if grad is not None}, scattered_bytes))
+    return found
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: str) -> None:
+    loaded = load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
+    compiled = autopar.compile(loaded.model, "cpu:1x2", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe="zero3", remat=remat)
+    assert compiled.captured is not None
+    args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
+    batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
+    light = Light(compiled.plan, dict(loaded.model.state_dict()), compiled.bundle.constants, batch)
+    for (eager, eager_bytes), (grads, compiled_bytes) in on_new_ranks(2, _steps, compiled.source, light, timeout_s=240):
+        assert compiled_bytes == eager_bytes > 0
+        for name, grad in eager.items():
+            assert grads[name].dtype == torch.float32
+            torch.testing.assert_close(grads[name], grad, rtol=2.0**-6, atol=2.0**-7 * float(grad.abs().max()), msg=lambda text, name=name: f"{name}: {text}")

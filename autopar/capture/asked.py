@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ class Asked:
         if mode == "train":
             refuse_hooks(model)
         inputs, named = _to_meta(args), _to_meta(dict(kwargs))
-        flat, tree = pytree.tree_flatten((inputs, named))
+        flat = pytree.tree_leaves((inputs, named))
         if dynamic_shapes is not None:
-            return Asked(model, loss_fn, mode, tuple(inputs), named, targets, dims.explicit(flat, dynamic_shapes, tree), (), rests)
+            made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests)
+            return replace(made, dims=dims.explicit(flat, dynamic_shapes, made.inputs, named, inspect.signature(made.with_loss(model).forward)))
         note = dims.unshared(flat)
         return Asked(model, loss_fn, mode, tuple(inputs), named, targets, dims.find(flat, max_positions(model)), (note,) if note else (), rests)
 

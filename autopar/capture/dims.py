@@ -8,6 +8,7 @@ Export runs on stand-in sizes where the user's own would be specialised (1, or b
 
 from __future__ import annotations
 
+import inspect
 import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from autopar._torch import pytree
+from autopar.capture.named_dims import assigned
 from autopar.errors import CaptureError
 from passes.facts import UNBOUNDED
 
@@ -116,32 +117,32 @@ def unshared(flat: list[Any]) -> str:
             "it into microbatches; name the batch in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
 
 
-def explicit(flat: list[Any], given: Any, tree: Any) -> Dims:
-    """The user's own dynamic_shapes: a pytree like `(args, kwargs)`, with `{dim: Dim}` or `{dim: "name"}` or None at each input.
+def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature) -> Dims:
+    """The user's own dynamic_shapes for a forward of this `signature`: `{dim: "name"}`, `{dim: Dim}` or None for each input (`named_dims`).
 
     Raises CaptureError where it does not fit the inputs.
     """
-    leaves = pytree.tree_leaves(given, is_leaf=_is_dims)
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat]
-    asked = f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs) with {{dim: name}} or None at each input"
-    if len(leaves) != len(flat) or not all(_is_dims(leaf) for leaf in leaves):
-        raise CaptureError(f"{asked}: {len(flat)} of them, got {len(leaves)}")
+    asked = f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs), or a dict by the names of inputs, with {{dim: name}} or None at each input"
+    try:
+        by_input = assigned(given, inputs, named, signature)
+    except ValueError as error:
+        raise CaptureError(f"{asked}: {error}") from error
     found = Dims()
-    for index, (shape, dims) in enumerate(zip(shapes, leaves, strict=True)):
-        for dim, named in (dims or {}).items():
+    for index, dims in sorted(by_input.items()):
+        shape = shapes[index]
+        for dim, said in dims.items():
             if shape is None or not 0 <= dim < len(shape):
                 raise CaptureError(f"{asked}: input {index} has no dim {dim}")
-            name = named if isinstance(named, str) else named.__name__
+            name = said if isinstance(said, str) else getattr(said, "__name__", None)
+            if name is None:
+                raise CaptureError(f"{asked}: dim {dim} of input {index} is {said!r}, which has no name; wanted text, as 'b', or a torch.export.Dim, and no entry for a dim that has one size")
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise CaptureError(f"{asked}: {name!r} is no Python name, and sizes are written with it")
             if found.hints.setdefault(name, shape[dim]) != shape[dim]:
                 raise CaptureError(f"{asked}: {name} is {found.hints[name]} and {shape[dim]}")
             found.of.setdefault(index, {})[dim] = name
-            most = getattr(named, "max", None)
+            most = getattr(said, "max", None)
             if most is not None and most < UNBOUNDED:
                 found.limits[name] = int(most)
     return found
-
-
-def _is_dims(item: Any) -> bool:
-    return item is None or (isinstance(item, Mapping) and bool(item) and all(isinstance(k, int) for k in item))

@@ -55,10 +55,12 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
+        """How the model runs: plain data, `plan.save(path)` writes it."""
         return self.bundle.plan
 
     @property
     def source(self) -> str:
+        """The emitted module as Python text, one class per distinct block."""
         return self.bundle.source
 
     @cached_property
@@ -263,18 +265,22 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
             time_limit_s: float = 30.0, seed: int = 0, remat: str = "auto", progress: Callable[[str], None] | None = None,
             source: Mapping[str, Any] | None = None, pareto: bool = False, prove: bool = False) -> Compiled:
-    """Plan `model` for `cluster` and emit the sharded module.
+    """Plan `model` for `cluster`, a Cluster or what `Cluster.parse` reads, and emit the sharded module.
 
     `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
     count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
     `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
-    "inference". `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `rules` maps
+    "inference". `optimizer` names the one whose state and step are priced (autopar.optimizers). `dynamic_shapes` names the sizes that may be others
+    than those of the inputs, as torch.export has it: `(args, kwargs)`, or a dict by the names of inputs, with `{dim: "name"}` or None at each, "b" for samples; without it batch and
+    sequence are found. `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `search` is a name of
+    autopar.search.SEARCHES or a function as autopar.search.Search has it, `seed` of what it draws at random. `rules` maps
     operators to rule strings, to Rules, or to "derive"; operators of others than torch are computed whole on every rank without. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
     optimizer state in float32, and buffers in their own dtypes (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
     be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
     instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
     memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`). A search ends after `time_limit_s`, proof included, with the best that it
-    has then; only where nothing fits yet it goes on. `plan.predicted.gap` is proven at a glance, with `prove` as closely as can be (takes many times as long as the search). The weights of
+    has then; only where nothing fits yet it goes on. `plan.predicted.gap` is proven at a glance, with `prove` as closely as can be (takes many times as long as the search).
+    `progress` is called with a line of text for what is being done; `source`, a dict of text, numbers and lists of them, is kept in the plan. The weights of
     `model` are never needed to plan; on ranks they are what the sharded module starts from.
 
     Raises CaptureError, RuleError, InfeasibleError, PlanError and ClusterError.

@@ -174,7 +174,7 @@ def _source(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, Mapping):
         fail(name, value, "a dict")
     try:
-        json.dumps(dict(value or {}))
+        json.dumps(dict(value or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise PlanError(f"{name} goes into plan.json, and {first_line(error)}: wanted a dict of text, numbers and lists of them") from error
     return value

@@ -221,6 +221,8 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read a plan. Raises PlanError when the text is not a plan of this schema, naming what is wrong."""
+        if not isinstance(text, (str, bytes)):
+            raise PlanError(f"not a plan: wanted the text of one, got a {type(text).__name__}")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # of the syntax; a number of too many digits; too deep
@@ -248,14 +250,14 @@ class Plan:
                         f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again")
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to `path`, atomically."""
-        write_atomic(Path(path), self.to_json())
+        """Write the JSON to `path`, atomically. Raises PlanError where that is no file that can be written."""
+        write_atomic(_path(path), self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file. Raises PlanError, with its name, when it is missing or not a plan."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = _path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -264,6 +266,13 @@ class Plan:
             return Plan.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def _path(path: Any) -> Path:
+    """Where a plan file is. Raises PlanError for what is no path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(f"path is {path!r} ({type(path).__name__}); wanted the name of a plan file")
+    return Path(path)
 
 
 def _plan(data: dict[str, Any]) -> Plan:

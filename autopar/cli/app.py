@@ -45,12 +45,12 @@ def plan(
     seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")] = None,
     recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
     search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
-    time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for the search")] = 30.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")] = 30.0,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")] = 0,
     pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
     remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
@@ -110,7 +110,8 @@ def explain(plan: PlanFile,
 
 
 @app.command()
-def diff(old: PlanFile, new: PlanFile,
+def diff(old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `autopar plan -o` wrote")],
+         new: Annotated[Path, typer.Argument(metavar="NEW", help="another one")],
          rows: Annotated[int, typer.Option(min=1, help="rows of nodes shown")] = 20,
          json: Json = None) -> None:
     """Show what differs between two plans; exit code 0 only if they are the same."""
@@ -137,7 +138,7 @@ def memory(
     batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
     seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
     recipe: Annotated[list[str] | None, typer.Option(help="only this strategy; may be given more than once")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.plan import Alternative, NodePlan, Plan, Predicted, Stage
 from autopar.text import times
 
@@ -53,7 +54,10 @@ class Difference:
 
 
 def diff(old: Plan, new: Plan) -> Difference:
-    """What differs from one plan to another one, of the same model or not."""
+    """What differs from one plan to another one, of the same model or not. Raises PlanError for what is no Plan."""
+    for name, given in (("old", old), ("new", new)):
+        if not isinstance(given, Plan):
+            raise PlanError(f"{name} is a {type(given).__name__}; wanted a Plan, as the plan of a compiled model or Plan.load(file) gives it")
     pairs = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(Plan) if f.name != "nodes"]
     facts = [fact for name, before, after in pairs if before != after for fact in _facts(name, before, after)]
     return Difference(tuple(facts), tuple(_changes(old, new)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 import os
 import pickle
@@ -247,3 +249,19 @@ def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
     for dump in (pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
         with pytest.raises(autopar.PlanError, match=r"not pickled.*save\(folder\).*autopar.load\(folder\)"):
             dump(compiled)
+
+
+@pytest.mark.parametrize("name", ["compile", "diff", "load"])
+def test_docstrings_name_every_argument_and_error(name: str) -> None:
+    function = getattr(autopar, name)
+    said = inspect.getdoc(function) or ""
+    assert "Raises" in said
+    if name == "compile":
+        assert [argument for argument in inspect.signature(function).parameters if f"`{argument}`" not in said and f"`{argument}(" not in said] == []
+
+
+@pytest.mark.parametrize("name", [name for name in autopar.__all__ if isinstance(getattr(autopar, name), type)])
+def test_public_classes_and_what_they_have_are_described(name: str) -> None:
+    kind = getattr(autopar, name)
+    own = {name: getattr(kind, name) for name, member in vars(kind).items() if not name.startswith("_") and (callable(getattr(kind, name)) or hasattr(member, "__get__"))}
+    assert kind.__doc__ and [name for name, member in own.items() if isinstance(member, property | functools.cached_property) or callable(member) if not member.__doc__] == []

@@ -61,6 +61,7 @@ WRONG = {
     "progress": ({"progress": 3}, PlanError, r"progress is 3 \(int\); wanted a function of one text"),
     "source": ({"source": 3}, PlanError, r"source is 3 \(int\); wanted a dict"),
     "source that no file can say": ({"source": {"model": object()}}, PlanError, r"source goes into plan.json, and Object of type object is not JSON serializable: wanted a dict of text"),
+    "source that JSON lacks": ({"source": {"loss": math.nan}}, PlanError, r"source goes into plan.json, and Out of range float values are not JSON compliant"),
     "rules as a list": ({"rules": ["b d -> b d"]}, RuleError, r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings"),
     "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"rules= has the key 'aten::gelu', a str, wanted an operator: torch.ops.mylib.scale.default, "),
     "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),
@@ -141,6 +142,18 @@ def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
         Plan.load(tmp_path / "none.json")
     with pytest.raises(PlanError, match=r"is no saved plan: plan.json, sharded.py, constants.pt missing"):
         autopar.load(tmp_path)
+
+
+@pytest.mark.parametrize(("ask", "said"), [
+    (lambda plan: autopar.diff(plan, "plan.json"), r"new is a str; wanted a Plan"),
+    (lambda plan: autopar.diff(None, plan), r"old is a NoneType; wanted a Plan"),
+    (lambda plan: Plan.load(3), r"path is 3 \(int\); wanted the name of a plan file"),
+    (lambda plan: plan.save(None), r"path is None \(NoneType\); wanted the name of a plan file"),
+    (lambda plan: Plan.from_json({"model": "x"}), r"not a plan: wanted the text of one, got a dict"),
+])
+def test_what_is_no_plan_and_no_path_is_said(compiled, ask, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        ask(compiled.plan)
 
 
 def test_a_folder_that_is_no_plan_is_not_replaced(compiled, tmp_path):

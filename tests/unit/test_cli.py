@@ -24,8 +24,13 @@ from tests.helpers.command import ROOT, autopar
 def test_help_lists_every_command() -> None:
     done = autopar("--help", fresh=True)
     assert done.returncode == 0
-    for name in ("plan", "emit", "run", "verify", "explain", "simulate", "memory", "recipes", "clusters"):
+    for name in ("plan", "emit", "run", "verify", "explain", "diff", "simulate", "memory", "profile", "calibrate", "recipes", "clusters"):
         assert f"\n  {name} " in done.stdout
+
+
+def test_help_tells_the_two_plans_of_diff_apart() -> None:
+    done = autopar("diff", "--help")
+    assert done.returncode == 0 and "{OLD} {NEW}" in done.stdout
 
 
 def test_wrong_usage_is_exit_code_2() -> None:

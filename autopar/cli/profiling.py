@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from autopar.problem.reading import read
 from autopar.profile import Case, Profile, profile, refit
 from autopar.profile.refit import check
 from autopar.report.profile import profile as report
+from autopar.runtime.scratch import Scratch
 
 
 def profile_command(where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None) -> None:
@@ -26,7 +26,7 @@ def profile_command(where: Path, steps: int, trace: Path | None, output: Path | 
     writable("--trace", trace, "the trace", folders=False)
     if output is not None:
         check_output(output)
-    with progress(f"profiling {where}") as tell, tempfile.TemporaryDirectory() as beside:
+    with progress(f"profiling {where}") as tell, Scratch() as beside:
         rebuilt = rebuild(where, tell, weights=True)
         planned = Cluster.from_dict(dict(rebuilt.plan.cluster))
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))

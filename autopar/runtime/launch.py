@@ -7,7 +7,8 @@
         ranks.run(other, y)
 
 Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs; they meet through a file, so no port is
-taken. Where there are more ranks than GPUs they share these, and talk by gloo: NCCL has no two ranks on one. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed.
+taken. Where there are more ranks than GPUs they share these, and talk by gloo: NCCL has no two ranks on one. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed, and the
+folder that such a one leaves goes with the next start (autopar.runtime.scratch).
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.scratch import Scratch
 
 GRACE_S = 0.5  # when one rank failed, how long to wait for an earlier cause on another, and where some are late, for what they say
 FRAMES = 12  # of the stack of a rank that is late, the innermost
@@ -142,7 +143,7 @@ class _Team:
 
     ends: list[Connection]
     children: list[Any]
-    folder: tempfile.TemporaryDirectory[str]
+    folder: Scratch
 
     @staticmethod
     def start(nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, fork: bool) -> _Team:
@@ -150,7 +151,7 @@ class _Team:
         if nprocs < 1:
             raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        team = _Team([], [], tempfile.TemporaryDirectory(prefix="autopar-"))
+        team = _Team([], [], Scratch())
         try:
             for rank in range(nprocs):
                 here, there = context.Pipe(duplex=False)

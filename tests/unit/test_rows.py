@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -11,11 +12,13 @@ import pytest
 
 from autopar.cli import app
 from autopar.cluster import Cluster, presets
+from autopar.cluster.types import Device, Level, Protocol
 from autopar.codegen.algorithms import ALGORITHM_TEXTS, OPERAND_TEXTS
 from autopar.errors import PlanError
 from autopar.joint.spaces import of_recipe
 from autopar.optimizers import OPTIMIZERS
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.plan import Alternative, NodePlan, Plan, Predicted, Stage
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes import _TABLE as RECIPE_ROWS
 from autopar.recipes import RECIPES, Recipe
@@ -76,3 +79,16 @@ def test_the_command_line_names_every_search_and_optimizer() -> None:
     text = (DOCS / "cli.md").read_text()
     assert [name for name in SEARCHES if name not in said or name not in text] == []
     assert [name for name in OPTIMIZERS if name not in text] == []
+
+
+@pytest.mark.parametrize(("page", "kinds"), [("clusters.md", (Device, Level, Protocol)), ("plan-file.md", (Plan, NodePlan, Stage, Predicted, Alternative))])
+def test_the_docs_name_every_field_of_the_files(page: str, kinds: tuple[type, ...]) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert [f"{kind.__name__}.{field.name}" for kind in kinds for field in dataclasses.fields(kind) if f"`{field.name}`" not in text] == []
+
+
+def test_the_docs_name_what_a_file_of_a_cluster_must_have() -> None:
+    _, _, said = (DOCS / "clusters.md").read_text(encoding="utf-8").partition("A file without a `base`")
+    said = said.partition("All else may be left out.")[0]
+    wanted = [field.name for kind in (Device, Level) for field in dataclasses.fields(kind) if field.default is field.default_factory is dataclasses.MISSING]
+    assert [name for name in wanted if f"`{name}`" not in said] == []

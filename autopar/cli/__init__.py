@@ -8,6 +8,9 @@
     calibrating.py, lists.py, presets.py   one command each
 """
 
+import os
+import sys
+
 from autopar.cli.signals import exits
 
 __all__ = ["main"]
@@ -15,7 +18,15 @@ __all__ = ["main"]
 
 def main() -> None:
     """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with 130."""
+    _open()
     with exits():
         from autopar.cli.app import main as run  # here: it takes a second, in which Ctrl-C is heard too
 
         run()
+
+
+def _open() -> None:
+    """Standard streams that whoever started us has closed go nowhere: files that are opened would get their numbers, and what is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  it is open as long as the process

@@ -23,8 +23,28 @@ WIDTH = 140  # of tables in files and pipes
 def show(*parts: RenderableType) -> None:
     """Print tables and lines to stdout; as wide as the terminal, or WIDTH where there is none."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
-    for part in parts:
-        console.print(part)
+    with _to_stdout():
+        for part in parts:
+            console.print(part)
+
+
+def write_out(text: str) -> None:
+    """Write text to stdout as it is. Raises PlanError where that is not possible."""
+    with _to_stdout():
+        sys.stdout.write(text)
+
+
+@contextlib.contextmanager
+def _to_stdout() -> Iterator[None]:
+    """What is written inside is out at its end. Raises PlanError where stdout takes no more, as on a disk that is full; a reader that has left is the caller's."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits in it would fail once more at the end of the process
+        raise PlanError(f"cannot write to stdout: {error.strerror or error}; send it where there is room, or name a file (-o, --json)") from error
 
 
 def fail(error: Exception) -> None:
@@ -76,7 +96,7 @@ def write_json(where: str | None, data: Any) -> bool:
         return False
     text = json.dumps(_finite(data), indent=1) + "\n"
     if where == "-":
-        sys.stdout.write(text)
+        write_out(text)
         return True
     write_atomic(Path(where), text)
     return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from autopar import frontend
 from autopar.api import compile
 from autopar.capture.precision import resting
-from autopar.cli.console import progress, show, writable, write_json
+from autopar.cli.console import progress, show, writable, write_json, write_out
 from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
 from autopar.plan import Plan
@@ -87,7 +86,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
         program = read(compiled.captured.gm, compiled.plan.hints, training=training)
     took_s = time.perf_counter() - began
     if str(output) == "-":
-        sys.stdout.write(compiled.plan.to_json())
+        write_out(compiled.plan.to_json())
     elif output is not None:
         compiled.plan.save(output)
     points = [point(plan) for plan in compiled.frontier] if asked.pareto else []

@@ -50,6 +50,17 @@ def test_lists(tmp_path: Path) -> None:
     assert all(recipe["name"] in done.stdout for recipe in recipes)
 
 
+@pytest.mark.parametrize("arguments", ["recipes", "recipes --json -"])
+def test_a_stdout_that_takes_no_more_is_said(arguments: str) -> None:
+    done = subprocess.run(f"{sys.executable} -m autopar {arguments} > /dev/full", shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr.partition(";")[0]) == (1, "error: cannot write to stdout: No space left on device")
+
+
+def test_streams_that_are_closed_end_no_command(tmp_path: Path) -> None:
+    done = subprocess.run(f"{sys.executable} -m autopar recipes --json {tmp_path}/out.json >&- 2>&- <&-", shell=True, cwd=ROOT)
+    assert done.returncode == 0 and json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+
+
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     look = "import sys; from typer.testing import CliRunner; from autopar.cli.app import app; CliRunner().invoke(app, sys.argv[1:]); print('torch' in sys.modules)"
     for command in ("--help", "clusters"):

@@ -1,4 +1,4 @@
-"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch."""
+"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch; the running statistics of instance norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
     does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called again those that it left.
-          Statistics have at least the bits of float32, as those of torch's kernels.
+          Statistics have at least the bits of float32, as those of torch's kernels. Instance norms that train keep their operator, and what it does to running
+          statistics, which its schema does not say, is written behind it.
     gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`, which says what they are
            in evaluation.
     """
@@ -25,6 +26,12 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
         given = edit.args_of(node)
         with edit.before(node):
             edit.replace(node, _training(gm, node, given) if _uses_batch(given) else _evaluation(node, given))
+    for node in edit.calls(gm, aten.instance_norm.default):
+        given = edit.args_of(node)
+        if given["use_input_stats"] and given["running_mean"] is not None:
+            with edit.before(node):
+                _instances(gm, node, given)
+                edit.replace(node, _op(node, aten.instance_norm.default, *(None if name.startswith("running") else value for name, value in given.items())))
     gm.recompile()
     return gm
 
@@ -50,6 +57,19 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
     return _affine(node, _op(node, aten.mul.Tensor, centred, _as(node, scale, x)), given)
+
+
+def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
+    """Running statistics of an instance norm: the mean and the unbiased variance of each sample, in the mean over samples."""
+    x = _op(node, aten.detach.default, given["input"])
+    dims = list(range(2, len(facts.shape(x))))
+    count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
+    mean = _op(node, aten.div.Tensor, _sum(node, x, dims), count)
+    centred = _op(node, aten.sub.Tensor, x, mean)
+    fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
+    unbiased = _op(node, aten.div.Tensor, _sum(node, _op(node, aten.mul.Tensor, centred, centred), dims), fewer)
+    for running, of_samples in (("running_mean", mean), ("running_var", unbiased)):
+        _track(gm, node, given[running], _op(node, aten.div.Tensor, _sum(node, of_samples, [0]), edit.size(x, 0)), given["momentum"])
 
 
 def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:

@@ -11,6 +11,7 @@ from passes.edit import results
 from tests.helpers.export import B, assert_same, check_values, export_graph, run_graph, targets
 
 SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}  # behind the samples: channels, then what a layer takes two of
+INSTANCES = {nn.InstanceNorm1d: (3, 5), nn.InstanceNorm2d: (3, 5, 4), nn.InstanceNorm3d: (3, 5, 4, 2)}
 OPTIONS: dict[str, dict[str, bool | float]] = {
     "plain": {}, "without weights": {"affine": False}, "of each batch": {"track_running_stats": False}, "slow": {"momentum": 0.9, "eps": 1e-2},
 }
@@ -46,6 +47,18 @@ def normalized(norm: nn.Module, dtype: torch.dtype, rests: torch.dtype, *, train
 @pytest.mark.parametrize("kind", SIZES)
 def test_norms_are_those_of_torch(kind: type[nn.BatchNorm2d], options: str, training: bool) -> None:
     normalized(kind(3, **OPTIONS[options]), torch.float64, torch.float64, training=training, tolerance=1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
+def test_running_statistics_of_instance_norms_are_those_of_torch(kind: type[nn.InstanceNorm2d]) -> None:
+    """The schema of the operator does not say that it changes them: they stayed zeros and ones, in silence."""
+    torch.manual_seed(0)
+    model = kind(3, affine=True, track_running_stats=True, momentum=0.3).double()
+    inputs = {"input": torch.randn(4, *INSTANCES[kind], dtype=torch.float64) + 1}
+    gm = run(export_graph(model, (), inputs, {"input": {0: B}}), NORMALIZE)
+    check_values(gm)
+    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == ["running_mean", "running_var"]
+    assert_same(gm, model, inputs, 1e-9)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from passes import NORMALIZE, facts, run
 from passes.edit import results
@@ -59,6 +60,42 @@ def test_running_statistics_of_instance_norms_are_those_of_torch(kind: type[nn.I
     check_values(gm)
     assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == ["running_mean", "running_var"]
     assert_same(gm, model, inputs, 1e-9)
+
+
+class Domains(nn.Module):
+    """Running statistics of one of several domains, and such as nobody keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.register_buffer("means", torch.rand(2, 3))
+        self.register_buffer("variances", torch.rand(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(self.first(x), self.means[1], self.variances[1], training=self.training, momentum=0.3)
+        one_row = y.reshape(1, -1, 1).expand(-1, -1, 2) * torch.arange(2)
+        return y + F.batch_norm(one_row, self.means[0].repeat(x.shape[0]), self.variances[0].repeat(x.shape[0]), training=True).sum(-1).view(x.shape) + self.means.sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_need_not_be_buffers_of_their_own(training: bool) -> None:
+    """Views of one are written back to it, what was made in forward is not kept: as norms of several domains and adaptive instance norms have them."""
+    torch.manual_seed(0)
+    model = Domains().double().train(training)
+    inputs = {"x": torch.randn(4, 3, dtype=torch.float64)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B}}), NORMALIZE)
+    check_values(gm)
+    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == ["means", "variances"] * training
+    assert_same(gm, model, inputs, 1e-9)
+
+
+def test_two_norms_with_one_part_of_a_buffer_are_refused() -> None:
+    class Twice(Domains):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(F.batch_norm(y, self.means[1], self.variances[1], training=self.training) for y in (x, self.first(x)))
+
+    with pytest.raises(ValueError, match=r"second norm whose running statistics are this part of a buffer \(select"):
+        run(export_graph(Twice(), (), {"x": torch.randn(4, 3)}, {"x": {0: B}}), NORMALIZE)
 
 
 @pytest.mark.parametrize("training", [True, False])

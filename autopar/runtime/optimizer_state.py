@@ -43,8 +43,9 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
     found: State | None = dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
     bare = [param for group in optimizer.param_groups for param in group["params"] if not optimizer.state.get(param)]
     if found is None or (bare and _steps_alone(optimizer)):
-        with _unstepped(optimizer, bare, optimizer.param_groups):
+        with _unstepped(optimizer, bare, [_without_decay(group) for group in optimizer.param_groups]):
             made = _first(get_optimizer_state_dict(model, optimizer))
+        made["param_groups"] = [{**group, **_decay(own)} for group, own in zip(made["param_groups"], optimizer.param_groups, strict=True)]
         state: State = {**made["state"], **(found or made)["state"]}
         found = {**(found or made), "state": {name: state[name] for name, _ in model.named_parameters() if name in state}}
     return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh) if h.info.sectioned and isinstance(value, DTensor) else value)
@@ -73,6 +74,16 @@ def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], optio
         optimizer.param_groups = groups
         for param, gradient in gradients.items():
             param.grad = gradient
+
+
+def _decay(group: Mapping[str, Any]) -> State:
+    """What the options of a group say of the decay of weights."""
+    return {key: group[key] for key in ("weight_decay",) if key in group}
+
+
+def _without_decay(group: Mapping[str, Any]) -> State:
+    """A group whose weights do not decay: in most optimizers decay is a part of the gradient, and moments of a gradient of zero would be of it."""
+    return {**group, **dict.fromkeys(_decay(group), 0.0)}
 
 
 FIRST: Mapping[str, Callable[[State], float]] = {"step": lambda group: 0.0, "mu_product": lambda group: 1.0, "eta": lambda group: float(group["lr"])}

@@ -148,8 +148,8 @@ def test_every_rank_has_the_whole_state_whatever_its_place(how: str) -> None:
 
 
 LAZY: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2), "NAdam": lambda p: torch.optim.NAdam(p, 1e-2), "ASGD": lambda p: torch.optim.ASGD(p, torch.tensor(1e-2), foreach=False),
-    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2), "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2), "NAdam": lambda p: torch.optim.NAdam(p, 1e-2, weight_decay=0.1), "ASGD": lambda p: torch.optim.ASGD(p, torch.tensor(1e-2), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2), "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, weight_decay=0.1), "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
 }
 
 

@@ -52,6 +52,7 @@ class Mesh:
     behind: tuple[int, ...]
     branches: bool
     pipeline: dist.ProcessGroup
+    _world: dist.ProcessGroup | None
     _second: dict[int, dist.ProcessGroup]
 
     def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu", places: int = 1, behind: Sequence[int] = ()) -> Mesh:
@@ -65,7 +66,7 @@ class Mesh:
             _grow_segments()
         mesh = super().__new__(cls)
         mesh.sizes, mesh.names, mesh.device_type, mesh.places, mesh.behind = key
-        mesh.number, mesh.branches = len(_MESHES), False
+        mesh.number, mesh.branches, mesh._world = len(_MESHES), False, None
         _MESHES.append(mesh)
         return mesh
 
@@ -97,7 +98,7 @@ class Mesh:
         sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
         if self.places > 1:
             sizes, names = (self.places, *sizes), (PIPELINE, *names)
-        whole = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+        whole, self._world = init_device_mesh(self.device_type, sizes, mesh_dim_names=names), dist.group.WORLD
         self._second = self._again(sizes, names, whole)
         if self.places == 1:
             return whole
@@ -107,7 +108,10 @@ class Mesh:
     def meet(self) -> DeviceMesh | None:
         """`device_mesh`, with which the process groups are made unless they are there: a collective operation of all ranks, and the first of every model. Torch names a group by how many
         this process made before, so that all ranks make all groups in one order: where one of them did not, a rank was told the address of another group's
-        member under the name of its own, and waited there. Raises RunError where the number of ranks is wrong."""
+        member under the name of its own, and waited there. Where torch.distributed was
+        shut down and started again since, its groups are gone, and all is made anew. Raises RunError where the number of ranks is wrong."""
+        if self._world is not None and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+            self.forget()
         return self.device_mesh
 
     def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
@@ -192,7 +196,8 @@ class Mesh:
                            f"a cut dim; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan for another mesh")
 
     def forget(self) -> None:
-        """Drop the process groups, for programs that shut torch.distributed down and start it again."""
+        """Drop the process groups."""
+        self._world = None
         for name in ("device_mesh", "coord", "groups", "behind_groups", "pipeline_group"):
             self.__dict__.pop(name, None)
 

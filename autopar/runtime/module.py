@@ -124,7 +124,7 @@ class ShardedModule(Scope):
     @torch.inference_mode(False)
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
-        self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
+        self._met = self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
         self._told = Told(self.INPUTS, self.MESH)
@@ -204,6 +204,9 @@ class ShardedModule(Scope):
         if torch.is_autocast_enabled(self.MESH.device.type):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
+        if self.MESH.ranks > 1 and self.MESH.meet() is not self._met:
+            raise RunError("torch.distributed was shut down and started again since this module was made, and its parameters lie on ranks that are gone: make another one of the plan "
+                           "(autopar.load, or autopar.compile) and fill it with what was saved before (load_full, or torch.distributed.checkpoint)")
         self._tree.check()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         if torch.is_grad_enabled():

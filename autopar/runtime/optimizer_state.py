@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Inside, the optimizer has these parameters alone and no state of them, and groups of these `options`; torch makes the state by a step on gradients of zero, unless there are
-    others. Behind it all is as before."""
+    others. It is none of the user's: hooks of steps (averages of weights) are not called. Behind it all is as before."""
+    own = vars(optimizer).pop("step", None)  # that of a scheduler
+    vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)  # torch calls hooks around it
     state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
     optimizer.state.clear()
     optimizer.param_groups = [{**option, "params": [param for param in group["params"] if param in gradients]} for group, option in zip(groups, options, strict=True)]
@@ -69,6 +72,8 @@ def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], optio
     try:
         yield
     finally:
+        del vars(optimizer)["step"]
+        vars(optimizer).update({} if own is None else {"step": own})
         optimizer.state.clear()
         optimizer.state.update(state)
         optimizer.param_groups = groups

@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -204,7 +205,8 @@ def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
     for stops in (False, True):
         compiled.load_full(first)
         compiled.module.up.requires_grad_(False)
-        step = LAZY[optimizer](compiled.parameters())
+        step, hook = LAZY[optimizer](compiled.parameters()), mock.Mock()
+        step.register_step_post_hook(hook)
         for number in range(3):
             compiled.train_step(*compiled.shard_batch(x))
             step.step()
@@ -212,7 +214,7 @@ def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
             compiled.module.up.requires_grad_(True)
             if stops and not number:
                 dcp.save({"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}, checkpoint_id=folder)
-                assert len(step.state) == 2
+                assert len(step.state) == 2 and hook.call_count == 1
                 step = LAZY[optimizer](compiled.parameters())
                 state = {"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}
                 dcp.load(state, checkpoint_id=folder)

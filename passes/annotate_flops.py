@@ -164,8 +164,12 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     **dict.fromkeys(recurrent.CELLS, recurrent.cell_flops),
 }
 
-FACTORS: dict[Any, tuple[int, ...]] = {**dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)), ops.experts: (0, 3)}
-"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two."""
+FACTORS: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)),
+    **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), (0, 0)),
+    ops.experts: (0, 3),
+}
+"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two; both factors of a power are the one."""
 
 BACKWARD: dict[Any, Callable[[fx.Node, Mapping[fx.Node, bool]], Size]] = {
     **dict.fromkeys(recurrent.GATES, recurrent.backward_flops),

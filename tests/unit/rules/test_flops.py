@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,12 +15,15 @@ from autopar._torch import pytree
 from autopar.rules import RULES
 from autopar.rules.language import parse
 from autopar.rules.oracle import call_of
-from passes.annotate_flops import FLOPS
+from passes import facts, ops
+from passes.annotate_flops import FLOPS, annotate_flops
 from tests.unit.rules.samples import Case, fill
 from tests.unit.rules.table import SAMPLES
 
 PICKS = (torch.ops.aten.nll_loss_nd.default,)
 """Of all that they sum over, each row takes one: the value and the weight of its class."""
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def shared(target: Any, one: Case) -> list[tuple[int, int]]:
@@ -82,3 +85,61 @@ def test_products_are_found():
     aten = torch.ops.aten
     assert all(any(multiplies(target, one) for one in SAMPLES[target]) for target in (aten.addmv.default, aten.dot.default, aten.conv_transpose3d.input, aten.addmm.default))
     assert not any(multiplies(aten.mse_loss.default, one) for one in SAMPLES[aten.mse_loss.default])
+
+
+def counts(target: Any, args: Sequence[Any], kwargs: Any) -> tuple[int, int]:
+    """FLOPs of a call forward and backward, by the pass."""
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    graph = fx.Graph()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[place] = graph.placeholder(f"x{place}")
+            leaves[place].meta |= {"val": leaf, "role": "param", "requires_grad": leaf.requires_grad}
+    given, named = pytree.tree_unflatten(leaves, spec)
+    call = graph.call_function(target, tuple(given), named)
+    call.meta["val"] = target(*args, **kwargs)
+    graph.output((call,))
+    annotate_flops(fx.GraphModule(torch.nn.Module(), graph))
+    return facts.flops(call), facts.backward_flops(call)
+
+
+def torchs(target: Any, args: Sequence[Any], kwargs: Any) -> tuple[int, int]:
+    """The same, by torch's own counter while the call runs. It counts no product with a vector."""
+    with FlopCounterMode(display=False) as forward, sdpa_kernel(SDPBackend.MATH):
+        out = next(leaf for leaf in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(leaf, Tensor))
+    with FlopCounterMode(display=False) as backward, sdpa_kernel(SDPBackend.MATH):
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def counted_alike(target: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether torch's counter says of a call what the pass should."""
+    if target is torch.ops.aten.einsum.default:
+        return args[0] != "bid,bjd->b"  # `einsums` sums what one operand has alone first
+    return target is not ops.grouped_matmul or args[2][-1] == len(args[0])  # rows of no group
+
+
+@pytest.mark.parametrize("target", FLOPS, ids=lambda op: str(op).removeprefix("aten.").split(" at ")[0])
+def test_products_take_the_flops_that_torch_counts(target):
+    torch.manual_seed(0)
+    for one in SAMPLES.get(target, ()):
+        args, kwargs = fill((list(one.args), dict(one.kwargs)))
+        (forward, backward), (wanted, back) = counts(target, args, kwargs), torchs(target, args, kwargs)
+        if not wanted or not counted_alike(target, args, kwargs):
+            continue
+        if target is ATTENTION:  # half of it is hidden, and the scores are computed again
+            assert (forward, 2 * backward) == (wanted // (1 + kwargs.get("is_causal", False)), 5 * forward), one
+        elif "conv" in str(target) and args[6:7] not in ([], [1]):
+            assert (forward, backward) == (wanted, 2 * wanted), one  # torch counts the backward of a grouped convolution as if it had no groups
+        else:
+            assert (forward, backward) == (wanted, back), one
+
+
+@pytest.mark.parametrize("exponent", range(-5, 10))
+def test_powers_take_products_there_and_two_for_each_back(exponent):
+    """The inverse, which the counter does not count, is one more."""
+    matrix = torch.eye(3, dtype=torch.float64).mul(2).requires_grad_()
+    wanted, back = torchs(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) if exponent else (0, 0)
+    inverse = 2 * 3**3 * (exponent < 0)
+    assert counts(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) == (wanted + inverse, 2 * (wanted + inverse))
+    assert exponent < 0 or back == 2 * wanted

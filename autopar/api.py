@@ -1,4 +1,4 @@
-"""The door: `compile` a model for a cluster, `load` what was saved.
+"""The Python interface: `compile` a model for a cluster, `load` what was saved.
 
     compiled = autopar.compile(model, cluster, example_inputs)      a plan to look at, save and verify
     compiled(*local_batch), compiled.train_step(*local_batch)       on ranks, under torchrun
@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """A planned model: a plan and its emitted source, and on ranks the sharded module.
+    """A planned model: a plan, the source that was emitted for it, and on ranks the sharded module.
 
-    `plan` is the Plan, `source` the Python text of the module. `frontier` are the plans of which none is beaten in both step time and
-    memory, where `compile(..., pareto=True)` asked for them, the fastest first. With torch.distributed initialised, on as many ranks as the
-    plan has, `module` is the sharded module, and calls, `train_step`, `parameters`, `state_dict` go to it; give `module` itself to what wants an nn.Module.
+    `plan` is the Plan, `source` the Python text of the module. `frontier` are the Pareto-optimal plans in step time and memory, the fastest
+    first, where `compile(..., pareto=True)` asked for them; else `plan` alone.
+
+    `module` is the sharded module. It needs torch.distributed, initialised with as many ranks as the plan has. Calls, `train_step`,
+    `parameters`, `state_dict` and so on are forwarded to it; pass `module` itself to code that expects an nn.Module.
     """
 
     def __init__(self, bundle: Bundle, weights: Mapping[str, torch.Tensor] | None = None,
@@ -65,10 +67,10 @@ class Compiled:
 
     @cached_property
     def module(self) -> ShardedModule:
-        """The sharded module on this rank, an nn.Module, with the model's weights if it had any: those of rank 0, where ranks made others. What it draws
-        at random follows from a seed that rank 0 took from torch's generator when this object was made.
+        """The sharded module on this rank, an nn.Module, built at the first access: a collective operation.
 
-        Raises RunError when the number of ranks is not the plan's.
+        It has the weights and constants that the model has on rank 0. Its random numbers follow from a seed that rank 0 drew from torch's
+        generator when this object was made. Raises RunError when the number of ranks is not the plan's.
         """
         kind, constants = self.plan.device_kind, self.bundle.constants
         device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -77,7 +79,8 @@ class Compiled:
         return bundle.build(None if self._weights is None else {name: held[name] for name in self._weights if name in held}, seed=seed)
 
     def train(self, mode: bool = True) -> Compiled:
-        """As nn.Module.train: the next calls train, or with False evaluate. Raises RunError where the model does in evaluation what a training step does not."""
+        """As nn.Module.train: switch to training, or with False to evaluation. Raises RunError where the model computes in evaluation what the
+        planned training step does not have."""
         self.module.train(mode)
         return self
 
@@ -98,7 +101,8 @@ class Compiled:
         return self.module(*batch, **named)
 
     def train_step(self, *batch: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **named: Any) -> torch.Tensor:
-        """Forward and backward of this rank's batch; the global loss, the same on every rank. Gradients are times `loss_weight` and the scale of `scaler`."""
+        """Forward and backward of this rank's batch; the loss of the global batch, the same on every rank. Gradients are multiplied by
+        `loss_weight` and by the scale of `scaler`."""
         return self.module.train_step(*batch, scaler=scaler, loss_weight=loss_weight, **named)
 
     def shard_batch(self, *batch: Any, **named: Any) -> Any:
@@ -106,26 +110,26 @@ class Compiled:
         return self.module.shard_batch(*batch, **named)
 
     def update_bn(self, batches: Iterable[Any]) -> Compiled:
-        """Make the running statistics of batch norms those of `batches`, each what `shard_batch` gives; see ShardedModule."""
+        """Recompute the running statistics of batch norms over `batches`, each as `shard_batch` returns it; see ShardedModule."""
         self.module.update_bn(batches)
         return self
 
     @property
     def data_parallel_size(self) -> int:
-        """Among how many loaders the samples of a global batch are dealt; see ShardedModule."""
+        """The number of data loaders among which the samples of a global batch are divided; see ShardedModule."""
         return self.module.data_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of those loaders is this rank's."""
+        """The number of this rank's loader, from 0."""
         return self.module.data_parallel_rank
 
     def shard_loaded(self, *batch: Any, **named: Any) -> Any:
-        """This rank's part of what its own loader gave."""
+        """This rank's part of the samples that its loader returned; see ShardedModule."""
         return self.module.shard_loaded(*batch, **named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that rest on this rank, DTensors, for any torch optimizer."""
+        """The parameters of which this rank holds a part, DTensors, for any torch optimizer."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -137,13 +141,13 @@ class Compiled:
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """The inverse of `state_dict`; takes whole tensors as well, of a pipeline those of all places. `strict` as nn.Module has it."""
+        """The inverse of `state_dict`. Whole tensors are taken as well; on a pipeline they may be those of the whole model. `strict` as in nn.Module."""
         return self.module.load_state_dict(state, strict=strict)
 
     def load_full(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> Compiled:
         """Fill parameters and buffers from whole tensors by original name (a state dict of the model), without communication.
 
-        Raises RunError on missing names and other shapes, and unless `strict` is False on unknown names; then nothing was loaded.
+        Raises RunError, before anything is loaded, on missing names, on other shapes, and on unknown names unless `strict` is False.
         """
         self.module.load_full(state, strict=strict)
         return self
@@ -153,55 +157,57 @@ class Compiled:
         return self.module.full_state_dict()
 
     def rng_state(self) -> dict[str, int]:
-        """Seed and number of steps of its random numbers, to save beside the state dicts."""
+        """The state of its random numbers (seed and number of steps), to save beside the state dicts."""
         return self.module.rng_state()
 
     def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """The inverse of `rng_state`, on all ranks alike. Raises RunError on what that did not give."""
+        """The inverse of `rng_state`; call it on all ranks with the same state. Raises RunError on anything that is no such state."""
         self.module.set_rng_state(state)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """State of an optimizer of `parameters` by original names, to save with torch.distributed.checkpoint under one plan and
-        load under another."""
+        """The state of an optimizer of `parameters` by original name, for torch.distributed.checkpoint; it can be loaded under another plan."""
         return self.module.optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True) -> None:
-        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it; `strict=False` lets these begin anew."""
+        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that are trained have no state in it; with `strict=False` these
+        begin with fresh state."""
         self.module.load_optimizer_state_dict(optimizer, state, strict=strict)
 
     def full(self, outputs: Any) -> Any:
-        """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
+        """Outputs of the last call with every tensor gathered whole, on every rank; a collective operation."""
         return self.module.full(outputs)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients, of all ranks, to a global 2-norm of at most `max_norm`; the norm before."""
+        """Scale the gradients of all ranks to a global 2-norm of at most `max_norm`; returns the norm before."""
         return self.module.clip_grad_norm_(max_norm)
 
     def memory(self) -> Prediction:
-        """What the plan needs of each device's memory: the peak of each place, and the tensors that make it up.
+        """The memory that the plan needs on each device: the peak of each place of the pipeline, in bytes, and the tensors that make it up.
 
-        Raises PlanError where the graph is not there: `load` reads emitted code, which has none.
+        Raises PlanError on what `load` gave, which has no graph.
         """
         from autopar.memory import memory_of
 
         return memory_of(self._graph("memory").gm, self.plan)
 
     def simulate(self, progress: Callable[[str], None] | None = None) -> Simulation:
-        """One step of the plan, simulated: its time, where it goes, memory over time, and a trace (`Simulation.save_trace`).
+        """One step of the plan, simulated: its time and what that is spent on, memory over time, and a trace (`Simulation.save_trace`).
 
-        Raises PlanError where the graph is not there: `load` reads emitted code, which has none.
+        Raises PlanError on what `load` gave, which has no graph.
         """
         from autopar.simulate import simulate
 
         return simulate(self._graph("simulate").gm, self.plan, progress)
 
     def verify(self, *batch: Any, **named: Any) -> Report:
-        """What `autopar verify` compares: one step of the emitted module on local CPU ranks with the captured graph on one device, on a global batch and the model's weights, in float64:
-        outputs, loss, gradients, parameters after a step of an optimizer, collectives. `report.ok` says whether all is right, `str(report)` what is not and at which node. The way
-        to check rules of your own.
+        """Compare one step of the emitted module, on local CPU processes, with the captured graph on one device: what `autopar verify` does.
 
-        Raises PlanError where the graph or the weights are not there (`load` has neither, a model on the meta device no weights), RunError where a process group runs, and for
-        inputs that the plan does not have.
+        Both run in float64 on the model's weights and the global batch given here. Compared are outputs, loss, gradients, parameters after an
+        optimizer step, and collectives. `report.ok` says whether all agree, `str(report)` what does not and at which node. Use it to check
+        sharding rules of your own.
+
+        Raises PlanError where there is no graph (after `load`) or there are no weights (a model on the meta device), and RunError where a
+        process group runs, or for inputs that the plan does not have.
         """
         from autopar.verify import case_of, inputs_of, verify
 
@@ -213,16 +219,17 @@ class Compiled:
         return verify(case_of(captured, self.plan.on("cpu"), self._weights, inputs_of(captured, batch, named)))
 
     def _graph(self, command: str) -> Captured:
-        """The graph that the plan was made for; `command` does without this object what needs it."""
+        """The captured graph. Raises PlanError where there is none; the message names `command`, the shell command that does the same."""
         if self.captured is None:
             raise PlanError(f"the plan for {self.plan.model} was loaded without the graph that it was made for, which {command} works on; "
                             f"use the object that autopar.compile gave, or `autopar {command} plan.json` where the plan names its model")
         return self.captured
 
     def save(self, folder: str | Path) -> Path:
-        """Write plan.json, sharded.py, README.md and the constants into `folder`; nothing half-written is left, and other files in it stay.
+        """Write plan.json, sharded.py, README.md and the constants into `folder`; other files in it stay.
 
-        Ranks may all call it, with one folder or with one of each node, or only one of them: the files are the same, and each is replaced in one move.
+        Each file is replaced atomically, so that none is left half-written. One rank may call it or all of them, with a shared folder or one
+        per node: all write the same files.
         """
         return self.bundle.save(arguments.folder(folder))
 
@@ -237,7 +244,7 @@ class Compiled:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        if self.captured is None:  # nothing but plain data, as processes that ranks run in are given it
+        if self.captured is None:  # plain data, which can be sent to the processes of ranks
             return super().__reduce_ex__(protocol)
         raise PlanError("a compiled model is not pickled, and torch.save does not take it: save(folder) writes the plan and its program, which autopar.load(folder) reads, "
                         "and state_dict() is what a checkpoint has of the weights")
@@ -253,7 +260,8 @@ _PLANNING = threading.RLock()
 
 @contextmanager
 def _planning() -> Iterator[None]:
-    """One thread at a time: tracing, and when garbage is collected, are of the whole process. What autograd keeps is asked of autograd, which inference mode would hide."""
+    """One thread at a time: tracing and the settings of the garbage collector are global to the process. Never in inference mode: autograd is asked
+    which tensors it saves, and saves none there."""
     with _PLANNING, torch.inference_mode(False), seldom():
         yield
 
@@ -265,23 +273,36 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
             batch: int = 8, seq: int = 128, dynamic_shapes: Any = None, rules: Mapping[Any, Any] | None = None,
             time_limit_s: float = 30.0, seed: int = 0, remat: str = "auto", progress: Callable[[str], None] | None = None,
             source: Mapping[str, Any] | None = None, pareto: bool = False, prove: bool = False) -> Compiled:
-    """Plan `model` for `cluster`, a Cluster or what `Cluster.parse` reads, and emit the sharded module.
+    """Plan `model` for `cluster` and emit the sharded module.
 
-    `example_inputs` is a tuple of positional inputs, a dict of named ones, or (tuple, dict); only their shapes and dtypes
-    count, and their sizes are what is planned for. Without them they are made from a Hugging Face model's config for
-    `batch` and `seq`. `loss_fn(outputs, *targets)` is for models that do not compute their loss. `mode` is "train" or
-    "inference". `optimizer` names the one whose state and step are priced (autopar.optimizers). `dynamic_shapes` names the sizes that may be others
-    than those of the inputs, as torch.export has it: `(args, kwargs)`, or a dict by the names of inputs, with `{dim: "name"}` or None at each, "b" for samples; without it batch and
-    sequence are found. `recipe` forces a named strategy, `mesh` the sizes of the mesh axes (of a pipeline: of each place). `search` is a name of
-    autopar.search.SEARCHES or a function as autopar.search.Search has it, `seed` of what it draws at random. `rules` maps
-    operators to rule strings, to Rules, or to "derive"; operators of others than torch are computed whole on every rank without. `precision` "bf16" is mixed precision: computed in bfloat16, with parameters, sums of gradients and
-    optimizer state in float32, and buffers in their own dtypes (for inference all in bfloat16); "fp16" the same with float16, whose `train_step` takes a GradScaler. A dtype ("bfloat16") plans and emits the model as `model.to(dtype)` would
-    be: weights, gradients and optimizer state too; without it the model stays in its own. `remat` says which repeated blocks are run again in the backward
-    instead of keeping what their operators save: "none", "selective" (products, convolutions and attention are kept), "full", or "auto", as
-    memory wants it. `pareto` plans for less and less memory as well (`Compiled.frontier`). A search ends after `time_limit_s`, proof included, with the best that it
-    has then; only where nothing fits yet it goes on. `plan.predicted.gap` is proven at a glance, with `prove` as closely as can be (takes many times as long as the search).
-    `progress` is called with a line of text for what is being done; `source`, a dict of text, numbers and lists of them, is kept in the plan. The weights of
-    `model` are never needed to plan; on ranks they are what the sharded module starts from.
+    What to plan. The weights of `model` are not needed to plan; on ranks, the sharded module starts from them.
+
+        model, cluster  an nn.Module; a Cluster, or what `Cluster.parse` reads: a name such as "h100:1x8", a .toml file or "here"
+        example_inputs  a tuple of positional inputs, a dict of named ones, or (tuple, dict); only shapes and dtypes count, and their sizes are
+                        planned for. Without them, inputs are made from a Hugging Face model's config for `batch` and `seq`
+        dynamic_shapes  as torch.export has it: (args, kwargs), or a dict by the names of inputs, with {dim: Dim or name} or None at each, "b" for
+                        samples: the dims whose size may change from step to step. Without it, batch and sequence are found by the shapes of the inputs
+        loss_fn         `loss_fn(outputs, *targets)`, for models that do not compute their loss
+        mode            "train" or "inference"
+        precision       "bf16": mixed precision, computed in bfloat16, with parameters, sums of gradients and optimizer state in float32 and
+                        buffers in their own dtypes (for inference everything in bfloat16). "fp16": the same in float16; `train_step` takes a
+                        GradScaler then. A dtype ("bfloat16"): the model as after `model.to(dtype)`, with gradients and optimizer state in that
+                        dtype. None: the model as it is
+        optimizer       the name of the optimizer whose state and step are priced (autopar.optimizers)
+
+    How to plan.
+
+        search          a name of autopar.search.SEARCHES, or a function as autopar.search.Search has it
+        recipe          a named strategy, in place of the search
+        mesh            the sizes of the mesh axes (of a pipeline: of the mesh of each place)
+        rules           operator -> rule string, Rule or "derive". Without one, operators that are not torch's are computed whole on every rank
+        remat           which repeated blocks run again in the backward, in place of keeping what their operators save: "none", "selective"
+                        (results of products, convolutions and attention are kept), "full", or "auto", as much as memory requires
+        time_limit_s    seconds, after which the best plan so far is returned; the search only goes on while no plan fits
+        pareto          plan for less and less memory too (`Compiled.frontier`)
+        prove           prove `plan.predicted.gap` as closely as possible, which takes many times as long as the search; else quickly
+        seed, progress  the seed of what the search draws at random; a function that is called with a line of text on what is being done
+        source          what the plan keeps about where the model came from: a dict of text, numbers and lists of them, which goes into plan.json
 
     Raises CaptureError, RuleError, InfeasibleError, PlanError and ClusterError.
     """
@@ -316,15 +337,15 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
 
 
 def load(folder: str | Path) -> Compiled:
-    """What `Compiled.save` wrote: no search and no model code. Its parameters are nan until a state dict is loaded.
+    """Read what `Compiled.save` wrote; needs neither the model's code nor the solver. Parameters are nan until a state dict is loaded.
 
-    Raises PlanError when the folder is not one.
+    Raises PlanError when the folder does not hold a saved plan.
     """
     return Compiled(Bundle.load(arguments.folder(folder)))
 
 
 def _agree(make: Callable[[], list[Plan]]) -> list[Plan]:
-    """The plans; where torch.distributed runs, rank 0 makes them and all the others get their bytes, or the error that ended it."""
+    """The plans that `make` returns. Under torch.distributed rank 0 makes them and sends them to the other ranks, or the error that it raised."""
     if not together():
         return make()
     return [Plan.from_json(text) for text in done_by(0, lambda: [plan.to_json() for plan in make()])]

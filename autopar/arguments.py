@@ -1,6 +1,6 @@
-"""What `compile` is given, checked before anything is done with it: each argument as what follows works with it, or an error that names got and wanted.
+"""Checks of the arguments of `compile`: each is converted to the type that the rest works with, or an error says what was given and what is wanted.
 
-`CHECKS` has a line for each argument; what takes the model, the cluster or the graph to say is said where that is known.
+`CHECKS` has an entry for each argument. What can only be checked against the model, the cluster or the graph is checked where these are known.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopar.wellformed import MOST
 
 SHOWN = 60  # characters of a value that an error shows
 
-Check = Callable[[str, Any], Any]  # of the argument's name and its value; the value to work with, or an error
+Check = Callable[[str, Any], Any]  # (name of the argument, its value) -> the value to work with; raises an AutoparError
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, each as its line of CHECKS gives it. Raises CaptureError, ClusterError, RuleError and PlanError."""
+    """The arguments by name, each as its entry of CHECKS returns it. Raises CaptureError, ClusterError, RuleError and PlanError."""
     return {name: CHECKS[name](name, value) for name, value in given.items()}
 
 
 def folder(value: Any) -> Path:
-    """Where a plan is saved. Raises PlanError for what is no path."""
+    """The path of the folder of a saved plan. Raises PlanError for anything that is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         fail("folder", value, "the path of a folder")
     return Path(value)
@@ -48,7 +48,7 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
-    """Raise the error: which argument, got and wanted."""
+    """Raise an error of `kind` that says which argument it is, what was given and what is wanted."""
     text = f"the class {got.__name__}" if isinstance(got, type) else repr(got)
     raise kind(f"{name} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}{'' if isinstance(got, (str, type)) or got is None else f' ({type(got).__name__})'}; wanted {wanted}")
 
@@ -170,7 +170,7 @@ def _progress(name: str, value: Any) -> Any:
 
 
 def _source(name: str, value: Any) -> Any:
-    """What a plan file keeps of where its model came from."""
+    """Has to go into plan.json, so it must be plain data."""
     if value is not None and not isinstance(value, Mapping):
         fail(name, value, "a dict")
     try:

@@ -1,6 +1,12 @@
-"""The free search over all meshes: a first look at each, what is nearest to the best is honed, and what promises to be better is solved, the most promising first.
+"""The free search over all meshes, best first:
 
-A look and what is made of it are apart (`first_look`, `Look.finished`): where memory is short, blocks run again and pipelines are looked at before anything is solved.
+    glance   every mesh gets a quick solution and a proven lower bound
+    hone     the solutions closest to the best are improved by descent, priced as the step runs
+    solve    meshes whose bound is below the best known step are solved by integer programming, the most promising first
+    fill     of blocks that are run again in the backward, no more are than memory requires
+
+The glance (`first_look`) is a function apart from the rest (`Look.finished`): where memory is short, the caller first glances at every level of
+rematerialisation and at pipelines, before it spends time on solving anything.
 """
 
 from __future__ import annotations
@@ -22,19 +28,24 @@ from autopar.timer import Timer
 
 Mesh = tuple[int, ...]
 
-GLANCE_S = 2.0  # seconds for the first look at a mesh
-HONED = 1.1  # times the fastest: what is farther off does not become the fastest by descent
-MOST_HONED = 3  # meshes
-FAR = 4  # times the least work: what takes longer tells nothing of what there is
-WINS = 0.1  # relative: stages that are so much faster at first sight win in the end
-CLOSE = 0.01  # relative: prices are less exact than this
+GLANCE_S = 2.0  # seconds at most for the glance at one mesh
+HONED = 1.1  # times the fastest step: a solution slower than this does not become the fastest by descent
+MOST_HONED = 3  # solutions that are honed at most
+FAR = 4  # times the least work of a step: a known step slower than this says little about how fast a plan can be
+WINS = 0.1  # relative: pipelines that are faster by this much at a glance stay faster after everything is solved
+CLOSE = 0.01  # relative: prices do not tell steps apart that differ by less
 
 
 @dataclass(eq=False)
 class Elsewhere:
-    """What plans of several stages come to. `ask` gives the seconds of one, given those of the best plan so far, or of that plan; it is asked
-    once, before anything is solved to the end, and nothing is solved that does not promise better than `seconds`. `search` gives those of the best one; `tell` is told those of the
-    best plan of all once every mesh was looked at or stages were asked for, and whenever it is better."""
+    """The pipelined plans (of several stages), as far as the search for plans of one stage needs to know of them.
+
+    `ask(known_s)` glances at pipelines, given the step time of the best plan so far, and returns what plans of one stage have to beat: the
+    least of both, with some slack for what a glance leaves open. It is called once, before anything is solved to the end; from then on, only
+    meshes that may have a faster plan than `seconds` are solved.
+    `search(alone_s)` searches pipelines to the end and returns the best step time.
+    `tell(known_s)` is called with the best step time of all plans: after the glance at all meshes or at pipelines, and when it improves.
+    """
 
     ask: Callable[[float], float]
     search: Callable[[float], float] = lambda known_s: math.inf
@@ -44,33 +55,34 @@ class Elsewhere:
 
     @property
     def waits(self) -> bool:
-        """Whether there are such plans, and the best of them is yet to be searched for."""
+        """Whether there are pipelined plans that are yet to be searched to the end."""
         return not self.done and self.seconds < math.inf
 
     def asked(self, known_s: float) -> float:
-        """The seconds, known from now on, and told: where nothing else is near, this is the first answer there is."""
+        """What `ask` returned; the first call asks. The best step time is told then: it may be the first answer that there is."""
         if math.isinf(self.seconds):
             self.seconds = self.ask(known_s)
             self.tell(min(known_s, self.seconds))
         return self.seconds
 
     def searched(self, alone_s: float) -> float:
-        """The seconds, of the best one where they promise to be far below `alone_s`, those of the best plan of one stage so far."""
+        """Step time of the best known pipeline. Pipelines are searched to the end, once, where the glance was faster than `alone_s`, the best
+        step of one stage, by more than WINS."""
         if not self.done and self.seconds < alone_s * (1 - WINS):
             self.done, self.seconds = True, min(self.seconds, self.search(alone_s))
         return self.seconds
 
 
 def nowhere() -> Elsewhere:
-    """Where there are no plans of several stages."""
+    """For a search without pipelines."""
     return Elsewhere(lambda known_s: math.inf)
 
 
 def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: float, elsewhere: Elsewhere) -> Look:
-    """A glance at every mesh with the blocks run again that `planner` has; `alone_s` is the fastest step of one stage that is known."""
+    """A glance at every mesh, under the rematerialisation that `planner.remat` says; `alone_s` is the fastest known step of one stage."""
     known_s = min(alone_s, elsewhere.seconds)
     if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
-        elsewhere.asked(known_s)  # recipes say little
+        elsewhere.asked(known_s)  # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
     look = Look(planner, timer, elsewhere, alone_s)
     look.glance(meshes)
     return look
@@ -78,7 +90,8 @@ def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: 
 
 @dataclass(eq=False)
 class Look:
-    """A search as far as it has come: the fastest step of one stage that is known, the first look at each mesh (`seen`), answers that were honed, and what is proven of each mesh."""
+    """The state of the search over meshes: the fastest known step of one stage (`alone_s`), the glance at each mesh (`seen`), the improved
+    solutions (`honed`), and the proven lower bounds in seconds, one per mesh."""
 
     planner: Planner
     timer: Timer
@@ -89,9 +102,11 @@ class Look:
     bounds: list[float] = field(default_factory=list)
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
-        """Hone what is nearest to the best; then solve what promises better than that, than `alone_s`, which other plans of one stage take by now, and than what is
-        `elsewhere`, the most promising first, and hone those answers too; nothing is begun after `until` (time.monotonic) where more is to be looked for elsewhere. The best of all and the
-        least that is proven of any mesh."""
+        """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the lowest bound of any mesh, in seconds.
+
+        `alone_s` is the fastest step of one stage that the caller knows by now. Where pipelines are yet to be searched, nothing is begun after
+        `until` (time.monotonic).
+        """
         self.alone_s = min(self.alone_s, alone_s)
         self.hone(until)
         self.solve(until)
@@ -100,21 +115,21 @@ class Look:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """The fastest solution that fits in memory."""
         return min((*self.fit, *self.honed), key=lambda c: c.cost.time_s, default=None)
 
     @property
     def known_s(self) -> float:
-        """The fastest step that is known, of one stage or of several."""
+        """The fastest known step, of one stage or of a pipeline."""
         return min(self.alone_s, self.elsewhere.seconds)
 
     @property
     def fit(self) -> list[Candidate]:
-        """First looks that fit."""
+        """The glances whose solution fits in memory."""
         return [first for first in self.seen if first.peak_bytes is not None]
 
     def glance(self, meshes: Sequence[Mesh]) -> None:
-        """Look at all `meshes`, then at the best ones unfolded."""
+        """Glance at all `meshes`, then at the unfolded meshes (recipes.free.unfolded) of the best ones."""
         planner = self.planner
 
         def nearest() -> Iterator[Mesh]:
@@ -122,7 +137,7 @@ class Look:
 
         for sizes in chain(meshes, nearest()):
             if self.known_s < math.inf and self.timer.skips():
-                self.bounds.append(0.0)  # of what was not looked at nothing is proven
+                self.bounds.append(0.0)  # nothing is proven about the meshes that are left out
                 return
             planner.request.say(f"search on {times(sizes)}")
             look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
@@ -134,11 +149,11 @@ class Look:
                 self._know(self.seen[-1])
 
     def _until(self, until: float) -> float:
-        """Until when something may be begun."""
+        """The time (time.monotonic) after which nothing is begun: `until` only counts where pipelines are waiting for the rest."""
         return min(until, self.timer.ends_at) if self.elsewhere.waits else self.timer.ends_at
 
     def hone(self, until: float) -> None:
-        """Hone the best ones, unless what is elsewhere is far better."""
+        """Hone the best glances. Pipelines are asked first; where they are far faster, nothing here is near enough to the best to be honed."""
         self.elsewhere.tell(self.known_s)
         if any(self._promises(first) for first in self.seen):
             self.elsewhere.asked(self.known_s)
@@ -148,7 +163,7 @@ class Look:
         self.elsewhere.tell(self.known_s)
 
     def solve(self, until: float) -> None:
-        """Solve what may be better than what is known, to the end or `until` then."""
+        """Solve the meshes whose bound is below the best known step, the fastest glance first; what cannot be begun by `until` is left out."""
         until = self._until(until)
         for first in sorted(self.seen, key=lambda c: c.cost.time_s):
             if not self._promises(first) or self.timer.skips(until):
@@ -162,7 +177,7 @@ class Look:
                 self.honed += [here, *_honed(self.planner, [here], self.known_s, partial(self.timer.skips, until), min((each.cost.time_s for each in self.honed), default=math.inf))]
 
     def fill(self, until: float) -> None:
-        """Run no more blocks again than memory wants of what may become the best by that, the fastest first."""
+        """Let the fastest solutions run fewer blocks again, as far as memory allows."""
         known_s = self.alone_s
         for number, each in enumerate(sorted((*self.fit, *self.honed), key=lambda c: c.cost.time_s)[:MOST_HONED]):
             if number and self.timer.skips(self._until(until)):
@@ -173,37 +188,40 @@ class Look:
                 known_s = made.cost.time_s
 
     def _know(self, found: Candidate) -> None:
-        """There is such a plan, if it fits: what was not walked may not."""
+        """Remember the step time of a solution that fits; one whose memory was not walked (no `peak_bytes`) may not."""
         if found.peak_bytes is not None:
             self.alone_s = min(self.alone_s, found.cost.time_s)
 
     def _promises(self, first: Candidate) -> bool:
-        """Whether it may be better than what is known by more than prices tell apart."""
+        """Whether its mesh may have a plan that is faster than the best known one by more than CLOSE."""
         return first.solution.bound_s < self.known_s * (1 - CLOSE)
 
     def _solved(self, first: Candidate, until: float) -> Candidate:
-        """A first look solved to the end, or `until` then; where that does not fit it is the first look, with its bound."""
+        """The solution by integer programming, in the time until `until`; where that does not fit, the glance with the tighter bound."""
         request = self.planner.request
         solution = ilp.search(first.model.problem, time_limit_s=until - time.monotonic(), seed=request.seed, start=first.solution.choice, cutoff_s=self.known_s, gap=CLOSE)
         here = self.planner.counted(first.refined(solution))
-        if here.peak > request.limit_bytes:  # the glance had room for all that lives for a moment
+        if here.peak > request.limit_bytes:  # the Problem does not count temporaries, for which the glance happened to leave room
             return replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
         return here
 
 
 def _nearest(among: Sequence[Candidate], known_s: float) -> list[Candidate]:
-    """Those that may become the fastest, the fastest first."""
+    """The candidates that may become the fastest by honing, the fastest first."""
     return sorted((c for c in among if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
 
 
 def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[Mesh]) -> list[Mesh]:
-    """The meshes, unfolded, of what may become the fastest: those that are not among `meshes`."""
+    """The unfolded meshes of the candidates that may become the fastest, without those in `meshes`."""
     return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in _nearest(seen, known_s)) if sizes is not None and sizes not in meshes]
 
 
 def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, skips: Callable[[], bool], least_s: float = math.inf) -> list[Candidate]:
-    """Those that may become the fastest, honed: linear prices do not see what hides in which pass. Where another takes `least_s`, honed, or one of them,
-    one tangent says whether they may: whether more hides there where linear prices prove no less than that, else whether it comes near."""
+    """The candidates that may become the fastest, honed: the Problem's linear prices do not see which collectives hide in which pass.
+
+    Once some honed solution takes `least_s`, the others are honed only if one tangent step promises to get below that; where their bound
+    is below `least_s`, to come close (CLOSE) is enough.
+    """
     honed: list[Candidate] = []
     for each in _nearest(fit, known_s):
         if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):

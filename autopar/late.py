@@ -1,5 +1,7 @@
-"""Work on its way in the background: whole gradients that are being scattered and sums of them, so many bytes at a time. One rule for what runs (runtime.gradsync), for the
-simulation of it (simulate.rank) and for the memory that it takes (memory.backward, memory.buckets)."""
+"""When work in the background is waited for: reduce-scatters of whole gradients, and sums of them over replicas. The bytes that it holds are bounded.
+
+One rule, shared by what runs (runtime.gradsync), its simulation (simulate.rank) and its memory (memory.backward, memory.buckets).
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,39 @@ from autopar.layout import SOON
 
 
 class Late(Protocol):
-    """Work in parts, the first of which runs."""
+    """Background work of one or more parts (collectives), one after the other; the current part is running."""
 
     @property
     def nbytes(self) -> float:
-        """Bytes that are there until the part that runs is over."""
+        """Bytes that are held until the current part is over."""
 
     @property
     def more(self) -> bool:
-        """Whether another part is yet to begin."""
+        """Whether a part follows the current one."""
 
     def go_on(self) -> bool:
-        """Wait for that part and begin the next one, or end; whether there is more to do later."""
+        """Wait for the current part and begin the next one, if any; whether there is one."""
 
     def wait(self) -> None:
-        """Wait for that part, and do no more."""
+        """Wait for the current part and begin nothing more."""
 
 
 Kind = TypeVar("Kind", bound=Late)
 
 BUCKETS = 2
-"""So many buckets of whole gradients that are scattered may wait behind those of a block."""
+"""How many buckets of whole gradients may wait for their scatter beside those of a block."""
 
 
 class Queue(Generic[Kind]):
-    """Late work, oldest first. What one unit adds goes on when a later one has added `limit_bytes` behind it: a block's scatters hide under all of
-    its backward, and whole gradients of hardly more than one block are there. What has another part to begin goes on when as much is behind it as its unit has added and as the largest in
-    front of it has, at least SOON of that limit: the parts of small blocks have a block's time each, and are not all left for the end. The other part then waits as if the later unit had
-    added it."""
+    """Background work, oldest first. Each entry belongs to a unit (a block); what the current unit has added is never waited for.
+
+    An entry on its last part is waited for once more than `limit_bytes` were added behind it. A block's scatters can thus hide under the
+    whole backward of the next one, and hardly more than one block's whole gradients are held.
+
+    An entry with another part to begin goes on earlier: once the bytes behind it exceed both what its unit has added and the largest entry
+    in front of it, and at least SOON * `limit_bytes`. Each part of a small block then has the time of one block, instead of all being left
+    for the end of the backward. The next part joins the end of the queue, as work of the current unit.
+    """
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
@@ -46,7 +53,7 @@ class Queue(Generic[Kind]):
         self._unit = _Unit(None)
 
     def add(self, late: Kind, unit: Any) -> None:
-        """One more, which belongs to `unit`; what must not wait any longer goes on."""
+        """Append one entry of `unit`, and let those go on that must not wait any longer."""
         if self._unit.of != unit:
             self._unit = _Unit(unit)
         self._unit.nbytes += late.nbytes
@@ -55,17 +62,17 @@ class Queue(Generic[Kind]):
             self._go_on(number)
 
     def drain(self) -> None:
-        """Finish everything, part by part."""
+        """Finish all entries, all their parts included."""
         while self.waiting:
             self._go_on(0)
 
     def drop(self) -> None:
-        """Nothing of it is wanted; what runs is waited for, since all ranks take part in it."""
+        """Abandon all entries. Their current parts are still waited for: they are collectives, in which the other ranks take part."""
         while self.waiting:
             self.waiting.popleft()[0].wait()
 
     def _due(self) -> int:
-        """The oldest one that goes on now that another one has come; -1 for none."""
+        """The position of the oldest entry that must go on now; -1 where there is none."""
         behind_bytes, largest_bytes = sum(late.nbytes for late, _ in self.waiting), 0.0
         for number, (late, unit) in enumerate(self.waiting):
             behind_bytes -= late.nbytes
@@ -84,7 +91,7 @@ class Queue(Generic[Kind]):
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """What adds work, `of` which block; and how many bytes it has added."""
+    """What adds entries (`of` names the block), and how many bytes it has added so far."""
 
     of: Any
     nbytes: float = 0.0

@@ -19,12 +19,12 @@ from autopar.search import ilp
 from autopar.text import near, times
 from autopar.timer import Timer
 
-FULL = 0.9  # of memory: what uses more may have been pushed there
-RECIPE_S = 0.6  # seconds for one recipe on one mesh: what it leaves open is settled within microseconds of its step
+FULL = 0.9  # share of the memory limit: a plan that uses more may be slower than it would be with more memory
+RECIPE_S = 0.6  # seconds at most to solve one recipe on one mesh; the choices that a recipe leaves open hardly change its step time
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """The meshes on which a recipe is tried: as many axes as it has roles, or may have."""
+    """The meshes on which a recipe is tried: `fixed` if the recipe can use it, else three for each number of axes that the recipe allows."""
     if fixed is not None:
         return [fixed] if recipe.roles_on(len(fixed)) else []
     meshes = cluster.meshes(max_axes=max(1, len(recipe.roles)))
@@ -33,7 +33,7 @@ def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) 
 
 
 def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
-    """Why a recipe cannot split the batch on a mesh, where it is one that splits samples; empty where it can, or nothing has a batch."""
+    """Why a recipe that splits samples cannot split the batch on a mesh; empty where it can, where it splits none, or no input has a batch."""
     ways = math.prod(size for role, size in zip(recipe.roles_on(len(sizes)), sizes, strict=True) if role in roles.BY_SAMPLE)
     batches = [op.call.outs[0].sizes[0] for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
     if not batches or not all(size % ways for size in batches):
@@ -58,7 +58,11 @@ def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], st
 
 
 def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate | None, list[Alternative]]:
-    """Price the recipes (or only the one that was asked for); the best of them, and a line for each. Where some plan `fits`, or one was found that does, only while there is time."""
+    """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and mesh.
+
+    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Raises PlanError for an unknown recipe, and
+    for one that the model or the mesh cannot use.
+    """
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
         known = (*RECIPES, *PIPELINES, *OFFLOADS)
@@ -88,7 +92,10 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
 
 
 def _priced(planner: Planner, recipe: Recipe, sizes: tuple[int, ...], limit_s: float) -> Candidate:
-    """A recipe on one mesh; settled where it is not short of memory. Raises InfeasibleError where it does not fit."""
+    """A recipe on one mesh. One that is not short of memory is noted in `planner.settled`: running blocks again would not make it faster.
+
+    Raises InfeasibleError where it does not fit.
+    """
     planner.request.say(f"recipe {recipe.name} on {times(sizes)}")
     found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit_s))
     if found.peak < FULL * planner.request.limit_bytes:

@@ -1,6 +1,8 @@
 """Plans of one stage and one microbatch: price every recipe, search every mesh, keep the best.
 
     read the graph -> options per axis size -> clusters -> for each mesh a Problem -> recipes and search -> Plan
+
+Where memory is short, all this is done at each level of rematerialisation (problem.remat.LEVELS) that may help.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
 
 def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer | None = None, **about: Any) -> Plan:
-    """As `plan`, of the graph that `planner` has read; what it has priced before is not priced again. Without a `timer` it has the time of the request."""
+    """As `plan`, with the graph that `planner` has read and the prices that it has cached.
+
+    `elsewhere` are the pipelines that these plans compete with, if there are any. Without a `timer` the time limit is the request's.
+    """
     timer = timer or Timer(planner.request.time_limit_s)
     _check_mesh(planner.request)
     _check_search(planner)
@@ -52,14 +57,18 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
     about = {**about, "notes": (*about.get("notes", ()), *best.notes)}
     free = planner.request.remat == "auto"
     proven_s = min(level.bound_s for level in levels.looked) if levels.closed and not (free and best.found.remat) else 0.0
-    made = finish(planner, best.found, proven_s, tried, about)  # bounds are of the levels; nothing is proven of all that could be kept, nor of some blocks run again
+    # a bound holds for plans of one level: where results may be kept otherwise, or only some of the blocks run again, nothing is proven
+    made = finish(planner, best.found, proven_s, tried, about)
     return replace(made, notes=timer.noted(made.notes))
 
 
 @dataclass(eq=False)
 class _Level:
-    """What is priced with blocks run again at one level: recipes (the best one, a line in `tried` for each), the free search as far as it has come, what runs them `partly` again, and in
-    the end the best of all (`found`), what is to be said of it, and a bound."""
+    """The plans at one level of rematerialisation.
+
+    `recipe` is the best named strategy, `tried` has a row for each; `look` is the state of the free search; `partly` the best plan that runs
+    only some blocks again. After `finish`, `found` is the best of all, with `notes` for the plan and a bound in seconds (`bound_s`).
+    """
 
     name: str
     planner: Planner
@@ -76,7 +85,7 @@ class _Level:
 
     @property
     def fastest(self) -> Candidate | None:
-        """The fastest so far that fits."""
+        """The fastest Candidate so far that fits."""
         each = (self.found, self.recipe, self.partly, self.look.best if self.look is not None else None)
         return min((one for one in each if one is not None), key=lambda one: one.cost.time_s, default=None)
 
@@ -86,7 +95,7 @@ class _Level:
         return _seconds(self.fastest)
 
     def begin(self, alone_s: float) -> None:
-        """A first look, given the fastest step of one stage that is known; the recipes before it where none is."""
+        """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the recipes are priced first."""
         if math.isinf(alone_s) or not _looks(self.planner.request):
             self.name_recipes(alone_s)
         if _looks(self.planner.request):
@@ -95,8 +104,11 @@ class _Level:
                 self.run_partly_again(alone_s)
 
     def run_partly_again(self, alone_s: float) -> None:
-        """Look for what runs no more blocks again than memory wants, with choices made for that, on the best meshes, in half of all the time that there is; on all
-        of them where nothing fits yet."""
+        """Search the best meshes for plans that run only as many blocks again as memory requires, with choices made for that (partly.by_bytes).
+
+        Takes no more than half of the whole time limit, unless no plan that fits is known yet. If then no mesh has a glance either, it goes
+        through all of them.
+        """
         seen = sorted(self.look.seen, key=lambda first: first.cost.time_s) if self.look is not None else []
         for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (_meshes(self.planner) if math.isinf(alone_s) else []):
             below_s = min(alone_s, self.fastest_s)
@@ -112,7 +124,8 @@ class _Level:
         self.tried = tried if self.name == self.planner.request.remat_level else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
 
     def finish(self, alone_s: float, until: float) -> None:
-        """All that there is at this level, given the fastest step of one stage that is known; nothing is begun after `until` where stages are to be looked for."""
+        """Complete the recipes and the search, and set `found`, `notes` and `bound_s`. `alone_s` is the fastest known step of one stage; where
+        pipelines are yet to be searched, nothing is begun after `until` (time.monotonic)."""
         planner, request = self.planner, self.planner.request
         planner.remat, found = self.remat, None
         if self.tried is None:
@@ -128,25 +141,27 @@ class _Level:
 
 @dataclass(eq=False)
 class _Levels:
-    """All levels at which blocks may be run again, as far as there is something to win there: `looked` at in order, with a line in `full` for each at which nothing fits.
+    """The levels of rematerialisation, tried in order while they promise something: those that were `looked` at, and a row in `full` for each
+    at which nothing fits.
 
-    While devices are short of memory one after the other is looked at before anything is solved, so that there is a good answer early; then what there is at each is found, the
-    most promising first."""
+    While devices are short of memory, the next level is glanced at before anything is solved, so that there is a good answer early. Then the
+    levels are finished, the most promising first.
+    """
 
     planner: Planner
     elsewhere: Elsewhere
     timer: Timer
     looked: list[_Level] = field(default_factory=list)
     full: list[Alternative] = field(default_factory=list)
-    roomy: bool = False  # whether devices are not short of memory, so that nothing is won by running blocks again
+    roomy: bool = False  # whether devices turned out not to be short of memory, so that more rematerialisation gains nothing
 
     @property
     def closed(self) -> bool:
-        """Whether what is proven at the levels that were looked at is so of all plans: not where it was too late for others, or some blocks may be run again."""
+        """Whether the bounds of the levels that were looked at hold for all plans: no other level can be better."""
         return self.roomy or len(self.planner.open_levels) == 1
 
     def search(self) -> None:
-        """Until there is nothing to win."""
+        """Go through the levels until the rest promises nothing, or time is up."""
         begun: list[_Level] = []
         for name in self.planner.open_levels:
             if self._enough(name):
@@ -168,7 +183,7 @@ class _Levels:
 
     @property
     def fastest(self) -> Candidate | None:
-        """The fastest so far that fits."""
+        """The fastest Candidate so far that fits, of all levels."""
         return min((level.fastest for level in self.looked if level.fastest is not None), key=lambda one: one.cost.time_s, default=None)
 
     @property
@@ -178,7 +193,7 @@ class _Levels:
 
     @property
     def answer(self) -> _Level | None:
-        """The level with the fastest plan; the first of those of which prices do not tell which is."""
+        """The level with the fastest plan; of levels that differ by less than SIMPLER, the first."""
         best: _Level | None = None
         for level in self.looked:
             if _seconds(level.found) < (_seconds(best.found) * (1 - SIMPLER) if best is not None else math.inf):
@@ -186,7 +201,7 @@ class _Levels:
         return best
 
     def _enough(self, name: str) -> bool:
-        """Whether there is nothing to win at a level, or no time for it."""
+        """Whether a level promises no faster plan than is known, or there is no time for it."""
         best = self.fastest
         if best is None:
             return False
@@ -202,21 +217,21 @@ def _seconds(found: Candidate | None) -> float:
 
 
 def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer, **about: Any) -> Plan:
-    """The fastest plan of the free search, with no more run again than it takes to fit, at one of the levels `open_`. Raises InfeasibleError
-    where none that fits is faster than `known_s`."""
+    """A plan of the free search that is faster than `known_s`, at the first of the levels `open_` that has one. Raises InfeasibleError where none
+    that fits is faster."""
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
         found, bound_s = first_look(planner, _meshes(planner), timer, known_s, nowhere()).finished(known_s)
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
-            break  # not for want of memory
+            break  # nothing failed for want of memory, so that more rematerialisation would not help
     raise InfeasibleError(f"no plan that fits is faster than {seconds(known_s)}")
 
 
 def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -> Iterator[str]:
-    """Those of the levels `among` at which something may fit, with the blocks run again in all that `planner` prices; a line in `tried` for each of the
-    others. A level that was asked for is always tried: its plans say what each of them lacks."""
+    """The levels of `among` at which something may fit; `planner` prices at a level while it is the current one. The others get a row in `tried`.
+    A level that the user asked for is always tried: its plans say how much memory each lacks."""
     request = planner.request
     for level in among:
         planner.remat = planner.levels(level)
@@ -229,10 +244,13 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether more memory would make the best plan's mesh faster than prices tell apart, by its Problem: that of the search, where `best` is a recipe among others. What is
-    fastest there may be as small as that for all its Problem counts, and not fit as it runs."""
+    """Whether the best plan's mesh would have a faster plan (by more than prices tell apart) if devices had more memory.
+
+    Decided by the Problem of the free search on that mesh, also where `best` is a recipe that competes with the search. Its fastest solution
+    without a limit is walked too: it may fit by what the Problem counts, and not as it runs.
+    """
     problem = best.model.problem
-    room_bytes = FULL * problem.memory_limit_bytes  # what lives for a moment may have left it less than the device has
+    room_bytes = FULL * problem.memory_limit_bytes  # may be less than the device has, to leave room for temporaries
     if not planner.missing_bytes and best.cost.memory_bytes < room_bytes:
         return False
     free = best.model
@@ -291,12 +309,12 @@ def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candid
 
 
 def _looks(request: Request) -> bool:
-    """Whether the search is the free one that looks at everything before it solves anything."""
+    """Whether the request is for the default search, which glances at all meshes before it solves any (bestfirst)."""
     return request.recipe is None and _search_of(request) is ilp.search
 
 
 def _search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
-    """Another search than that over all meshes; the best answer and the least proven bound over the meshes that were searched."""
+    """A search that was asked for by name or function, on every mesh in turn: the best answer, and the lowest proven bound of all meshes."""
     request = planner.request
     search, meshes = _search_of(request), _meshes(planner)
     found: Candidate | None = None

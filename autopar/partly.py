@@ -1,10 +1,12 @@
-"""How much of its blocks a plan of one stage and one microbatch runs again: what they keep, and how many of them, no more than memory wants.
+"""Partial rematerialisation of a plan of one stage and one microbatch: which results blocks keep, and how many blocks are run again.
 
-A level says what all blocks keep that are run again, and runs all of them again. Between that and nothing there are, for every corner of seconds against bytes under the choices of an
-answer (problem.frontier), the first n of the N blocks of a run (`Stage.again`): they take n/N of the seconds that running all of them again takes, and of the bytes that it saves. What fits
-does so by both counts: that of the Problem, of which this is a mixture, and the walk over the program as it runs.
+A level (problem.remat.LEVELS) fixes what blocks keep and runs all of them again. In between, the first n of the N blocks of a run can be run
+again (`Stage.again`), and what they keep can be any corner of the trade-off of seconds against bytes (problem.frontier). Running n blocks
+again is priced at n/N of the seconds that all N take, and saves n/N of the bytes. A plan has to fit by two counts: that of the Problem,
+interpolated so, and the walk over the program as it runs.
 
-Choices for it are made by what bytes are worth: with no limit, each byte costs what running all blocks again takes for it.
+`filled` does this for given choices. `by_bytes` also makes the choices: it solves a Problem without a memory limit in which every byte costs
+the seconds that running all blocks again would take to save it.
 """
 
 from __future__ import annotations
@@ -26,27 +28,29 @@ from autopar.recipes.free import space
 from autopar.search import ilp
 
 BETTER = 1e-9
-"""Relative: what is less is the rounding of sums."""
+"""Relative: smaller differences of seconds are rounding."""
 
 DEARER = (1.0, 4.0, 16.0)
-"""Times what running blocks again takes for a byte: where memory is so short that this is not enough choices with less bytes are made."""
+"""Factors on the price of a byte, tried in order: where memory is very short, choices that take fewer bytes have to be made."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """What the blocks of a run keep that are run again, and how many of them are: the first ones."""
+    """How one run of blocks is run again: the first `count` blocks are, and keep the results of the nodes `kept`."""
 
     kept: tuple[str, ...]
     count: int
 
 
 Ways = Mapping[str, Way]
-"""By scope of blocks."""
+"""The Way of each run of blocks, by scope."""
 
 
 def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Candidate:
-    """`found`, or the same choices with as few of its blocks run again, and with as much kept of them, as makes them fastest within memory, where that is faster. That is
-    not looked for where blocks are to be run again at a level that was asked for, and where nothing of it may take less than `below_s`."""
+    """`found`, or the same choices with fewer blocks run again or more results kept, as is fastest within memory.
+
+    Nothing is looked for where the user asked for a level of rematerialisation, or where no way could take less than `below_s`.
+    """
     if not found.remat or planner.request.remat != "auto":
         return found
     filling = _Filling(planner, found)
@@ -56,8 +60,11 @@ def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Can
 
 
 def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limit_s: float) -> Candidate | None:
-    """The answer of the free search on a mesh with no limit of memory, but a price of bytes: what running all blocks again takes for each, as `planner` has them, and more where what comes of that
-    does not fit; `filled` then. None where nothing fits, or takes less than `below_s`. Each Problem may take `time_limit_s`."""
+    """The free search on a mesh with a price of bytes in place of a memory limit (see the module docstring), filled.
+
+    Higher prices (DEARER) follow while the result does not fit. None where nothing fits, or nothing may take less than `below_s`. Each Problem
+    is solved in at most `time_limit_s`.
+    """
     level = planner.model(sizes, space(sizes), "search")
     again, roomy = level.with_limit(math.inf).problem, level.plainly.with_limit(math.inf).problem.barred(level.problem)
     first = ilp.glance(roomy, time_limit_s=time_limit_s, cutoff_s=below_s)
@@ -75,7 +82,7 @@ def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limi
 
 
 def _whole(planner: Planner, level: Model, choice: tuple[int, ...]) -> Candidate:
-    """The Candidate with these choices in which all blocks are run again whole, whether it fits or not."""
+    """The Candidate with these choices in which all blocks are run again and keep nothing, whether it fits or not."""
     mesh, remat = level.prices.mesh, planner.levels("full")
     timed = partial(step_cost, forward=planner.forward(mesh))
     model = rematerialised(level.plainly, planner.forward(mesh), remat)
@@ -84,7 +91,7 @@ def _whole(planner: Planner, level: Model, choice: tuple[int, ...]) -> Candidate
 
 @dataclass(eq=False)
 class _Filling:
-    """The ways to run the blocks of a Candidate again under its choices."""
+    """The search for the fastest Ways to run the blocks of a Candidate again; its choices of layouts stay."""
 
     planner: Planner
     found: Candidate
@@ -102,17 +109,20 @@ class _Filling:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a step in which nothing is run again, which no way takes less than."""
+        """Seconds of a step in which nothing is run again: a lower bound for all ways."""
         return self._cost({}).time_s
 
     @property
     def all(self) -> Ways:
-        """All blocks, as the Candidate has them."""
+        """The Candidate's own Ways, with all blocks run again."""
         return {scope: Way(tuple(kept), self._blocks(scope)) for scope, kept in self.found.remat.items()}
 
     def fastest(self) -> Ways:
-        """Run by run, the first of which has all the room that there is; all of them where nothing that fits is faster, and these may not fit. What is fastest by its count alone is walked first,
-        as long as it is faster than what fits by then."""
+        """The fastest Ways that fit, found greedily: run after run, each of which takes what room the runs before it leave.
+
+        For each corner of what a run may keep, the Problem's count gives the fewest blocks; corners are walked in order of the step time
+        that this gives, while they promise to beat the best that fits. Where nothing fits and is faster it is `all`, which may not fit.
+        """
         best = dict(self.all)
         for scope in best:
             corners = choices(self.plain, self.forward, self.found.solution.choice, scope).corners
@@ -126,24 +136,24 @@ class _Filling:
         return best
 
     def made(self, ways: Ways) -> Candidate:
-        """The Candidate that runs its blocks again so."""
+        """The Candidate under `ways`, with its Problem, cost and peak."""
         walked = self._walked(ways)
         model = rematerialised(self.plain, self.forward, walked.remat).with_limit(self.found.model.problem.memory_limit_bytes)
         return replace(walked, model=model, solution=replace(self.found.solution, bound_s=0.0, optimal=False), cost=self.cost(ways))
 
     def fits(self, ways: Ways) -> bool:
-        """Whether a device has room for it, by both counts."""
+        """Whether `ways` fit in memory by both counts: the Problem's and the walk's."""
         limit_bytes = self.planner.request.limit_bytes
         return self.cost(ways).memory_bytes <= limit_bytes and self._walked(ways).peak <= limit_bytes
 
     def _walked(self, ways: Ways) -> Candidate:
-        """The Candidate with its blocks run again so, and its peak, but for what that costs."""
+        """The Candidate under `ways` with its peak; Problem and cost are still those of `found`."""
         remat = {scope: way.kept for scope, way in ways.items() if way.count}
         again = {scope: ways[scope].count for scope in remat if ways[scope].count < self._blocks(scope)}
         return self.planner.counted(replace(self.found, remat=remat, again=again))
 
     def cost(self, ways: Ways) -> Cost:
-        """What a step costs: of each run as much of the way from no block run again to all of them as it has of them."""
+        """The Cost of a step under `ways`: interpolated, for each run, between none and all of its blocks run again."""
         remat: dict[str, tuple[str, ...]] = {}
         found = before = self._cost(remat)
         for scope, way in ways.items():
@@ -155,7 +165,7 @@ class _Filling:
         return found
 
     def _cost(self, remat: Mapping[str, tuple[str, ...]]) -> Cost:
-        """What a step costs in which all blocks of these runs are run again, and no others."""
+        """The Cost of a step in which all blocks of the runs in `remat` are run again, and no others; found once."""
         key = tuple(remat.items())
         if key not in self._costs:
             self._costs[key] = step_cost(rematerialised(self.plain, self.forward, remat), self.found.solution.choice, self.forward)
@@ -165,14 +175,18 @@ class _Filling:
         return self.planner.program.runs[scope].count
 
     def _counted(self, ways: Ways, scope: str, kept: tuple[str, ...]) -> int | None:
-        """How many blocks of a run must be run again at least, where they keep that, by the count of the Problem alone; None where not even all of them are enough."""
+        """The fewest blocks of a run that have to be run again if these keep `kept`, by the Problem's count; None where not even all are enough."""
         limit_bytes, last = self.planner.request.limit_bytes, self._blocks(scope)
         found = bisect_left(range(last + 1), True, key=lambda count: self.cost({**ways, scope: Way(kept, count)}).memory_bytes <= limit_bytes)
         return found if found <= last else None
 
     def _fewest(self, ways: Ways, scope: str, kept: tuple[str, ...], at_least: int) -> int | None:
-        """How many blocks of a run must be run again `at_least` or more where they keep that, with all others as they are; None where that is no faster. The more there are the less is held, but for the
-        last one, which is run again when all that is behind the blocks is there. The two counts are near each other: steps from `at_least` on double until there is room."""
+        """The fewest blocks of a run, `at_least` or more, with which `ways` fit by both counts if the blocks keep `kept`; None where that is not
+        faster than `ways`.
+
+        More blocks run again hold less, except for the last one: it runs again when everything behind the blocks is still there, so it is
+        tried by itself. The two counts are close, so the search goes up from `at_least` in doubling steps, then bisects.
+        """
         def fits(count: int) -> bool:
             return self.fits({**ways, scope: Way(kept, count)})
 

@@ -1,4 +1,7 @@
-"""What is the same for all meshes: the program, its clusters, their options, prices of operators; and one priced answer on one mesh."""
+"""The Planner: what all meshes have in common (the program, its clusters and their options, prices of operators), and the pricing of one mesh.
+
+A Candidate is one solution on one mesh, with its price and its peak of memory.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ from autopar.search import ilp
 from autopar.search.tangents import promises, roamed
 
 HONINGS = 3
-"""How often a Candidate is honed: again with the room that there is then, or with less where more lives for a moment than before."""
+"""Rounds of honing a Candidate at most: another one where the new choices leave more room in memory, or have larger temporaries and did not fit."""
 
 SURE = 0.02
-"""Relative: steps that take so much longer than their Problem thinks are compared with others in which less is to hide."""
+"""Relative: where a step takes longer than by its Problem's prices by more than this, choices with less communication to hide are tried too."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
@@ -53,7 +56,7 @@ _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks th
 
 @dataclass(eq=False)
 class Candidate:
-    """One priced answer on one mesh."""
+    """One solution on one mesh, with its price. `name` is the recipe, or "search"."""
 
     name: str
     mesh: Mesh
@@ -62,35 +65,39 @@ class Candidate:
     cost: Cost
     remat: Levels = field(default_factory=dict)
     again: Mapping[str, int] = field(default_factory=dict)  # by scope of `remat`: of how many blocks, where that is not all of them
-    peak_bytes: float | None = None  # at the peak of its fullest rank, once that was walked
+    peak_bytes: float | None = None  # of its fullest rank, by the memory walk (autopar.memory); None while that was not done
     timed: Callable[[Model, tuple[int, ...]], Cost] = field(default=lambda model, choice: model.problem.evaluate(choice))  # what a solution costs as it runs
-    short: bool = False  # whether its Problem has less room than the device, for what lives for a moment only
+    short: bool = False  # whether its Problem got a lower memory limit than the device has, to leave room for temporaries
 
     @property
     def peak(self) -> float:
-        """`peak_bytes` of one that was walked."""
+        """`peak_bytes`, which must be known."""
         assert self.peak_bytes is not None, "its memory was not walked"
         return self.peak_bytes
 
     @property
     def counted_bytes(self) -> float:
-        """Bytes per device by its Problem, which knows nothing of what lives for a moment only."""
+        """Bytes per device as its Problem counts them, which is without temporaries (what lives within an operator or between two of them)."""
         return self.model.problem.price(self.solution.choice).memory_bytes
 
     def refined(self, solution: Solution) -> Candidate:
-        """The same problem with another solution; where it is short of room, what that proves does not hold for all plans that fit."""
+        """The same Problem with another solution. Where the Problem was given less memory than the device has, its bound does not hold for all
+        plans that fit, so the bound of this Candidate is kept."""
         proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
         return replace(self, solution=proven, cost=self.timed(self.model, solution.choice))
 
     @property
     def plainly(self) -> Cost:
-        """What the same choices cost with nothing run again, whatever memory that takes."""
+        """The cost of the same choices without rematerialisation and without a memory limit."""
         return self.timed(self.model.plainly.with_limit(math.inf), self.solution.choice)
 
 
 @dataclass(eq=False)
 class Planner:
-    """Everything that is the same for all meshes: the program, its clusters, options by axis size, prices of operators and of their forward."""
+    """Everything that is the same for all meshes, found once: the program, its clusters, options by axis size, prices of operators.
+
+    `remat` is the one field that callers set: the rematerialisation under which everything is priced from then on.
+    """
 
     program: Program
     request: Request
@@ -105,16 +112,17 @@ class Planner:
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
     _ahead: dict[Mesh, ForwardPrices] = field(default_factory=dict)
     _made: dict[_Key, Model] = field(default_factory=dict)
-    on_devices: Planner | None = None  # where something is on the host: the same with all of it on the devices
+    on_devices: Planner | None = None  # where the request offloads to the host: the planner of the same without offloading
     _levels: dict[str, Levels] = field(default_factory=dict)
     _work: dict[str, Work] = field(default_factory=dict)
-    remat: Levels = field(default_factory=dict)  # the blocks that are run again in all that is priced
-    settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # recipes on meshes that have room to spare: nothing to run again for
-    missing_bytes: list[float] = field(default_factory=list)  # per device, of every mesh and recipe that was short of memory
+    remat: Levels = field(default_factory=dict)  # the blocks that are run again, and what they keep, in all that is priced
+    settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # (recipe, mesh) that are not short of memory: more rematerialisation gains nothing
+    missing_bytes: list[float] = field(default_factory=list)  # per device over the limit, for every mesh and recipe that was short of memory
 
     @staticmethod
     def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, planned: Mapping[str, Sequence[str]] | None = None) -> Planner:
-        """Read the graph at the planned sizes. The runtime algorithms of `planned` (by node) are among the options, whatever device they were planned for."""
+        """Read the graph at the planned sizes `hints`. The runtime algorithms that an existing plan uses (`planned`, by node) are among the
+        options, also where this device would not be offered them."""
         program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
         for op in program.ops.values():
             op.rules = request.rules
@@ -126,8 +134,7 @@ class Planner:
                        Kernels(device, replace(settings, mode="inference")), large(request.limit_bytes, planned or {}))
 
     def anew(self, request: Request) -> Planner:
-        """The same program for another request on the same cluster, with settings that differ at most in what is on the host; what was found so
-        far is shared."""
+        """The same program for another request on the same cluster; caches are shared. Its settings may differ in `offload` only."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
         other = replace(self, request=request, remat={}, missing_bytes=[], settled=set())
@@ -137,7 +144,7 @@ class Planner:
         return replace(other, _prices={}, _made={}, on_devices=self)
 
     def table(self, ways: int, *, placed: bool, tiled: bool = False) -> Table:
-        """Options of every Op on an axis of `ways` ranks, operator placements included where `placed`, large weights in tiles where `tiled`."""
+        """Options of every Op on an axis of `ways` ranks; with operator placements if `placed`, with weights gathered in tiles if `tiled`."""
         key = (ways, placed, tiled)
         if key not in self._tables:
             found = table_of(self.program, ways, self.sections, self.request.rules, self.tiles if tiled else untiled)
@@ -145,7 +152,7 @@ class Planner:
         return self._tables[key]
 
     def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
-        """Options of every cluster on an axis of `ways` ranks with that role; one rank cuts nothing."""
+        """Options of every cluster on an axis of `ways` ranks that a role allows; on an axis of one rank nothing is cut, whatever the role."""
         role = role if ways > 1 else roles.nothing
         if (role, ways) not in self._joints:
             table, allow = self.table(ways, placed=role is roles.anything, tiled=role in roles.GATHERING), role(ways)
@@ -158,12 +165,13 @@ class Planner:
         return any(joint.options[-1].split for i in inputs for joint in self.joints(roles.samples, ways)[i])
 
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
-        """The Problem of one mesh under one role per axis; with pipeline stages on several `places`, of the whole model on the first."""
+        """The Problem of one mesh with one role per axis, under `remat` and the request's memory limit. With several pipeline `places`: of the
+        whole model on the devices of the first place."""
         at = self.request.cluster.places(places, sizes)
         return self._model((at.mesh(0), tuple(used)), at.device(0), self.remat).called(name, self.request.limit_bytes)
 
     def _model(self, on: _On, device: Device, remat: Levels) -> Model:
-        """The Problem with the blocks of `remat` run again, made once."""
+        """The Problem under `remat` without a memory limit, made once. Offloading and rematerialisation are changes of the plain Problem."""
         key = on, tuple((scope, tuple(names)) for scope, names in remat.items())
         if key not in self._made:
             prices = self._priced(on[0], device)
@@ -184,25 +192,25 @@ class Planner:
         return self._prices[mesh]
 
     def forward(self, mesh: Mesh) -> ForwardPrices:
-        """Prices of the forward alone on a mesh of the device that the kernels are of."""
+        """Prices of the forward alone on a mesh of `kernels.device`."""
         if mesh not in self._ahead:
             self._ahead[mesh] = ForwardPrices(mesh, self.kernels.device, self.request.settings, self.forward_kernels)
         return self._ahead[mesh]
 
     @property
     def open_levels(self) -> tuple[str, ...]:
-        """The levels (problem.remat.LEVELS) at which blocks may be run again."""
+        """The levels of rematerialisation (problem.remat.LEVELS) that the request leaves open."""
         free = self.request.remat == "auto" and self.request.settings.training and self.program.runs
         return LEVELS if free else (self.request.remat_level,)
 
     def levels(self, level: str) -> Levels:
-        """What all blocks keep at one of problem.remat.LEVELS, found once."""
+        """By scope of blocks, what they keep at one of problem.remat.LEVELS; found once."""
         if level not in self._levels:
             self._levels[level] = levels(self.program, level)
         return self._levels[level]
 
     def again(self, level: str) -> list[str]:
-        """The Ops that run forward twice where all blocks are run again at `level`."""
+        """The Ops whose forward runs twice where all blocks are run again at `level`."""
         return [name for scope, names in self.levels(level).items() for name in rerun(self.program, scope, names).again]
 
     def work(self, level: str) -> Work:
@@ -212,17 +220,21 @@ class Planner:
         return self._work[level]
 
     def least_bytes(self) -> float:
-        """Bytes per device without which no plan of one stage and one microbatch can be."""
+        """Bytes per device that every plan of one stage and one microbatch needs, under `remat`."""
         return least_bytes(self.program, self.clusters, self.joints(roles.nothing, 1), self.request.cluster, self.request.settings, self.remat)
 
     def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
                   solve: Callable[[Problem], Solution], cutoff_s: float = math.inf) -> Candidate:
-        """Solve one mesh. Raises InfeasibleError when nothing fits, what lives for a moment counted too; that is not counted where
-        nothing faster than `cutoff_s` can be, and the answer is not as it runs either, in which more may hide than its Problem knows."""
+        """Solve one mesh: the best Candidate whose peak, temporaries included, is within the limit.
+
+        The Problem does not count temporaries, so it is solved again with a lower limit while the peak is too high (memory.within). Memory is
+        not walked (`peak_bytes` stays None) where neither the proven bound nor the answer's own step time is below `cutoff_s`.
+        Raises InfeasibleError when nothing fits.
+        """
         model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
 
         forward = self.forward(mesh)
-        bounds: list[float] = []  # the first one holds for all plans that fit, the next ones only where there is less room
+        bounds: list[float] = []  # the first one holds for all plans that fit, the others only under a lower limit
 
         def solved(limit_bytes: float) -> Candidate:
             here = model.with_limit(limit_bytes)
@@ -250,8 +262,12 @@ class Planner:
         return found
 
     def wary(self, found: Candidate, below_s: float, time_limit_s: float) -> Candidate:
-        """A Candidate, or where its step takes longer than its Problem thinks, in which more hides than does, the answer of the same with nothing hidden, if that takes
-        less and fits: but for the starts of buckets it takes no longer than those prices say. That is only looked for where it may take less than `below_s`."""
+        """`found`, or a faster Candidate that relies less on overlap.
+
+        Where a step takes longer than its Problem says (SURE), the Problem let more communication hide than does. The same Problem with all
+        communication exposed is an upper bound on the step, but for the starts of buckets; its solution replaces `found` where it is faster
+        and fits. It is only looked for where it may take less than `below_s`.
+        """
         problem, step_s = found.model.problem, found.cost.time_s
         if found.peak_bytes is None or step_s <= problem.price(found.solution.choice).time_s * (1 + SURE):
             return found
@@ -267,25 +283,25 @@ class Planner:
         return other if other.cost.time_s < step_s and self.counted(other).peak <= self.request.limit_bytes else found
 
     def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
-        """Whether some weight may be gathered in tiles, of which a Problem counts less than is there for a moment."""
+        """Whether some weight may be gathered in tiles: the peak then exceeds what the Problem counts by more than usual."""
         return any(role in roles.GATHERING and self.tiles(op, ways) for role, ways in zip(used, sizes, strict=True) for op in self.program.ops.values())
 
     def honed(self, found: Candidate, late: Callable[[], bool]) -> Candidate:
-        """The choices of a Candidate that fits, or those that descent by the price of a step (search.tangents) makes of them, where these fit; it ends early where it is `late`."""
+        """`found`, which fits, improved by descent on the price of a step as it runs (search.tangents), as long as that fits; ends early once `late`."""
         limit_bytes, forward = self.request.limit_bytes, self.forward(found.mesh)
         if found.model.prices.overlap == 0.0:
-            return found  # nothing hides, so that its Problem has the seconds of a step
+            return found  # nothing overlaps, so the Problem's prices are those of the step
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
         state = self._state(found)
-        price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # what is near is asked for again with other room
+        price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # rounds with other limits ask for the same choices again
         state.limit_bytes = -math.inf
         for _ in range(HONINGS):
             start, before_bytes = found.solution.choice, state.limit_bytes
             held_bytes = model.problem.price(start).memory_bytes
-            # as much as now lives for a moment only, or more
+            # leaves as much room as the temporaries take now, and what they took too much in a round before
             state.limit_bytes = max(held_bytes, limit_bytes - max(0.0, found.peak - held_bytes) - more_bytes)
             if more_bytes == 0.0 and state.limit_bytes <= before_bytes:
-                break  # it came of as much room
+                break  # the round before had at least as much room
             choice, seconds = roamed(state, start, price_s, late)
             if seconds >= found.cost.time_s:
                 break
@@ -297,7 +313,7 @@ class Planner:
         return found
 
     def promises(self, found: Candidate, below_s: float) -> bool:
-        """Whether a Candidate that fits, honed, may take less than so many seconds."""
+        """Whether honing a Candidate that fits may lead below `below_s`."""
         if found.model.prices.overlap == 0.0:
             return False
         state = self._state(found)
@@ -305,11 +321,11 @@ class Planner:
         return promises(state, found.solution.choice, below_s)
 
     def _state(self, found: Candidate) -> Passed:
-        """The passes of a Candidate's choices."""
+        """The state of the descent: a Candidate's choices, priced pass by pass (forward and backward)."""
         return Passed(Passing(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), late=False), found.solution.choice)
 
     def counted(self, found: Candidate) -> Candidate:
-        """With the bytes at the peak of its fullest rank."""
+        """`found`, with its `peak_bytes` walked."""
         made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat, found.again)
         found.peak_bytes = predict(self.program, made).peak_bytes
         return found
@@ -317,8 +333,11 @@ class Planner:
 
 def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None, again: Mapping[str, int] | None = None,
               cluster: Cluster | None = None) -> Plan:
-    """A plan of these decisions, with the blocks of `remat` run again, or of some scopes as many as `again` says, on the cluster that was asked for or `cluster`, which has its parts in
-    another order; without a prediction, the model's name and the graph's hash."""
+    """A plan of one stage with these decisions, without a prediction, the model's name and the graph's hash.
+
+    The blocks of `remat` are run again: all of a run, or as many as `again` says. `cluster` is the request's cluster with its parts in
+    another order, where that is wanted.
+    """
     request, ops = planner.request, planner.program.ops
     return Plan(
         model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,

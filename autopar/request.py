@@ -17,7 +17,7 @@ from autopar.text import near
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, beside the graph: everything that `compile` was asked."""
+    """What to plan for, beside the graph: the arguments of `compile`, checked. `time_limit_s` is in seconds."""
 
     cluster: Cluster
     settings: Settings = field(default_factory=Settings)
@@ -28,9 +28,9 @@ class Request:
     seed: int = 0
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None
-    memory_bytes: float | None = None  # that a plan may fill on each device; None: all that the device has to give
-    remat: str = "auto"  # which blocks are run again in the backward: one of problem.remat.LEVELS for all, "auto" as memory wants it
-    prove: bool = False  # as closely as can be what no plan beats, and not at a glance
+    memory_bytes: float | None = None  # limit of a plan's peak on each device; None: all the usable memory of the device
+    remat: str = "auto"  # rematerialisation: one of problem.remat.LEVELS for all blocks, or "auto", as much as memory requires
+    prove: bool = False  # whether to prove the best lower bound that can be proven (slow), not only the quick one
 
     def __post_init__(self) -> None:
         """Raises PlanError for an unknown level of remat."""
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def remat_level(self) -> str:
-        """The level that is asked for; "none" where that is left open, or nothing is trained."""
+        """The level of rematerialisation that was asked for; "none" where it is left open, and for inference."""
         return "none" if self.remat == "auto" or not self.settings.training else self.remat
 
     def say(self, what: str) -> None:

@@ -32,7 +32,7 @@ class Timer:
         return self.left_s <= 0
 
     def skips(self, until: float | None = None) -> bool:
-        """Whether it is too late (`until`: after that, of time.monotonic) for something promising, which is noted then."""
+        """Whether it is too late for something promising: time is up, or it is after `until` (time.monotonic). Sets `hurried` where it is."""
         late = self.late or (until is not None and time.monotonic() >= until)
         self.hurried = self.hurried or late
         return late

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 import sympy
 
 from autopar.cluster import Device, MeshAxis, Protocol, Span
-from autopar.cost.comm import LOCAL, Part, Way, fastest_ways, way_line
+from autopar.cost.comm import Part, Way, fastest_ways, way_line
 from autopar.cost.compute import VECTOR_DTYPE, best_factor, shape_factor, vector_bound
 from autopar.errors import PlanError
+from autopar.layout import LOCAL
 
 Size: TypeAlias = "int | sympy.Expr"
 Values: TypeAlias = "dict[sympy.Symbol, float]"

@@ -43,6 +43,14 @@ class Unit:
         return Unit(ways=self.ways)
 
 
+def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None:
+    """Count a weight that is gathered for an operator to the unit of the `block` that is walked, or to a unit of its own outside of blocks."""
+    unit = block if block is not None else Unit()
+    if not unit.storages:
+        units.append(unit)
+    unit.add(storage)
+
+
 def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> None:
     """Let the gathers of one direction, in their order, begin when the runtime begins them, the first ones at time `start` if that is given. A block that is walked has beside it what the
     one before it, which is not walked and almost as full, has."""

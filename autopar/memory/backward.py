@@ -9,7 +9,7 @@ from functools import partial
 from autopar.cost.memory import itemsize, rests_in
 from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, moving
-from autopar.memory.ahead import Unit, begin_ahead
+from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.book import Storage
 from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Blocks, Forward, Step, Value
@@ -116,13 +116,6 @@ class Backward:
         gathered, self.block = bool(self.block.storages), None
         return gathered
 
-    def _fetched(self, storage: Storage) -> None:
-        """A weight that is gathered for the block that is walked, or for an operator of the model itself."""
-        unit = self.block if self.block is not None else Unit()
-        if not unit.storages:
-            self.units.append(unit)
-        unit.add(storage)
-
     def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
         """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward needs."""
         self.book.step(f"{blocks.run.scope} run again")
@@ -130,7 +123,7 @@ class Backward:
         made = {storage: self.book.like(storage, self.book.now) for storage in needed}
         for storage in made.values():
             if storage.takes:
-                self._fetched(storage)
+                gather_into(self.units, self.block, storage)
         return made
 
     def _between(self, blocks: Blocks) -> None:
@@ -233,7 +226,7 @@ class Backward:
         if storage not in self.again:
             self.again[storage] = self.book.like(storage, self.book.now)
             if storage.takes:
-                self._fetched(self.again[storage])
+                gather_into(self.units, self.block, self.again[storage])
         return self.again[storage]
 
     def _gradient(self, op: Op, value: Value) -> Storage:

@@ -12,7 +12,7 @@ from functools import partial
 
 from autopar.codegen.edges import Edges, Pair, Reshard
 from autopar.layout import moving
-from autopar.memory.ahead import Unit, begin_ahead
+from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.book import Book, Storage
 from autopar.memory.local import Local
 from autopar.memory.moves import fresh, halfway, workspace
@@ -195,7 +195,7 @@ class Forward:
             left = forward
             if reshard.fetches(self.sizes):
                 storage.takes, left = (self._cast_bytes(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
-                self._fetched(storage)
+                gather_into(self.units, self.block, storage)
             self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref), staged=self.shares.on_cpu))
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
@@ -206,13 +206,6 @@ class Forward:
         """Bytes of what is made of a parameter before its gather begins: a cast of it on the rank."""
         turned = self.program.turn(ref)
         return self.shares.value(ref, self.shares.lies(ref).value) if any(op.target is CAST for op in turned) else 0.0
-
-    def _fetched(self, storage: Storage) -> None:
-        """A weight that is gathered for an operator of the block that is walked, or of the model itself."""
-        unit = self.block if self.block is not None else Unit()
-        if not unit.storages:
-            self.units.append(unit)
-        unit.add(storage)
 
     def _op(self, op: Op, steps: list[Step] | list[Step | Blocks]) -> None:
         ins = tuple(self.arrive(ref, self.shares.asked(op.name, i), "edge", op.scope, steps) for i, ref in enumerate(op.operands))

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
+from autopar.layout import LOCAL
 from autopar.profile.label import OP
 from autopar.runtime.marks import PREFIX
 
@@ -23,7 +24,6 @@ Key = tuple[object, ...]
 
 BACKWARD = "autograd::engine::evaluate_function: "
 OPTIMIZER = "Optimizer.step#"
-LOCAL = ("slice", "mask")
 
 
 def attributed(events: Sequence[Any], *, cuda: bool = False) -> dict[Key, float]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.decided import node_plan
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, show
 from autopar.plan import NodePlan, Plan
@@ -17,7 +18,7 @@ from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op
 from autopar.problem.pairs import pair
-from autopar.rules.language import Option, Use
+from autopar.rules.language import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +62,18 @@ def choice_of(model: Model, plan: Plan) -> tuple[int, ...]:
 def _chosen(cluster: Cluster, options: Sequence[Any], plan: Plan) -> int:
     for index, combo in enumerate(options):
         members = ((op, tuple(joint.options[m] for joint in combo)) for m, op in enumerate(cluster.members))
-        if all(_is(plan.nodes.get(op.name), per_axis) for op, per_axis in members):
+        if all(_is(plan.nodes.get(op.name), op, per_axis) for op, per_axis in members):
             return index
     raise PlanError(f"the plan's layout of {cluster.name} ({cluster.root.where}) is not among its options now: it was planned with "
                     "other rules; plan the model again")
 
 
-def _is(node: NodePlan | None, options: tuple[Option, ...]) -> bool:
-    if node is None or node.factors != tuple(o.factor for o in options):
+def _is(node: NodePlan | None, op: Op, options: tuple[Option, ...]) -> bool:
+    """Whether a plan says of `op` what it would say if these options, one per mesh axis, were chosen."""
+    if node is None or node.factors != tuple(o.factor for o in options):  # tells most options apart, and quickly
         return False
-    ins = [_column([o.ins[i] for o in options]) for i in range(len(options[0].ins))] if options else []
-    outs = [_column([o.outs[i] for o in options]) for i in range(len(options[0].outs))] if options else []
-    return list(node.ins) == ins and list(node.outs) == outs and node.runs == tuple(o.run for o in options)
-
-
-def _column(uses: Sequence[Use]) -> str:
-    return str(pair(tuple(uses)))
+    said = node_plan(op, options)
+    return (node.ins, node.outs, node.runs) == (said.ins, said.outs, said.runs)
 
 
 def find(model: Model, node: str) -> int:

@@ -54,8 +54,6 @@ class Answer:
     bound: float
     reduced: np.ndarray | None  # reduced costs of an LP at its optimum
     dual: np.ndarray | None  # and the dual values of its rows
-    build_s: float
-    solve_s: float
 
 
 class SolverError(AutoparError, RuntimeError):
@@ -89,10 +87,12 @@ def to_proto(model: Linear, *, integer: bool) -> model_pb2.ModelProto:
     return proto
 
 
-def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9,
-          hint: dict[int, float] | None = None) -> Answer:
-    """Solves `model` with one thread, in `time_limit_s` seconds (inf: however long it takes). Where GLOP ends without an answer that is as exact as it wants it, HiGHS is asked, which scales rows and
-    columns in other ways. Raises SolverError with OR-tools' own words when it fails."""
+def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9) -> Answer:
+    """Solve `model` with the solver `kind`, one thread and at most `time_limit_s` seconds (inf: no limit); `gap` is relative and only for `integer`.
+
+    Where GLOP gives up because its answer is not exact enough, HiGHS solves the model: it scales rows and columns differently. Raises
+    SolverError with the message of OR-tools when the solver fails.
+    """
     began = time.perf_counter()
     proto = to_proto(model, integer=integer)
     params = parameters_pb2.SolveParametersProto()
@@ -104,29 +104,23 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
         params.threads = 1
     if integer:
         params.relative_gap_tolerance = gap
-    model_params = model_parameters_pb2.ModelSolveParametersProto()
-    if hint is not None:
-        primal = model_params.solution_hints.add().variable_values
-        primal.ids.extend(hint)
-        primal.values.extend(hint.values())
-    built = time.perf_counter()
-    result = _call(proto, kind, params, model_params)
+    result = _call(proto, kind, params)
     if kind == GLOP and result.termination.reason in _IMPRECISE:
-        return solve(model, HIGHS, integer=integer, time_limit_s=time_limit_s - (time.perf_counter() - began), seed=seed, gap=gap, hint=hint)
-    return _answer(result, model, built - began, time.perf_counter() - built)
+        return solve(model, HIGHS, integer=integer, time_limit_s=time_limit_s - (time.perf_counter() - began), seed=seed, gap=gap)
+    return _answer(result, model)
 
 
-def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto,
-          model_params: model_parameters_pb2.ModelSolveParametersProto) -> result_pb2.SolveResultProto:
+def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto) -> result_pb2.SolveResultProto:
     name = parameters_pb2.SolverTypeProto.Name(kind)
     try:
-        return solver.solve(proto, kind, parameters_pb2.SolverInitializerProto(), params, model_params, None,
+        return solver.solve(proto, kind, parameters_pb2.SolverInitializerProto(), params,
+                            model_parameters_pb2.ModelSolveParametersProto(), None,
                             callback_pb2.CallbackRegistrationProto(), None, None)
     except StatusNotOk as error:
         raise SolverError(f"{name}: {error.status.message()}") from error
 
 
-def _answer(result: result_pb2.SolveResultProto, model: Linear, build_s: float, solve_s: float) -> Answer:
+def _answer(result: result_pb2.SolveResultProto, model: Linear) -> Answer:
     reason = result.termination.reason
     bounds = result.termination.objective_bounds
     values = reduced = dual = None
@@ -139,7 +133,7 @@ def _answer(result: result_pb2.SolveResultProto, model: Linear, build_s: float, 
         proven = found.dual_solution
         if proven.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
             reduced, dual = _dense(proven.reduced_costs, model.columns), _dense(proven.dual_values, model.rows)
-    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, reduced, dual, build_s, solve_s)
+    return Answer(_STATUS.get(reason, "limit"), values, objective, bounds.dual_bound, reduced, dual)
 
 
 def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, size: int) -> np.ndarray:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from autopar.cluster import Mesh
 from autopar.cluster.types import Device
 from autopar.codegen.edges import options
-from autopar.cost.comm import LOCAL, collective_s, group_bytes, step_s
-from autopar.layout import Step
+from autopar.cost.comm import collective_s, group_bytes, step_s
+from autopar.layout import LOCAL, Step
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
 from autopar.problem.inner import Wait

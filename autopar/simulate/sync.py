@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.cost.comm import LOCAL, collective_s, group_bytes, step_s
-from autopar.layout import BUCKET_BYTES, Step, most_elements
+from autopar.cost.comm import collective_s, group_bytes, step_s
+from autopar.layout import BUCKET_BYTES, LOCAL, Step, most_elements
 from autopar.pipeline.views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program

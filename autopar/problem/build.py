@@ -44,18 +44,18 @@ class Model:
     clusters: list[Cluster]
     choices: list[list[Choice]]
     members: list[list[Member]]  # of the clusters, under their choices
-    links: list[Link]  # behind the nets
+    links: list[Link]  # what each net stands for, in the order of the nets
     prices: Prices
-    plain: Problem | None = None  # where blocks are run again: the same without
+    plain: Problem | None = None  # the same Problem without rematerialisation, where `problem` has some
 
     @property
     def shared(self) -> int:
-        """How many nets, the first ones, it has whatever is run again."""
+        """The number of nets (the first ones) that do not depend on rematerialisation."""
         return len((self.plain or self.problem).nets)
 
     @cached_property
     def weights(self) -> dict[Ref, int]:
-        """Of each weight the first net, by number: one that is read and fed to blocks has several."""
+        """The number of the first net of each weight; a weight that is both read outside of blocks and fed to blocks has several."""
         found: dict[Ref, int] = {}
         for index, link in enumerate(self.links):
             if link.weight:
@@ -64,26 +64,26 @@ class Model:
 
     @property
     def plainly(self) -> Model:
-        """The same with nothing run again."""
+        """The same without rematerialisation."""
         return self if self.plain is None else replace(self, problem=self.plain, links=self.links[:self.shared], plain=None)
 
     def with_limit(self, limit_bytes: float) -> Model:
-        """The same with other room in memory."""
+        """The same with another memory limit."""
         return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=self.problem.with_limit(limit_bytes))
 
     def called(self, name: str, limit_bytes: float) -> Model:
-        """The same with another name and other room in memory."""
+        """The same with another name and another memory limit."""
         plain = None if self.plain is None else self.plain.with_limit(limit_bytes, name)
         return replace(self, problem=self.problem.with_limit(limit_bytes, name), plain=plain)
 
     def update_s(self, index: int, choice: int) -> float:
-        """Seconds that the Problem charges for a parameter, alone or with its turns, where its cluster has that choice: of the optimizer's step, or of
-        adding gradients up; 0 for other clusters."""
+        """The part of `cost_s` of cluster `index` under `choice` that is the update of a parameter: the optimizer's step, or the accumulation of
+        gradients. 0 for clusters without a parameter."""
         op = self.clusters[index].members[0]
         return self.prices.update_s(op, tuple([joint.options[0] for joint in self.choices[index][choice]])) if op.role == "param" else 0.0
 
     def updates_s(self, index: int) -> np.ndarray:
-        """The same for all choices of a cluster."""
+        """`update_s` of all choices of a cluster."""
         return np.array([self.update_s(index, choice) for choice in range(len(self.problem.nodes[index].cost_s))])
 
     def decode(self, choice: Sequence[int]) -> Decisions:
@@ -97,7 +97,7 @@ class Model:
 
 @dataclass(eq=False)
 class Frame:
-    """A Problem before it has numbers: what each cluster may choose on a mesh, and which values go from which to which."""
+    """A Problem without its prices: the choices of each cluster on a mesh, and the values that clusters read of each other."""
 
     program: Program
     clusters: list[Cluster]
@@ -132,8 +132,7 @@ class Frame:
 
 
 def rested(model: Model, prices: Prices) -> Model:
-    """`model` where other things are on the host: what parameters hold there and what their update takes is as `prices` of the same mesh say, all else
-    as it is."""
+    """`model` with other things offloaded to the host: memory and update of parameters follow `prices` (of the same mesh), all else is unchanged."""
     keeps = kept(model.clusters, model.links[0].program)
     nodes = {index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
              for index, (cluster, node) in enumerate(zip(model.clusters, model.problem.nodes, strict=True)) if cluster.members[0].role == "param"}
@@ -165,8 +164,8 @@ def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple
 
 
 def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
-    """For every combination of joint options, one per axis, whether it surely fits together: nothing of it has an algorithm, and no two axes cut the
-    same dim of a tensor. Parameters are never sure."""
+    """For every combination of joint options, one per axis, whether it fits together without a closer look (`fits_together`): none of them uses a
+    runtime algorithm, and no two axes cut the same dim of a tensor. Always False for clusters with a parameter."""
     if any(op.role == "param" for op in cluster.members) or not all(per_axis):
         return [False] * math.prod(map(len, per_axis))
     cuts = [np.array([_cut_dims(joint) for joint in joints]) for joints in per_axis]
@@ -182,7 +181,7 @@ def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
 
 
 def _cut_dims(joint: Joint) -> list[int]:
-    """Of each tensor of each member the dim that it cuts, -1 where none."""
+    """For each tensor of each member, the dim that the joint option cuts; -1 for none."""
     return [dim_of(use.value) if is_shard(use.value) else -1 for option in joint.options for use in (*option.ins, *option.outs)]
 
 

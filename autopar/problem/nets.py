@@ -1,6 +1,6 @@
-"""What a Problem's nets stand for: a value and who reads it; the seconds of its changes of layout, and the bytes that it keeps.
+"""Links: what the nets of a Problem stand for. A value and its readers, the seconds of its reshards, and the bytes that are kept because of it.
 
-The same for nodes: bytes that operators keep by themselves. Both ask `problem.saved` what is kept.
+Also the bytes of nodes: what operators keep by themselves. Both ask `problem.saved` what the backward keeps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from autopar.problem.types import Net, Use
 from autopar.rules.experts import INSIDE
 
 COPIES, LYING = "copies", "lying"
-"""What a net counts the bytes of: copies that its changes of layout make, and what lies as it is made."""
+"""Which bytes a net counts: the copies that its reshards make, and the value itself where a reader takes it in the layout that it is made in."""
 
 Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among the members)
 
 
 @dataclass(eq=False)
 class Link:
-    """One net before it has numbers: a value, who reads it, how often per step, and how: an edge, a feed, a carry. `rows` are the ways
-    in which its producer lays it, `columns` those in which readers want it; `row` and the columns of `uses` are by choice. `counts` are the bytes that it
-    counts; a link that `moves` nothing counts bytes alone (problem.holding)."""
+    """One net without its prices: a value and its readers.
+
+    `count` is how often per step it is read, `kind` how: "edge" (by operators), "feed" (into a run of blocks) or "carry" (from block to block).
+    `rows` are the layouts in which its producer may make it, `columns` those that readers may ask for; `row` and the columns of `uses` index
+    them by choice. `counts` says which bytes it counts. A link that does not `moves` has no reshards, only bytes (problem.holding).
+    """
 
     program: Program
     ref: Ref
@@ -62,25 +65,26 @@ class Link:
 
     @cached_property
     def ahead(self) -> bool:
-        """Whether a gather can begin ahead and a gradient be scattered behind (runtime.ahead)."""
+        """Whether its gathers can begin before their use and its gradient's scatters be waited for later (runtime.ahead, runtime.gradsync)."""
         return self.weight and not self.opening
 
     @property
     def again_ahead(self) -> bool:
-        """The same of a gather in the backward: something always runs in front of what reads the weight there, or its gather begins with the backward."""
+        """Whether its gathers in the backward can begin before their use: some operator's backward runs before that of its reader, or the gather
+        begins with the backward."""
         return self.weight and self.kind != "feed"
 
     @cached_property
     def opening(self) -> bool:
-        """Whether the value is a weight that `leads` and that no other weight is read before: it is gathered when nothing computes yet, and its gradient is there when nothing
-        computes any more. Others that lead are gathered behind it (runtime.ahead)."""
+        """Whether the value is the first weight that a forward reads (of those that `leads`): when it is gathered, nothing computes yet, and when its
+        gradient comes, nothing computes any more, so that neither can hide."""
         first = self.kind == "feed" or any(op.name == self.program.first_read for op, _ in self.readers)
         return first and any(self.leads)
 
     @cached_property
     def leads(self) -> Sequence[bool]:
-        """For each of the readers, whether the value is a weight of the model itself that is read in front of all blocks. One that blocks are fed is waited for before the first of
-        them, and its gradient comes behind the last of their backwards."""
+        """For each reader, whether the value is a weight outside of blocks that is read before all blocks. A weight that is fed to blocks counts as
+        one: it is waited for before the first block, and its gradient comes after the last backward of a block."""
         blocks = [name for run in self.program.runs.values() for name in run.ports]
         if not self.weight or not blocks or self.readers[0][0].scope:
             return (self.weight and self.kind == "feed",) * len(self.readers)
@@ -89,7 +93,7 @@ class Link:
 
     @property
     def last(self) -> float:
-        """Of a weight that blocks read: the share of its gradients that belongs to the block whose backward is the last one."""
+        """For a weight of a run of blocks: the share of its gradients that comes from the block whose backward is last; 0 for other values."""
         scope = self.readers[0][0].scope
         return 1.0 / self.program.runs[scope].count if self.weight and scope else 0.0
 
@@ -100,14 +104,14 @@ class Link:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """Of each row, whether an algorithm of the runtime makes the value wherever it lies so."""
+        """For each row, whether the value is the result of a runtime algorithm under all choices that lead to that row."""
         member = self.members[next(m for m, op in enumerate(self.cluster.members) if op.name == self.ref[0])]
         found = np.ones(len(self.rows), bool)
         np.logical_and.at(found, self.row, np.array(member.runs)[member.at])
         return found
 
     def asked_by(self, wanted: Callable[[Op, int], bool]) -> set[int]:
-        """The columns that the readers ask for of which (op, operand) is `wanted`, under any choice."""
+        """The columns that readers may ask for, under any choice, counting those readers whose (op, operand) is `wanted`."""
         return {column for (op, operand), use in zip(self.readers, self.uses, strict=True) if operand >= 0 and wanted(op, operand)
                 for column in use.column.tolist()}
 
@@ -153,7 +157,8 @@ def _link(program: Program, home: Home, clusters: Sequence[Cluster], members: Se
 
 
 def _rows(made: Member, output: int, first: Member) -> tuple[list[Pair], np.ndarray]:
-    """How a value lies where it is made, by choice; of a parameter also when its gradient is scattered, as the `first` member says."""
+    """The layouts in which a value may be made, and the index of each choice among them. For parameters these differ also by when the gradient is
+    scattered, which the `first` member of the cluster says."""
     ways = [pair(tuple([option.outs[output] for option in way])) for way in made.ways]
     if first.op.role != "param":
         return _distinct(ways, made.at)
@@ -162,15 +167,18 @@ def _rows(made: Member, output: int, first: Member) -> tuple[list[Pair], np.ndar
 
 
 def _distinct(pairs: Sequence[Pair], at: np.ndarray) -> tuple[list[Pair], np.ndarray]:
-    """The distinct ones of `pairs`, and which of them is where `at` has which of `pairs`."""
+    """The distinct `pairs`, and `at`, which indexes `pairs`, as an index of these."""
     found: dict[Pair, int] = {}
     index = np.array([found.setdefault(p, len(found)) for p in pairs])
     return list(found), index[at]
 
 
 def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.ndarray:
-    """Seconds per step of the reshards of a net, [rows, columns]; a weight is gathered again for the columns `again`, in the first block
-    of a run of blocks for the columns `first`, and a value may have no gradient there."""
+    """Seconds per step of the reshards of a net, [rows, columns].
+
+    A weight is gathered a second time, for the backward, for the columns `again`; in the first block of a run, for the columns `first` only,
+    since values that enter it may have no gradient.
+    """
     late = link.program.ops[link.ref[0]].late
 
     def once_s(columns: Sequence[Pair], twice: set[int]) -> np.ndarray:
@@ -185,8 +193,11 @@ def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.n
 
 
 def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> np.ndarray | float:
-    """The share that shows of what the reshards of a net cost, [rows, columns]: of weights, gathered so many `times`, in the background; all of the
-    others and of weights whose block nothing runs before."""
+    """The share of the cost of a net's reshards that is exposed whatever there is to hide under (Net.shown), [rows, columns].
+
+    Weights, gathered `times` times per step, move in the background, unless nothing computes before they are needed (`opening`). The cost of
+    other nets belongs to no group, so that their share does not matter (0).
+    """
     if not link.weight:
         return 0.0
     if link.opening:
@@ -202,8 +213,8 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
     saved = link.asked_by(lambda op, operand: (op.name, operand) in keeps.reads)
     fresh, held = prices.made_bytes(link.rows, link.columns, link.size_bytes)
     if link.weight:
-        # a gathered weight lives only while its block and the one before it run (runtime.ahead), so it counts twice, not once per block, and what comes
-        # on the way to it one block longer; one that is not gathered again stays
+        # a gathered weight lives while its block and the one before it run (runtime.ahead), so it counts twice and not once per block; intermediate
+        # results of its chain of gathers live one block longer; a weight that is not gathered again for the backward stays, once per block
         alive = 2 if link.readers[0][0].scope and link.count > 1 else 1
         halfway = (alive + 1 if alive > 1 else 1) * prices.halfway_bytes(link.rows, link.columns, link.size_bytes)
         return halfway + held * np.where([c in saved and c not in again for c in range(len(link.columns))], link.count, alive)
@@ -220,14 +231,14 @@ def bytes_alone(link: Link, keeps: Kept, prices: Prices) -> Net:
 
 
 def _owned(link: Link, keeps: Kept, prices: Prices) -> np.ndarray:
-    """Bytes per device of what the net holds where nothing moves, for each of its rows: the owners that it counts."""
+    """Bytes per device that the net counts where its reader takes the value as it is made, for each row: those of the owners (problem.saved)."""
     place = {op.name: m for m, op in enumerate(link.cluster.members)}
     found = np.zeros(len(link.rows))
     for owner, count in keeps.charges.get(link.way, ()):
         size = link.program.bytes_of(owner) * (count or link.count)
         if owner == link.ref:
             found += [prices.local_bytes(size, row.value) for row in link.rows]
-        else:  # a view may lie alike where its owner does not: the most that the owner can be
+        else:  # views with the same layout may have owners with different ones: count the largest
             own = link.members[place[owner[0]]]
             shares = np.array([prices.local_bytes(size, layout) for layout in own.lying(owner[1])])[own.at]
             np.maximum.at(most := np.zeros(len(link.rows)), link.row, shares)
@@ -239,7 +250,8 @@ def _owned(link: Link, keeps: Kept, prices: Prices) -> np.ndarray:
 
 
 def node_bytes(index: int, members: Sequence[Member], keeps: Kept, prices: Prices) -> np.ndarray:
-    """Bytes per device that cluster number `index` with these members holds under each choice: what rests, and what its operators keep by themselves."""
+    """Bytes per device that cluster number `index`, of these members, holds under each choice: parameters and their state, and what its operators
+    keep by themselves."""
     program, found = keeps.program, np.zeros(len(members[0].at))
     named = {member.op.name: member for member in members}
     own = [(ref, program.ops[ref[0]].count) for ref in keeps.own.get(index, ())] + keeps.given.get(index, [])
@@ -260,17 +272,18 @@ def node_bytes(index: int, members: Sequence[Member], keeps: Kept, prices: Price
 
 
 def _stays(member: Member, keeps: Kept) -> list[bool]:
-    """Under each way of a member whose results are kept, whether they stay: of a block that is run again, what has an algorithm of the runtime is too."""
+    """For each way of a member whose results are kept, whether they do stay: in a block that is run again, operators that use a runtime algorithm
+    run again too, so theirs do not."""
     return [not run or member.op.scope not in keeps.reruns for run in member.runs]
 
 
 def passing_bytes(members: Sequence[Member], prices: Prices) -> np.ndarray | None:
-    """Bytes per device that operators of a cluster have of weights while they run only, under each choice; None where that is nothing."""
+    """Bytes per device of weights that exist only while operators of a cluster run (gathered in tiles), under each choice; None where there are none."""
     found = [member.each(prices.passing_bytes, member.tiles) for member in members if any(member.tiles)]
     total = np.sum(found, axis=0) if found else np.zeros(1)
     return total if total.any() else None
 
 
 def lies(combo: Choice, member: int, output: int) -> Layout:
-    """How an output of a member lies under one choice."""
+    """The layout of an output of a member under one choice."""
     return tuple(joint.options[member].outs[output].value for joint in combo)

@@ -33,8 +33,8 @@ from autopar.text import gibibytes
 class Node:
     """One decision. `cost_s` (seconds per step) and `memory_bytes` (per device) have one entry per choice.
 
-    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (-1: none). `lane` is the lane
-    that each choice works in, -1 for all ranks (None: no choice has one): the lanes of one stretch work at the same time.
+    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (`group` -1: none can). `lane` says in which lane
+    each choice works, -1 for on all ranks (None: all choices do). The lanes of one stretch work at the same time, on different ranks.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Use:
 class Net:
     """One tensor: its producer, its readers and what each change of layout costs.
 
-    `row[c]` is the row of choice c of the producer. `cost_s[row, column]` in seconds per step, `memory_bytes` likewise.
-    `group` is the overlap group that the cost belongs to, -1 for cost that is always exposed. `shown` is the share of the
-    cost that shows whatever it could hide under: steps that compute waits for, and what collectives in the background take of compute.
+    `row[c]` is the row of choice c of the producer. `cost_s[row, column]` in seconds per step, `memory_bytes` likewise per device.
+    `group` is the overlap group in whose compute the cost can hide, -1 where it is always exposed. `shown` is the share of the cost that is
+    exposed in any case: steps that compute waits for, and the time by which background collectives slow compute down.
     """
 
     name: str
@@ -148,22 +148,23 @@ class Problem:
                 _check_net(net, self.nodes, self.groups)
 
     def with_limit(self, limit_bytes: float, name: str | None = None) -> Problem:
-        """The same with other room in memory, and another name."""
+        """The same with another memory limit, and another name if one is given."""
         return replace(self, memory_limit_bytes=limit_bytes, name=self.name if name is None else name, _check=False)
 
     def shown(self) -> Problem:
-        """The same with nothing hidden: collectives of all groups show."""
+        """The same without overlap: all collectives are exposed."""
         nodes = tuple([replace(node, group=-1) for node in self.nodes])
         return replace(self, nodes=nodes, nets=tuple([replace(net, group=-1) for net in self.nets]), groups=0, _check=False)
 
     def paid(self, byte_s: float) -> Problem:
-        """The same in which bytes cost so many seconds each and have no limit; gathered weights, of which those of the next block are there too, cost nothing."""
+        """The same with a price in seconds on each byte, in place of a memory limit. Nets with a group are exempt: gathered weights, which are held
+        for one block and the next only."""
         nodes = tuple([replace(node, cost_s=node.cost_s + byte_s * node.memory_bytes) for node in self.nodes])
         nets = tuple([replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in self.nets])
         return replace(self, nodes=nodes, nets=nets, memory_limit_bytes=float("inf"), _check=False)
 
     def barred(self, other: Problem) -> Problem:
-        """The same without the choices that cannot be in `other`, which has the same nodes."""
+        """The same without the choices that are forbidden in `other`, a Problem with the same nodes."""
         nodes = [replace(node, cost_s=np.where(np.isinf(there.cost_s), np.inf, node.cost_s)) for node, there in zip(self.nodes, other.nodes, strict=True)]
         return replace(self, nodes=tuple(nodes), _check=False)
 
@@ -182,7 +183,7 @@ class Problem:
         return cost
 
     def price(self, choice: tuple[int, ...]) -> Cost:
-        """As `evaluate`, without raising: an impossible pair costs infinity, and memory may be over the limit."""
+        """As `evaluate`, without raising: a forbidden pair costs infinity, and memory may exceed the limit."""
         comm, hide = np.zeros(self.groups), np.zeros(self.groups)
         compute, exposed, memory = 0.0, 0.0, 0.0
         lanes = np.zeros((len(self.lanes), 1))
@@ -208,7 +209,7 @@ class Problem:
                     float(comm.sum()) - late if np.isfinite(late) else 0.0)
 
     def abreast_s(self, lanes: np.ndarray) -> np.ndarray:
-        """Seconds of work side by side: [lanes, n] seconds in each lane -> [n], the largest of each stretch added up."""
+        """Seconds of work in lanes: [lanes, n] seconds in each lane -> [n], the sum over stretches of the longest lane in each."""
         total = np.zeros(lanes.shape[1])
         for stretch in dict.fromkeys(self.lanes):
             total += lanes[[s == stretch for s in self.lanes]].max(0)

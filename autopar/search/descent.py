@@ -38,8 +38,8 @@ def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, st
 
 
 def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
-    """Coordinate descent, forwards and backwards, until no move helps, time is up or it has gone round often enough. Nodes that are well where
-    they are, are not looked at before a neighbour moves or the way back begins."""
+    """Coordinate descent, forwards and backwards, until no move helps, time is up, or _SWEEPS are done. A node that no move of its own improves
+    is skipped until a neighbour moves or the next sweep begins."""
     order = list(range(len(state.choice)))
     restless = np.array([c < 0 for c in state.choice])
     if not restless.any():
@@ -57,7 +57,7 @@ def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
 
 
 def _settle(state: State, v: int, penalty: Penalty, restless: np.ndarray) -> None:
-    """Moves node `v` to its best choice, and says of its neighbours that they may want to move then."""
+    """Move node `v` to its best choice; if it moved, mark its neighbours as `restless`."""
     scores = state.score(state.after_all(v), penalty)
     c, now = int(scores.argmin()), state.choice[v]
     if now < 0 or scores[c] < scores[now] - TOLERANCE * abs(scores[now]):
@@ -72,6 +72,6 @@ def fits(problem: Problem, choice: tuple[int, ...]) -> bool:
 
 
 def better(problem: Problem, one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The feasible one of least time (None: neither); `one` where they are equal."""
+    """The feasible one of least time, None if neither is feasible; `one` where they are equally fast."""
     candidates = [c for c in (one, other) if c is not None and fits(problem, c)]
     return min(candidates, key=lambda c: problem.price(c).time_s, default=None)

@@ -21,7 +21,7 @@ from autopar.search.messages import FORBIDDEN, MAX_SHARED, Messages, split
 from autopar.search.state import State
 
 ROUNDS = 60
-_ENTRIES = 40_000.0  # of tables, that take as long as what is done for every part of a net whatever its size
+_ENTRIES = 40_000.0  # table entries that take as long as the fixed cost of one part of a net
 _IDLE = 4  # rounds without progress: the LP that follows does better
 _SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the known solution by more
 
@@ -37,17 +37,19 @@ class Bound:
 
 
 def effort(problem: Problem) -> float:
-    """What a round of `bound` costs, in units of about 0.2 ms: one for every part of a net, and one for so many entries of the tables
-    that it goes through."""
+    """The cost of one round of `bound`, in units of about 0.2 ms: one for every part of a net, and one for every _ENTRIES entries of its tables."""
     parts = [(net.cost_s.size, min(MAX_SHARED, len(net.uses) - first)) for net in problem.nets for first in range(0, len(net.uses), MAX_SHARED)]
     return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
 
 
 def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS, cutoff_s: float = float("inf"),
           state: State | None = None) -> Bound:
-    """Bounds `problem` from below, with `known` a feasible solution; stops at `deadline` (time.perf_counter; one round there always is), when tight,
-    at a bound of `cutoff_s`, or after `_IDLE` rounds in which neither the bound rose nor choices were ruled out nor a better solution was met. `state` is one of `problem`
-    to work with."""
+    """Bound `problem` from below, given a feasible solution `known`.
+
+    Stops when the bound is tight or reaches `cutoff_s`, after `rounds`, at `deadline` (time.perf_counter; one round is always done), or after
+    _IDLE rounds without progress: the bound did not rise, no choice was ruled out, no better solution was found. `state` is a State of
+    `problem` to work with.
+    """
     dual = _Dual(problem, known, state or State(problem, known))
     done = idle = 0
     while (done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline)

@@ -1,10 +1,10 @@
-"""Descent by what a step takes as it runs: a State that is near it and cheap to ask says which moves are worth pricing, the price decides.
+"""Honing: descent on the price of a step as it runs. That price is slow to ask, so a State, a cheap approximation, says which moves are worth pricing.
 
-    one    all choices of all nodes, the most promising first: the first that is faster by its price is made
-    two    where there is none: two nodes of which neither sees the other, so that their changes just add up. One may make room in memory, or behind compute,
-           for what the other gains
+    one    moves of one node, the most promising first; the first that is faster by its price is made
+    two    where there is none, moves of two nodes at once that share no net, so that what they change adds up. One may free memory, or
+           compute to hide under, that the other needs
 
-What is asked depends on nothing but the State and the prices, so the same comes of it every time.
+Deterministic: the order of moves follows from the State and the prices alone.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from autopar.search.state import BYTES, Penalty, State
 Choice = tuple[int, ...]
 
 TRIED = 16
-"""So many moves of each kind are priced before it is given up that one is faster."""
+"""Moves of each kind (one node, two nodes) that are priced at most before the descent ends."""
 
 SHORT = 160
-"""So many choices of each kind are tried in pairs."""
+"""Choices of each kind (`_Honing._short`) that are combined into pairs."""
 
 PROMISING = 1.01
-"""A move is worth pricing that makes a step at most so many times as long by the State."""
+"""A move is worth pricing if by the State the step is then at most this many times as long."""
 
 GAIN = 1e-5
-"""Relative: what gains less is rounding."""
+"""Relative: a smaller gain is rounding."""
 
 LARGEST = 4096
-"""Pairs that are asked for at once: more would not fit into a cache."""
+"""Pairs that are scored at once, so that the arrays fit into a cache."""
 
 
 def honed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
-    """A solution that fits and no slower than `start`, which fits, and its seconds by `price_s`; it ends early where it is `late`. So many moves are `tried` before it is
-    given up that one is faster."""
+    """Descend from `start`, which fits: a solution that fits and is no slower, and its seconds by `price_s`.
+
+    `late` ends it early; `tried` is the number of moves of each kind that are priced before it gives up.
+    """
     state.reset(start)
     honing = _Honing(state, price_s, late, tried, start, price_s(start))
     while not late() and (honing.moved(honing.singles()) or honing.moved(honing.pairs())):
@@ -46,7 +48,7 @@ def honed(state: State, start: Choice, price_s: Callable[[Choice], float], late:
 
 @dataclass(eq=False)
 class _Honing:
-    """The best solution so far, where `state` is."""
+    """The descent so far: the best solution, at which `state` is, and those that were `seen` (priced)."""
 
     state: State
     price_s: Callable[[Choice], float]
@@ -58,7 +60,7 @@ class _Honing:
 
     def __post_init__(self) -> None:
         sizes = np.diff(self.state.starts)
-        self.node = np.repeat(np.arange(len(sizes)), sizes)  # of each column: whose choice it is, and which
+        self.node = np.repeat(np.arange(len(sizes)), sizes)  # of each column of the State's changes: the node and its choice
         self.choice = np.concatenate([np.arange(size) for size in sizes])
         self.sees = np.eye(len(sizes), dtype=bool)
         for v, near in enumerate(self.state.near):
@@ -68,7 +70,7 @@ class _Honing:
         self.roomy = Penalty(0.0, 1e6 * scale_s)
 
     def moved(self, moves: Iterable[Choice]) -> bool:
-        """Makes the first of `moves` that is faster by its price; False where none of them is."""
+        """Make the first of `moves` that is faster by its price; whether there was one."""
         priced = 0
         for made in moves:
             if made in self.seen:
@@ -108,7 +110,8 @@ class _Honing:
             yield self._with(int(one[at]), int(other[at]))
 
     def _short(self) -> np.ndarray:
-        """The choices that are tried in pairs: fastest that fit, fastest where there is room, and those that make most room for what they cost."""
+        """The columns that are combined into pairs: the fastest that fit, the fastest whatever memory they take, and those that free most bytes per
+        second that they cost."""
         fits_s, roomy_s = self._seconds(self.fits), self._seconds(self.roomy)
         found = [np.argsort(fits_s, kind="stable")[:SHORT], np.argsort(roomy_s, kind="stable")[:SHORT]]
         if np.isfinite(self.state.limit_bytes):
@@ -119,12 +122,12 @@ class _Honing:
         return np.array(list(dict.fromkeys(np.concatenate(found).tolist())), int)
 
     def _seconds(self, penalty: Penalty) -> np.ndarray:
-        """Of all choices of all nodes, with all others as they are; infinite where a node stays as it is."""
+        """Seconds by the State of every move of one node (one per column); infinite for a node's present choice."""
         seconds = self.state.score(self.state.totals + self.state.changes(), penalty)
         return np.where(self.choice == np.array(self.best)[self.node], np.inf, seconds)
 
     def _promising(self, seconds: np.ndarray) -> list[int]:
-        """The moves that are worth pricing by their seconds by the State, the least first."""
+        """The indices of the moves that are worth pricing (PROMISING), given their `seconds` by the State, the fastest first."""
         most_s = PROMISING * float(self.state.score(self.state.totals, self.fits)[0])
         order = np.argsort(seconds, kind="stable")
         found: list[int] = order[seconds[order] < most_s].tolist()

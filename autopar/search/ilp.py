@@ -41,9 +41,12 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
 
 
 def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf, twice: bool = False) -> Solution:
-    """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of
-    several problems are worth solving; few choices are dominated, so they are not looked for. It ends early where nothing faster than `cutoff_s` can be; with `twice` what is far from its
-    bound gets a second start. Raises InfeasibleError as `search` does."""
+    """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of several problems are
+    worth solving. Dominated choices are not looked for, since there are few.
+
+    Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound gets a second start
+    (`_calmer`). Raises InfeasibleError as `search` does.
+    """
     check_room(problem)
     small, restore = allowed(problem)
     best, seen = _passed(small, time_limit_s, cutoff_s)
@@ -54,13 +57,13 @@ def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf,
 
 GLANCE_ROUNDS = 6
 FAR = 0.25
-"""Relative: what is farther from its bound may well be another solution's neighbourhood."""
+"""Relative: a solution farther from its bound than this is worth a second start."""
 DEARER = 2.0
-"""Times what changes of layouts take, for a solution that has fewer of them."""
+"""Factor on the seconds of reshards for the second start, which leads to a solution with fewer of them."""
 
 
 def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -> tuple[tuple[int, ...], dual.Bound]:
-    """A solution by descent and a few rounds of message passing, and what these say. Raises InfeasibleError where nothing fits."""
+    """A solution by descent and a few rounds of message passing, and the bound that these prove. Raises InfeasibleError where nothing fits."""
     state = State(problem, [-1] * len(problem.nodes))
     first = greedy.search(problem, time_limit_s=time_limit_s, state=state).choice
     seen = dual.bound(problem, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
@@ -68,8 +71,10 @@ def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -
 
 
 def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
-    """A solution of `problem` that message passing finds where changes of layouts take longer, and no single move improves: descents from what is cheapest node by node end among layouts
-    that change all the time. None where that does not fit."""
+    """A local optimum of `problem` from another start: the solution of the same with dearer reshards. None where that does not fit.
+
+    Descent from the node-by-node cheapest choices tends to end at solutions that change layouts all the time.
+    """
     dearer = replace(problem, nets=tuple(replace(net, cost_s=DEARER * net.cost_s) for net in problem.nets))
     try:
         found, _ = _passed(dearer, time_limit_s)
@@ -79,7 +84,7 @@ def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:
-    """The solution with its bound (never above its own time: rounding of the solver) and gap."""
+    """The Solution of a choice and a bound, which is clipped to the choice's own time because solvers round."""
     time_s = problem.evaluate(choice).time_s
     bound_s = min(max(bound_s, 0.0), time_s)
     gap = (time_s - bound_s) / time_s if time_s > 0 else 0.0

@@ -1,8 +1,8 @@
-"""A solution under change: what moving one node would cost, for many of its choices at once.
+"""A solution that local search changes: what moving a node would cost, for all its choices at once.
 
-A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds its own row of
-choices to it, every net the distinct columns that its readers ask for. What each choice of each node would change is kept, side by
-side; a move makes only that of its neighbours stale, so to ask which nodes would rather be elsewhere costs next to nothing.
+A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds the column of
+its choice to them, every net the distinct columns that its readers ask for. The change of totals that each choice of each node would make is
+cached. A move invalidates only the entries of its neighbours, so that it is cheap to ask which nodes could be improved.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class State:
         self.reset(choice)
 
     def reprice(self, problem: Problem) -> None:
-        """The same at the costs of `problem`, which differs in these alone; `reset` counts its totals."""
+        """Take the costs of `problem`, which differs from the present one in costs alone. Totals are wrong until `reset`."""
         self.problem = problem
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.own = [self._node_features(v) for v in range(len(problem.nodes))]
@@ -70,7 +70,7 @@ class State:
         self.__dict__.pop("scale_s", None)
 
     def reset(self, choice: tuple[int, ...] | list[int]) -> None:
-        """Takes `choice` and counts the totals anew."""
+        """Take `choice` and recompute the totals."""
         for v, (before, c) in enumerate(zip(self.choice, choice, strict=True)):
             if before != c:
                 self._stale.update((v, *self.near[v]))
@@ -101,7 +101,7 @@ class State:
         return np.asarray(self.totals + self._changes_of(v))
 
     def restless(self, penalty: Penalty) -> np.ndarray:
-        """Whether each node would be better off elsewhere, all others staying where they are; all nodes are placed."""
+        """For each node, whether a move of it alone would improve the score; all nodes must be placed."""
         best = np.minimum.reduceat(self.score(self.totals + self.changes(), penalty), self.starts[:-1])
         now = float(self.score(self.totals, penalty)[0])
         return np.asarray(best < now - TOLERANCE * abs(now))
@@ -168,7 +168,7 @@ class State:
 
     @cached_property
     def scale_s(self) -> float:
-        """As the function of that name."""
+        """`scale_s` of the problem, computed once."""
         return scale_s(self.problem)
 
     def _slots(self, t: int) -> slice | np.ndarray:
@@ -214,7 +214,7 @@ def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.n
 
 
 def scale_s(problem: Problem) -> float:
-    """A time that no good solution exceeds: the largest finite entry of every table, added up."""
+    """Seconds that no feasible solution exceeds: the sum of the largest finite entry of every table, 1 where that is nothing."""
     total = 0.0
     for node in problem.nodes:
         total += float(np.abs(node.cost_s[np.isfinite(node.cost_s)]).max(initial=0.0))

@@ -1,10 +1,11 @@
-"""Descent from other starts: near a solution a State is nearly linear, and the optimum of that linear Problem mostly lies in another valley.
+"""Honing that can leave a local optimum. Near a solution the State's time is nearly linear, and the optimum of that linearised Problem is a start elsewhere.
 
-    tangent     the Problem whose seconds grow as those of the State do there, over a small spread or a wide one: what is steep near by may be flat farther off
-    glance      a solution of it; descent by the State from there. Where that is faster than all before, once more from there
-    honed       the fastest by the State, honed by the price
+    tangent     the linear Problem with the slopes that the State's seconds have at a solution, taken over a small or a wide spread: what is
+                steep near by may be flat farther off
+    glance      a quick solution of the tangent, then descent by the State from there; repeated from there while that is faster
+    honed       the fastest solution by the State, honed by the price of a step (search.honing)
 
-Deterministic but where it is late.
+Deterministic unless it is cut short by time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from autopar.search.honing import GAIN, TRIED, Choice, honed
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, State
 
 SPREADS = (0.003, 0.03, 0.1, 0.3)
-"""Shares of the seconds by which each total is moved to see how steep it is."""
+"""How far each total is moved to measure its slope, as shares of the seconds of a step."""
 
 GLANCE_S = 10.0
-"""For one Problem at most; it takes a fraction of a second."""
+"""Seconds at most to solve one tangent, which takes a fraction of one."""
 
 
 def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
@@ -37,14 +38,14 @@ def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late
 
 
 def promises(state: State, start: Choice, below_s: float) -> bool:
-    """Whether one tangent at `start`, of the widest spread, leads below so many seconds by the State."""
+    """Whether one tangent at `start`, of the widest spread, leads to a solution below `below_s` by the State."""
     state.reset(start)
     takes_time = float(state.seconds(state.totals)[0]) > 0.0
     return takes_time and _descended(tangent(state, SPREADS[-1]), state) is not None and float(state.seconds(state.totals)[0]) < below_s
 
 
 def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
-    """The fastest by the State of what is reached from `start`, tangent by tangent."""
+    """The fastest solution by the State that is reached from `start` by tangents and descent."""
     state.reset(start)
     best, best_s, before_s = start, float(state.seconds(state.totals)[0]), math.inf
     while 0.0 < best_s < before_s * (1 - GAIN) and not late():
@@ -58,7 +59,7 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
 
 
 def _descended(problem: Problem, state: State) -> Choice | None:
-    """Where descent ends from a solution of a tangent; the State is there then."""
+    """Where descent by `state` ends, begun at a solution of the tangent `problem`; leaves `state` there. None where nothing fits."""
     try:
         return descend(problem, ilp.glance(problem, time_limit_s=GLANCE_S).choice, math.inf, state)
     except InfeasibleError:
@@ -66,8 +67,8 @@ def _descended(problem: Problem, state: State) -> Choice | None:
 
 
 def tangent(state: State, spread: float) -> Problem:
-    """The Problem whose seconds grow with each total as those of `state` do where it is, within `spread` of them; memory and what is forbidden are its own.
-    ValueError where it takes no time: there is nothing to take a share of."""
+    """The Problem linearised at `state`: its seconds grow with each total as those of `state` do within `spread`. Memory and forbidden entries
+    are unchanged. Raises ValueError where the present solution takes no time."""
     slopes = _slopes(state, spread)
     nodes = [Node(node.name, node.labels, _limited(own, slopes), own[BYTES], np.zeros(own.shape[1])) for node, own in zip(state.problem.nodes, state.own, strict=True)]
     nets = [Net(net.name, net.producer, net.row, net.uses, _limited(table, slopes[state.slots[t]]), table[BYTES])
@@ -76,12 +77,12 @@ def tangent(state: State, spread: float) -> Problem:
 
 
 def _limited(features: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """Seconds at some slopes, no less than none."""
+    """Seconds of table entries with these slopes, at least 0; infinite where forbidden."""
     return np.where(features[FORBIDDEN] > 0, np.inf, np.maximum(0.0, np.tensordot(slopes, features, 1)))
 
 
 def _slopes(state: State, spread: float) -> np.ndarray:
-    """By total, how much longer a step takes for one more of it; nothing for bytes and what is forbidden."""
+    """The slope of the State's seconds in each total, by a difference quotient; 0 for bytes and forbidden pairs."""
     totals = state.totals
     step = spread * float(state.seconds(totals)[0])
     if step <= 0.0:

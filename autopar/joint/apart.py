@@ -1,11 +1,10 @@
-"""Places of a pipeline that are each laid out in their own way: as its memory, its devices and its links want it.
+"""Layouts of their own for each place of a pipeline, to suit its memory, devices and links.
 
-The search chooses for all places alike: what is best for all of them together, with as many blocks run again on each as memory wants. That is not
-best for each. The first places of 1F1B keep more microbatches than the last ones; a part of the cluster may have less memory, or slower links inside
-its nodes. So the answer is looked at once more, place by place: with the cut that there is, the Problem of one place is that of the shape with each piece
-weighed by how much of it the place has, and with the memory of that place. On a mesh of two axes a place may well use both for one thing (data
-parallelism over all of its devices) where another one uses each for something else (tensor parallelism on the inner one): places of meshes of
-different shape.
+The search first chooses the same layouts for all places: those that are best for all together. That is not best for each. The first places of 1F1B
+keep more microbatches than the last ones; a part of the cluster may have less memory, or slower links inside its nodes. So the result is refined place
+by place, with its cut into stages fixed: the Problem of one place is that of the shape, with each piece of the model weighted by how much of it the
+place has, and with that place's memory. On a mesh of two axes one place may then use both for data parallelism, while another uses the inner
+one for tensor parallelism.
 """
 
 from __future__ import annotations

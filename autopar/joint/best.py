@@ -1,4 +1,4 @@
-"""One stage or several: the best of all plans for the memory of an Inner, of its spaces one after the other."""
+"""The choice between plans of one stage and pipelines: the fastest plan within the memory limit of an Inner, over its spaces one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.text import seconds, times
 
 
 def best(inner: Inner, **about: Any) -> Plan:
-    """The fastest plan for the memory of `inner`. Raises InfeasibleError when nothing fits at all."""
+    """The fastest plan within the memory limit of `inner`. Raises InfeasibleError when nothing fits at all."""
     request, timer = inner.request, inner.timer
     if request.recipe in PIPELINES:
         return staged(inner, [asked(PIPELINES[request.recipe], inner)], None, about)
@@ -49,8 +49,11 @@ def best(inner: Inner, **about: Any) -> Plan:
 
 def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapping[str, Any], first: Explorer | None = None,
            known_s: float = float("inf"), reach: float = float("inf")) -> Plan:
-    """The best of `flat`, a plan of one stage and one microbatch, and of what the spaces hold; the first is around the others, and what the
-    walk `first` has found in it is kept. Raises InfeasibleError where none of it is faster than `known_s`; `reach` as an Explorer has it."""
+    """The best of `flat`, a plan of one stage and one microbatch, and of all plans in `spaces`.
+
+    The first space contains the others, so that what is proven there holds for these; `first` is a walk through it whose results are reused.
+    `reach` as in Explorer. Raises InfeasibleError where there is no `flat` and nothing is faster than `known_s`.
+    """
     known_s = min(known_s, flat.predicted.step_s if flat is not None else float("inf"))
     deadline = inner.timer.ends_at
     best: Found | None = None
@@ -88,13 +91,13 @@ def staged(inner: Inner, spaces: Sequence[Space], flat: Plan | None, about: Mapp
 
 
 def _hoped(inner: Inner) -> float:
-    """How many times what is known a pipeline may take that is looked at place by place: what places gain by layouts of their own is a few per cent
-    where they are alike, and can be much where they are not."""
+    """The factor on the best known step up to which a pipeline is tried with layouts of their own for each place: that gains a few per cent where
+    places are alike, and can gain much where devices differ."""
     return NEAR if inner.request.cluster.parts else NEARER
 
 
 def _rows(walk: Explorer) -> list[Alternative]:
-    """What a walk came to: for each number of places the best that was found, or why there is nothing."""
+    """Rows for a plan's alternatives: for each number of places the best plan that a walk found, or the reason why it found none."""
     best: dict[int, Found] = {}
     for shape, found in walk.fit.items():
         if shape.places not in best or found.step_s < best[shape.places].step_s:
@@ -105,14 +108,14 @@ def _rows(walk: Explorer) -> list[Alternative]:
 
 
 def _bound_s(inner: Inner, flat: Plan | None) -> float:
-    """Seconds that no plan of one stage and one microbatch beats: what its own search has proven, or the least work."""
+    """A lower bound in seconds on plans of one stage and one microbatch: what their search has proven, else the least work."""
     if flat is not None and flat.predicted.bound_s > 0:
         return flat.predicted.bound_s
     return inner.work(1).step_s(inner.request.cluster.devices, 1, 1)
 
 
 def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
-    """`flat` as the best of all that was tried; what is proven of all plans is less than what is proven of those of one stage."""
+    """`flat` as the best of all plans. Its bound becomes the one that holds for all plans; a tighter one for plans of one stage goes into a note."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
     if alone_s > bound_s:
         notes = (*notes, f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of their Problem")
@@ -121,7 +124,7 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
 
 
 def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
-    """What is to be said where a pipeline is faster than `made`, which is easier to live with, by less than prices tell apart."""
+    """A note where a pipeline is faster than the chosen plan, which is simpler, by less than prices tell apart."""
     step_s = made.predicted.step_s
     other = min((found for walk in walks for found in walk.settled), key=lambda found: found.step_s, default=None)
     if other is not None and other.step_s < step_s:
@@ -130,7 +133,7 @@ def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
 
 
 def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
-    """What is to be said where the parts of the cluster are in another order than they were asked for."""
+    """A note where the plan has the parts of the cluster in another order than the user gave them."""
     parts = Cluster.from_dict(dict(plan.cluster)).parts
     if parts != asked.parts:
         yield f"number the ranks in this order: {', then '.join(part.label for part in parts)}; the first stages are on the first ones"

@@ -1,14 +1,14 @@
-"""The walk through a space: from one start per number of places to ever better neighbours, as long as time and bounds allow.
+"""The walk through a space of shapes: local search from one start per number of places, as long as time and bounds allow.
 
-    visit(shape)   glance at what a place does, cut the model, time it under every timetable of the space
-    walk           visit the starts and the same with fewer microbatches (all shapes, where they are few), then always the neighbours of
-                   the best shape whose neighbours were not visited
-    polish         solve the best shape to the end, and walk its memory; then those that are near it and may be faster, and the next best where that
-                   makes another one the best
-    hone           what comes of it by what the whole step takes (joint.honed)
+    visit(shape)   glance: solve the Problem of a place quickly, cut the model into stages, time them under every timetable of the space
+    walk           visit the starts, and the same with fewer microbatches (all shapes, where there are few); then, again and again, the
+                   neighbours of the best shape whose neighbours were not visited yet
+    polish         solve the best shape to the end and walk its memory; then shapes close to it that may be faster. Where that makes another
+                   shape the best, go on with that
+    hone           improve the result by descent on the price of the whole step (joint.honed)
 
-Nothing is visited whose floor (no work sent, no time waited but what the timetable makes everyone wait) is above what is known, and
-nothing looked at closer whose bound is.
+A shape is not visited if its floor is above the best known step: the least work, with no communication and no waiting except what the
+timetable forces on everyone. It is not looked at more closely if its proven bound is above it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from autopar.text import seconds
 
 @dataclass(eq=False)
 class Explorer:
-    """One walk. `known_s` is the step that others have; `wider` what a walk through a space around this one has proven; `reach` how many times the fastest
-    step a shape may take at most to be looked at to the end; `found` what every visited shape came to, None where it does not fit or is beaten, and `beaten` how many times
-    the fastest step it was looked at for, and that step."""
+    """One walk, until `deadline` (time.monotonic).
+
+    `known_s` is the best step time that is known elsewhere. `wider` are proven bounds of shapes, from a walk through a space that contains
+    this one. `reach` limits how far above the fastest step (as a factor) a glance looks. `found` is the result of each visited shape, None where
+    it does not fit or is beaten; `beaten` says for which factor of which fastest step a shape was beaten. `why` are the reasons why shapes do
+    not fit, `expanded` the shapes whose neighbours were visited, `polished` those that were solved to the end.
+    """
 
     inner: Inner
     space: Space
@@ -62,8 +66,7 @@ class Explorer:
 
     @property
     def best(self) -> Found | None:
-        """Of those that are as fast as the fastest, as far as prices tell, the one that is easiest to live with: fewest places, then
-        fewest stages, then fewest microbatches."""
+        """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then fewest microbatches."""
         fastest_s = min((f.step_s for f in self.fit.values()), default=0.0)
         near = [f for f in self.fit.values() if f.step_s <= fastest_s * (1 + CLOSE)]
         return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
@@ -75,7 +78,7 @@ class Explorer:
 
     @property
     def least_floor_s(self) -> float:
-        """Seconds that no plan of the space beats: the least work there is, and the wait that no schedule avoids."""
+        """A lower bound in seconds on all plans of the space: the least work, and the wait that no schedule avoids."""
         return min((self.pricing.floor_s(shape, self.pricing.levels[0]) for shape in self.floors), default=math.inf)
 
     @property
@@ -87,11 +90,11 @@ class Explorer:
 
     @property
     def least_s(self) -> float:
-        """The fastest step that is known, here or to others."""
+        """The fastest known step, of this walk or elsewhere."""
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
     def probe(self, known_s: float) -> float:
-        """Seconds of the fastest of the starts, each looked at once, and of what others have by now: what a later walk begins with. Takes half of the time that is left."""
+        """Visit the starts only, in half of the time that is left: the fastest known step then, `known_s` included. A later walk may reuse the results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
@@ -108,7 +111,8 @@ class Explorer:
         return starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch)
 
     def run(self) -> Found | None:
-        """The fastest plan of the space that is faster than `known_s`, or the fastest at all where nothing is known."""
+        """Walk, polish and hone: the best plan found, which may still be a little slower than `known_s`; None where nothing fits or all shapes are
+        beaten."""
         shapes = self._shapes()
         while True:
             self._walk(shapes)
@@ -119,7 +123,7 @@ class Explorer:
             self._polish(rough)
 
     def _honed(self, best: Found | None) -> Found | None:
-        """The answer, honed where it may become the fastest that is known."""
+        """`best`, honed if it was solved to the end and may become the fastest known plan."""
         if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
             return best
         self.inner.request.say(f"honing {best.shape}")
@@ -127,14 +131,14 @@ class Explorer:
         return made
 
     def searched(self, known_s: float) -> float:
-        """Seconds of what `run` finds, given the step that others have by now. Takes half of the time that is left."""
+        """Seconds of the plan that `run` finds, given the best step that is known elsewhere; takes half of the time that is left."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
         found = self.run()
         return found.step_s if found is not None else math.inf
 
     def _rough(self, best: Found) -> Found | None:
-        """What is to be solved to the end next: the best of all, then what is near it and may be faster, each of them only where it may be faster than what others have; None where
-        that is nothing."""
+        """The next result to solve to the end: the best of all, then those close to it that may be faster. Only where the bound allows a faster step
+        than is known elsewhere; None where nothing is left."""
         proven, known_s = self.pricing.proven, self.known_s * (1 - CLOSE)
         if best.shape not in self.polished and proven[best.shape] < known_s:
             return best
@@ -152,8 +156,8 @@ class Explorer:
                 self.visit(shape, NEARER)
 
     def _polish(self, found: Found) -> None:
-        """Solve a shape to the end, and lay it out as it runs. Where less than the glance promised comes of it, what was beaten by
-        that promise is open again."""
+        """Solve a shape to the end and lay it out as it runs. Where that is slower than the glance promised, shapes that were beaten by that promise
+        may be visited again."""
         shape = found.shape
         self.polished[shape] = None
         exact = self.found[shape] = self.pricing.exact(found)
@@ -165,7 +169,7 @@ class Explorer:
 
     @property
     def _near(self) -> float:
-        """How many times what is known a shape may take whose neighbours are visited."""
+        """The factor on the fastest known step up to which a shape's neighbours are visited."""
         return NEAR if len(self.floors) <= MANY else NEARER
 
     def _promising(self) -> Shape | None:
@@ -182,7 +186,7 @@ class Explorer:
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
 
     def _slide(self, shape: Shape, shapes: list[Shape]) -> None:
-        """Visit `shape`, and the same with fewer and fewer microbatches while that gets better."""
+        """Visit `shape`, then the same with fewer and fewer microbatches while the step gets shorter."""
         before_s = math.inf
         while True:
             self.visit(shape, self._near)
@@ -196,7 +200,7 @@ class Explorer:
             shape = fewer[-1]
 
     def _reached_s(self, shape: Shape) -> float:
-        """Seconds of the answer on a shape, or what is proven of it where it is beaten; infinite where nothing fits or it was not visited."""
+        """Seconds of the result on a shape, or its proven bound where it is beaten; infinite where nothing fits, or it was not visited."""
         found = self.found.get(shape)
         return found.step_s if found is not None else self.pricing.proven.get(shape, math.inf)
 
@@ -204,7 +208,7 @@ class Explorer:
         return time.monotonic() > self.deadline
 
     def visit(self, shape: Shape, near: float) -> None:
-        """Price one shape, once, if it can be better than what is known; no further than to see that it takes `near` times that."""
+        """Price one shape, once, if it can beat the fastest known step. Pricing stops as soon as the shape is seen to take `near` times that."""
         if shape in self.found or self.floors[shape] > self.least_s * (1 - CLOSE):
             return
         if self._late():

@@ -1,4 +1,5 @@
-"""What a shape comes to: its Problems solved, cut and timed under every timetable of a space, blocks run again as memory wants it."""
+"""The price of a shape: its Problems are solved, the model is cut into stages and timed under every timetable of the space, and as many blocks are
+run again as memory requires."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from autopar.text import gibibytes, seconds
 
 T = TypeVar("T")
 TABLES = 3
-"""Under so many timetables other results are kept: it takes a price for each, and what is slower with nothing kept seldom becomes the fastest."""
+"""Timetables for which it is tried what blocks that run again may keep, those that are fastest when nothing is kept: each try costs a price, and the
+others seldom become the fastest."""
 
 OTHERS = 4
-"""So many other answers of a shape are laid out as they run, where the fastest takes more memory than was thought."""
+"""Other results of the glance at a shape that are laid out as they run at most, where the fastest needs more memory than was counted."""
 
 
 class Beaten(InfeasibleError):
-    """Nothing on a shape is as fast as was asked for: `bound_s` is proven, `full` whether memory may be the reason."""
+    """No plan on a shape is as fast as was asked for: `bound_s` is a proven lower bound in seconds; `full`: more memory might allow a faster one."""
 
     def __init__(self, bound_s: float, *, full: bool) -> None:
         super().__init__(f"no plan there is faster than {seconds(bound_s)}")
@@ -42,7 +44,7 @@ class Beaten(InfeasibleError):
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """What was laid out at a glance, and the seconds of a step that came of it."""
+    """One result of a glance: choices under a timetable on some places, and the seconds of a step."""
 
     step_s: float
     table: Timetable
@@ -52,8 +54,12 @@ class Way:
 
 @dataclass(eq=False)
 class Pricing:
-    """Prices shapes of one space. `proven`: seconds that no plan of the space on a shape beats, of the shapes that were priced, an estimate where only some blocks are run again (`_eased`);
-    `roomy`: seconds of those at which more memory would not have been faster (at least, where they are beaten); `laid`: what was laid out at a glance."""
+    """Prices the shapes of one space.
+
+    `proven` is a lower bound in seconds for each shape that was priced (an estimate where only some blocks are run again, `_eased`). `roomy` is
+    the step time of those shapes for which more memory would not help (a lower bound of it where they are beaten). `laid` are all results of
+    the glances.
+    """
 
     inner: Inner
     space: Space
@@ -63,7 +69,7 @@ class Pricing:
     _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
-        """A first answer, with nothing run again or with as many blocks as memory wants. Raises Beaten where nothing is as fast as
+        """A quick result: the best of all levels of rematerialisation that memory makes worth trying. Raises Beaten where nothing is as fast as
         `cutoff_s`, InfeasibleError where nothing fits."""
         tables = self.tables(shape)
         bounds: list[float] = []
@@ -94,21 +100,21 @@ class Pricing:
         return best
 
     def _fuller(self, found: Found) -> Found:
-        """`found`, or with other results kept of the blocks that it runs again, where that is faster."""
+        """`found`, or the same with other results kept of the blocks that it runs again, where that is faster."""
         if not self._runs_again(found):
             return found
         made = self._open(found.chosen).fastest(lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen))
         return found if made is None or made.step_s >= found.step_s else made
 
     def _open(self, chosen: Chosen) -> Fuller:
-        """What may be kept under the choices of `chosen`, found once: the glance and the exact answer ask for it."""
+        """What blocks may keep under the choices of `chosen`, found once for the glance and the exact solution."""
         key = id(chosen.models), chosen.level, chosen.solution.choice
         if key not in self._opened:
             self._opened[key] = Fuller.of(chosen, self.inner.whole)
         return self._opened[key]
 
     def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Way]:
-        """The same choices with other results kept, under the timetables that are the fastest where nothing is."""
+        """The same choices with other results kept, under the TABLES timetables that are fastest with nothing kept."""
         opened = self._open(chosen)
 
         def laid(way: tuple[Timetable, Ground]) -> Callable[[Chosen], Found]:
@@ -127,7 +133,7 @@ class Pricing:
         return lay(self.inner, self.space.name, shape, table, ground, chosen)
 
     def _runs_again(self, found: Found) -> bool:
-        """Whether what its blocks keep that are run again is open."""
+        """Whether it runs blocks again, and the request leaves open what these keep."""
         return opens(found, self.inner.whole)
 
     def _note_roomy(self, shape: Shape, level: str, step_s: float) -> None:
@@ -135,8 +141,12 @@ class Pricing:
             self.roomy[shape] = step_s
 
     def exact(self, found: Found) -> Found | None:
-        """The same shape solved to the end and laid out as it runs, or the answer that there is where that is faster; or what else the glance has seen there, or what that is with other
-        results kept, as long as it promises more. Where none of that fits, the faster of the answer with more run again and of one under another timetable; None where nothing fits."""
+        """The best plan of a shape, laid out as it runs; None where nothing fits.
+
+        Candidates are the exact solution, the glance's `found`, and as long as they promise more than the best so far, other results of the
+        glance and the same with other results kept. Where none of them fits, the faster of the solutions with more blocks run again and those
+        under another timetable.
+        """
         best: Found | None = None
         with suppress(InfeasibleError):
             best = self.price(found.shape, [found.table], found.level, exact=True)
@@ -156,7 +166,7 @@ class Pricing:
         return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
 
     def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Way]:
-        """What comes of all choices that were seen on a shape with other results kept, where memory is short there."""
+        """Every distinct solution that was found on a shape, with other results kept, where blocks are run again for want of memory."""
         if not any(self._runs_again(each) for each in (found, exact) if each is not None):
             return
         seen = [*([] if exact is None else [exact.chosen]), found.chosen, *(way.chosen for way in self.laid.get(found.shape, ()))]
@@ -164,7 +174,7 @@ class Pricing:
             yield from self._fuller_ways(found.shape, chosen)
 
     def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found | None:
-        """What fits at the first of `levels` where anything does."""
+        """The exact solution at the first of `levels` at which anything fits; None where nothing does."""
         for level in levels:
             with suppress(InfeasibleError):
                 return self.price(shape, tables, level, exact=True)
@@ -172,12 +182,12 @@ class Pricing:
 
     def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
               bounds: list[float] | None = None) -> Found:
-        """The best of all timetables, with choices made for the one that keeps least. Raises InfeasibleError where none fits, Beaten
-        where none is as fast as `cutoff_s`; what is proven of the shape at this level is added to `bounds`."""
+        """The best result under `tables`, with choices made for the timetable that keeps least in memory. The bound of the shape at this level is
+        appended to `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         least = min(tables, key=lambda t: (t.kept, t.length))
-        # what is proven under the timetable that keeps least holds for the shortest, which has no more room, in proportion
+        # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which leaves no more room in memory
         slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
         chosen = self.inner.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
         proven_s = chosen.bound_s / slack
@@ -198,7 +208,8 @@ class Pricing:
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
 
     def _whole(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
-        """`chosen` laid out as it runs, with as many blocks run again as memory wants, or with all of them where nothing less is found to fit. Raises InfeasibleError where that does not."""
+        """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no smaller number is found to fit.
+        Raises InfeasibleError where that does not fit either."""
         try:
             return lay(self.inner, self.space.name, shape, table, ground, chosen, whole=True)
         except InfeasibleError:
@@ -213,7 +224,8 @@ class Pricing:
             raise InfeasibleError(f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there")
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
-        """Raises Beaten where running as much again at this level as memory wants leaves nothing as fast as `cutoff_s`, or what goes to the host gains too little."""
+        """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as memory requires, or where
+        offloading to the host gains too little (joint.worth)."""
         floor_s = self.floor_s(shape, level) * self._eased(shape, level)
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
@@ -223,7 +235,8 @@ class Pricing:
             raise Beaten(gained_s, full=True)
 
     def _eased(self, shape: Shape, level: str) -> float:
-        """How many times as long as with all blocks run again at `level` the least work takes with as few as memory wants where all that is held is cut evenly."""
+        """The least work with as few blocks run again as memory requires, as a share of that with all blocks run again at `level`; memory is
+        counted as if everything were cut evenly."""
         none, limit_bytes = self.levels[0], self.inner.mean_bytes(shape.places)
         if level == none:
             return 1.0
@@ -233,15 +246,15 @@ class Pricing:
         return 1.0 - (1.0 - share) * (1.0 - none_s / all_s)
 
     def floor_s(self, shape: Shape, level: str) -> float:
-        """Nothing on `shape` with all blocks run again at `level` is faster: its share of the least work there is, and behind it the least update on
-        hosts; or with the shortest wait for the first microbatch."""
+        """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least work, followed by the least
+        update on hosts; or that work with the least wait of a pipeline for its first microbatch, where that is more."""
         work_s = self.inner.work(shape.places, level).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
         if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
             return work_s + self.inner.late_s
         return max(work_s + self.inner.late_s, work_s * self._wait(shape))
 
     def _wait(self, shape: Shape) -> float:
-        """The length of a step over its work, at least, where each place has one stage."""
+        """The least ratio of the length of a step to its work, where each place has one stage."""
         return min(least_wait(paces, shape.microbatches) for paces in self.inner.paces(shape))
 
     @property
@@ -275,8 +288,11 @@ class Pricing:
 
 
 def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
-    """Seconds of a step of `chosen` in which nothing is run again that need not be, cut evenly under `table`. It is no bound: a pipeline with a short first or last stage
-    fills sooner, and may take some per cent less (tests/unit/joint/test_timetables.py says how much). Nothing is known of places that are faster where others wait."""
+    """An estimate of the seconds of a step of `chosen` under `table`, cut evenly, in which no block is run again that does not have to be.
+
+    It is no bound: a pipeline with a short first or last stage fills sooner, and may take a few per cent less
+    (tests/unit/joint/test_timetables.py says how much). 0 for devices that run faster while others wait: nothing is known then.
+    """
     if ground.places.device(0).alone > 1:
         return 0.0
     paces = [1 / float(chosen.on(place, kind).table.seconds[-1]) for place, kind in enumerate(ground.kinds)]
@@ -284,7 +300,8 @@ def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
 
 
 def fastest(ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float]) -> Found:
-    """The fastest of what `price` makes of each, but for those whose `hoped_s` is no less than what others take. Raises the last InfeasibleError where that is nothing."""
+    """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is left out. Raises the last
+    InfeasibleError where no way fits."""
     best: Found | None = None
     failed = InfeasibleError("")
     for way in ways:

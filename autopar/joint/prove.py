@@ -1,22 +1,21 @@
-"""What no plan is faster than: claims of shapes, looked at closer and closer, the lowest one first.
+"""A lower bound on the step of all plans: claims about shapes ("no plan on these is faster than so many seconds"), refined, always the lowest first.
 
-    floor      the least work there is, cut over all devices, nothing sent; and, with what goes to the host, the least update there
-    together   shapes that differ in microbatches alone, by what their passes take with all the memory there is: no operator and no collective gets cheaper per
-               sample when it gets smaller, so that what is proven with the fewest microbatches holds for all (but not where what stays in a cache is cheaper)
-    shape      one of them: how long its timetables make of the passes of all pieces (pipeline.least), and with the memory there is
+    floor      the least work, cut evenly over all devices with nothing sent; with offloading, also the least update on the host
+    together   shapes that differ in microbatches only, by what their passes take with unlimited memory. No operator and no collective gets cheaper
+               per sample when it gets smaller, so a bound for the fewest microbatches holds for all (except where data that stays in a cache is cheaper)
+    shape      one of them, by the least length of its timetables (pipeline.least) and with its memory limit
 
-Of what one shape is proven of:
+What the bound of one shape is made of:
 
-    length    a pipeline takes no less than its schedule makes of the passes of all pieces together, however these are cut, and of sends with each value cut over all ranks
-              (pipeline.least)
-    passes    the choices of layouts: what their passes take at least, at prices that cutting planes find (joint.relaxed, joint.cutting)
-    places    may be laid out each in its own way: a block, and each operator outside, is bounded by itself, and what goes between takes nothing
-    memory    no plan has more bytes than there are, by the count of the search: on one place its own, on several the mean over places. At a
-              price of bytes what blocks gain by keeping something is weighed against running them again. What is there for a moment only is not
-              counted on several places
+    length    a pipeline takes at least as long as its schedule needs for the passes of all pieces together, however these are cut, and for
+              sends in which each value is cut over all ranks (pipeline.least)
+    passes    for all choices of layouts, the least that passes take, at prices found by cutting planes (joint.relaxed, joint.cutting)
+    places    may have layouts of their own: each block, and each operator outside of blocks, is bounded by itself, with free reshards in between
+    memory    a plan holds no more bytes than there are, as the search counts them: on one place by its own limit, on several by the mean over
+              places. At a price of bytes, what blocks keep is weighed against running them again. Temporaries are not counted on several places
 
-Plans with something on the host have the passes of all others, another update, and no less memory on the device than what is not of weights: of them is proven what
-holds with that and no update at all, and the least update.
+Plans with offloading have the same passes, another update, and at least the bytes that do not belong to weights on the device. Their bound is that of
+the passes with those bytes and without any update, plus the least update.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What a step can gain at most by what goes to the host: what it costs to find as much memory on the device, by running blocks again.
+"""The most that a step can gain by offloading to the host: the cost of freeing as much device memory by rematerialisation instead.
 
-A plan on the host that keeps something blocks could run again for is, with all of it on the device, a plan too: as many blocks more are run again as
-make room for what comes back. That takes
+Take a plan with offloading whose blocks keep results that could be recomputed. Move everything back to the device and run as many more blocks
+again as make room for it: that is a plan without offloading. It is slower in its forward and backward by
 
     (seconds of running all blocks again) * (bytes that come back) / (bytes that running all of them again frees)
 
-all of them for the whole step, cut evenly over devices, with as many microbatches of each block in flight as there are places. None of it is so fast
-on a device as at the best rates: SLACK. Where the search on devices has found the best there is, a plan on the host is no faster than
-that by more than this, less what the update takes longer there. Plans that keep nothing more than that are not so bounded.
+where each term is for the whole step, cut evenly over devices, with as many microbatches of each block in flight as there are places. The seconds
+are counted at the device's best rates, which no real operator reaches; SLACK makes up for that. If the search without offloading has found the
+best such plan, a plan with offloading gains at most this, less what its update takes longer. Plans with offloading that keep nothing that could
+be recomputed are not bounded by this.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ SLACK = 2.0
 
 
 def least_s(there: Inner, shape: Shape, level: str) -> float:
-    """Seconds that no step on `shape` beats with blocks run again at `level` where memory wants it and on the host what `there` has there; 0 where
-    that is not known."""
+    """A lower bound in seconds on steps on `shape` with the offloading of `there`, at a level of rematerialisation; 0 where none is known."""
     here, levels = there.on_devices, there.whole.open_levels
     if here is None or math.isinf(here.best_s):
         return 0.0

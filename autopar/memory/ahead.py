@@ -15,9 +15,14 @@ from autopar.memory.book import Book, Storage
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """What one block gathers, or the model itself for one operator. Blocks that are not walked have no storages; `time`
-    is when the first of the storages was made; `ways` are the bytes, by the number of collectives, that each of these takes, and that the last one brings; `more` are whole gradients on
-    their way that were not there yet when the one before it ran; `end` is the time at which a block has gone back, whose weights may be let go before."""
+    """The weights that one block gathers, or one operator outside of blocks.
+
+        storages    of the gathered weights; none for blocks that are not walked because they are like one that is
+        time        when the first of the storages was made, in steps of the Book
+        ways        number of collectives of a gather -> bytes that each of them takes, in order, and that the last one brings
+        more        bytes of whole gradients that are being scattered, which were not there yet when the unit before it ran
+        end         when the backward of the block has ended; its weights may have been freed before
+    """
 
     storages: list[Storage] = field(default_factory=list)
     time: int = 0
@@ -31,7 +36,7 @@ class Unit:
         return sum(way[-1] for way in self.ways.values())
 
     def add(self, storage: Storage) -> None:
-        """One more weight, made when its storage was."""
+        """One more gathered weight."""
         self.time = self.time if self.storages else storage.born
         self.storages.append(storage)
         legs, way = len(storage.takes), (*storage.takes, storage.nbytes)
@@ -39,7 +44,7 @@ class Unit:
 
     @property
     def alike(self) -> Unit:
-        """That of a block that is not walked."""
+        """The unit of a like block that is not walked."""
         return Unit(ways=self.ways)
 
 
@@ -52,8 +57,11 @@ def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None
 
 
 def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> None:
-    """Let the gathers of one direction, in their order, begin when the runtime begins them, the first ones at time `start` if that is given. A block that is walked has beside it what the
-    one before it, which is not walked and almost as full, has."""
+    """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime begins it (autopar.early). The
+    first ones begin at time `start` if that is given.
+
+    A block that is walked also stands for the like blocks before it that are not: if what comes ahead of the unit before it is more, that is counted.
+    """
     if start is not None and units:
         units[0].time = start
         for storage in units[0].storages:
@@ -77,14 +85,15 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
 
 @dataclass(frozen=True)
 class _Coming:
-    """What is there while a unit runs beside what it gathers itself: bytes in all, and the weights of it whose last collective has begun."""
+    """What is in memory while a unit runs beside its own weights, because its gather has begun: bytes in all, and the storages of weights whose last
+    collective has begun."""
 
     nbytes: float
     storages: list[Storage]
 
     @staticmethod
     def of(units: Sequence[Unit], nbytes: Sequence[float], at: int) -> _Coming:
-        """Of what number `at` of some units has begun."""
+        """What has begun when unit number `at` begins."""
         found, whole = sum(way[-2] for way in units[at].ways.values()), list[Storage]()
         stops = {legs: ends(nbytes, at, legs) for legs in dict.fromkeys(legs for unit in units for legs in unit.ways)}
         for number in range(at + 1, max((end for each in stops.values() for end in each), default=0)):

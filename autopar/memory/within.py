@@ -1,5 +1,6 @@
-"""Plans whose peak fits. A Problem counts what rests, what is kept and gathered weights, which is linear in its choices; the walk
-over the emitted program counts everything. What a Problem accepts and the walk does not is solved again with less room."""
+"""Plans whose peak fits. A Problem counts the bytes that are linear in its choices: parameters and their state, what the backward keeps, gathered
+weights. The memory walk over the emitted program counts everything, temporaries too. A solution that the Problem accepts and the walk
+rejects is replaced by that of the same Problem with a lower limit (here: less *room*)."""
 
 from __future__ import annotations
 
@@ -15,19 +16,24 @@ from autopar.text import gibibytes
 
 T = TypeVar("T")
 TRIES = 4
-MORE = 3  # tries of rooms that were passed by
-NEAR = 0.02  # relative: of rooms that are so near the least is tried alone
-STUCK = 0.1  # relative: a peak that is above the limit by nearly as much as before
+MORE = 3  # further tries, of rooms between those that were tried
+NEAR = 0.02  # relative: rooms closer than this are taken for the same
+STUCK = 0.1  # relative: a peak that exceeds the limit by as much as before, but for this, has not improved
 
 
 def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable[[T], float], tries: int = TRIES, *,
            counted_bytes: Callable[[T], float] = lambda found: math.inf) -> T:
-    """What `solve` gives for `limit_bytes`, or for less room where the peak of that is above the limit, in so many `tries`. Of an answer that it counts as so many bytes (`counted_bytes`, where
-    that is known) there is no other for any room between that and what it was given. Where `solve` finds nothing for so little room, or none would be left, rooms between that and the least for
-    which it found anything are tried. What needs more for a moment with less room may have passed by what fits: then rooms between are tried too, and where that is wide one between what
-    fits and what does not.
+    """The result of `solve(room)` whose `peak_bytes` is within `limit_bytes`, for as much room as possible.
 
-    Raises InfeasibleError with the bytes that are missing: what `solve` raises where it finds nothing for `limit_bytes`, and where nothing that it gave fits by how much the least peak is above them.
+    The first room is the limit itself. While the peak is too high, the room shrinks by the excess, at most `tries` times. Where that makes it
+    too small for `solve`, rooms between it and the last one that had a result are bisected. Less room can come with larger temporaries, so
+    that a room that fits was skipped: then up to MORE rooms in between are tried. Where there is a wide gap between the room that fits
+    and one that does not, one room in the middle is tried as well.
+
+    `counted_bytes` is what the Problem counts for a result, if that is known: any room from there to the one it was solved for has the same
+    result, and is not tried again.
+
+    Raises InfeasibleError with the missing bytes: that of `solve` where it finds nothing for `limit_bytes`, else with the excess of the least peak.
     """
     rooms = _Rooms(limit_bytes, solve, peak_bytes, counted_bytes)
     try:
@@ -48,7 +54,8 @@ def within(limit_bytes: float, solve: Callable[[float], T], peak_bytes: Callable
 
 @dataclass(eq=False)
 class _Rooms(Generic[T]):
-    """Answers by how much of their room they fill: their peaks, and the most room that they were `asked` for with; of `least` there is nothing."""
+    """The results so far, by the bytes of their room that they fill: `peaks`, and the most room for which each was the result (`asked`). `least` is
+    the most room for which `solve` found nothing."""
 
     limit_bytes: float
     solve: Callable[[float], T]
@@ -59,7 +66,7 @@ class _Rooms(Generic[T]):
     least: float = 0.0
 
     def solved(self, room: float) -> tuple[T, float, float]:
-        """What there is for so much room, how much of that it fills, and by how much its peak is above the limit."""
+        """Solve for `room`: the result, the bytes of the room that it fills, and by how many bytes its peak exceeds the limit."""
         try:
             found = self.solve(room)
         except InfeasibleError:
@@ -71,11 +78,11 @@ class _Rooms(Generic[T]):
         return found, filled, self.over(filled)
 
     def over(self, room: float) -> float:
-        """By how much that is above the limit."""
+        """By how many bytes the peak of the result that fills `room` exceeds the limit."""
         return self.peaks[room] - self.limit_bytes
 
     def shrinking(self, tries: int) -> T:
-        """What fits of ever less room."""
+        """The first result that fits, of less and less room."""
         allowed, given, over, step = self.limit_bytes, self.limit_bytes, 0.0, 0.0
         for _ in range(tries):
             before = over
@@ -87,15 +94,15 @@ class _Rooms(Generic[T]):
                 return self._between(_least_bytes(allowed, given, error), given, error)
             if over <= 0:
                 return found
-            step = 2 * step if 0 < before <= over * (1 + STUCK) else over  # the answer may be of whole blocks: so little less room changes nothing
+            step = 2 * step if 0 < before <= over * (1 + STUCK) else over  # results may differ by whole blocks, so that a small step changes nothing
             allowed = given - step
             if allowed <= 0:
                 return self._between(0.0, given, _over(over, self.limit_bytes))
         raise _over(over, self.limit_bytes)
 
     def _between(self, least: float, given: float, failed: InfeasibleError) -> T:
-        """The first answer that fits, with less room than `given`, for which one does not, and no less than the `least` for which there may be any. Raises `failed`, or
-        what `solve` raised last."""
+        """Bisect from `least`, the least room for which there may be a result, to `given`, whose result does not fit: the first result that fits.
+        Raises `failed`, or the last error of `solve`, where none does."""
         for left in reversed(range(TRIES)):
             allowed = least if not left or given - least <= NEAR * given else (least + given) / 2
             last = allowed == least
@@ -112,7 +119,8 @@ class _Rooms(Generic[T]):
         raise failed
 
     def fuller(self, found: T) -> T:
-        """`found`, which fits, or what fits of more room: of the middle between what that was given and the least that does not fit, where that is wide."""
+        """`found`, which fits, or a result with more room that also does: the middle between the room of `found` and the least that does not fit is
+        tried, where these are far apart."""
         given = max(self.asked[own] for own in self.peaks if self.over(own) <= 0)
         above = min((own for own in self.peaks if own > given), default=given)
         if above - given <= 2 * NEAR * self.limit_bytes:
@@ -123,8 +131,11 @@ class _Rooms(Generic[T]):
         return found
 
     def passed_by(self) -> float | None:
-        """What the answer whose peak is least fills, less by what that is above the limit; where that was tried, or something near it, the middle of the widest step from one answer to a
-        lesser one that has more above its room. None where there is none that is wide, or nothing was found at all."""
+        """A room to try that the shrinking skipped; None where there is none.
+
+        It is what the result with the least peak fills, less its excess. If that was tried, it is the middle of the widest gap between two results
+        of which the one with less room has the larger temporaries.
+        """
         if not self.peaks:
             return None
         filled, near = sorted(self.peaks), NEAR * self.limit_bytes
@@ -138,7 +149,8 @@ class _Rooms(Generic[T]):
 
 
 def _least_bytes(allowed: float, given: float, error: InfeasibleError) -> float:
-    """The least room that may be enough, where `allowed` is not and `given` is; what is missing may be said too large."""
+    """The least room that may have a result, where `allowed` has none and `given` has one. What the error says is missing may be too much, and is
+    ignored then."""
     said = allowed + (error.missing_bytes or 0.0)
     return said if said < given else allowed
 

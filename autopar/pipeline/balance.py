@@ -1,5 +1,5 @@
-"""Where to cut: stages of contiguous pieces, the slowest stage and the fullest link as fast as can be, each stage within the memory of its
-place and at its pace."""
+"""Where to cut a model into stages of contiguous pieces: the slowest stage and the busiest link as fast as possible, each stage within the memory
+of its place, priced by the device there."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ from autopar.pipeline.rooms import Budgets
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
 from autopar.text import gibibytes
 
-CLOSE = 1e-6  # relative: the slowest stage is as fast as can be but for so much
-NEAR = 0.1  # relative: so near to what is proven it is asked first whether anything is faster at all
+CLOSE = 1e-6  # relative: precision of the bisection
+NEAR = 0.1  # relative: this close to the proven bound, it is first asked whether anything is faster at all
 
 
 def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], sends_s: Sequence[float] = (),
             barred: Sequence[int] = (), at: Sequence[int] = (), *, needed: Sequence[int] = (), by_place: bool = False) -> Cuts:
-    """The cut of the least time of the slowest stage, by bisection: for a given time, each stage takes as many pieces as it may. Of places with several stages
-    the slowest is then as fast as can be; `by_place`: that first, and then the slowest stage. Where a microbatch is soon back the first is faster, where they are many the second.
+    """The cut with the fastest slowest stage, found by bisection: for a given time, each stage takes as many pieces as that and its memory allow. As few
+    pieces are run again as memory requires.
 
-    All have one entry per stage: the pieces as they cost where it runs (a faster device takes more of them), the microbatches that it
-    keeps, the bytes that are there, and `at` which place (empty: each on its own). No more pieces are run again than memory wants. `sends_s` are the seconds of
-    sending what a cut in front of each piece takes apart, one way (empty: nothing): no cut keeps a link busy for longer than the slowest stage takes, both ways,
-    unless there is none that sends less; none is in front of a piece of `barred`, and each place has a piece of `needed` (those with parameters) where there is such
-    a cut: where the fastest one leaves some place without, the first stage of each has one, or the last. Raises InfeasibleError with the bytes that are missing where memory
-    allows no cut, without where too few are left.
+        pieces      per stage: the cost of all pieces where the stage runs
+        in_flight   per stage: the microbatches that it keeps
+        limits      per stage: the bytes that its place has per device
+        at          per stage: its place (empty: each stage on its own)
+        sends_s     per piece: seconds to send, one way, what a cut in front of it separates (empty: nothing). No cut keeps a link busy, both ways,
+                    for longer than the slowest stage takes, unless every cut does
+        barred      pieces in front of which there is no cut
+        needed      pieces (with parameters) of which each place should have one. Where the fastest cut leaves a place without, the first or the
+                    last stage of each place is made to have one, if there is such a cut
+        by_place    balance the work of places first and stages second, not the other way round: faster with many microbatches, slower
+                    where a microbatch soon comes back to its first place
+
+    Raises InfeasibleError where no cut fits, with the missing bytes, and without them where there are fewer possible cuts than stages want.
     """
     at, count = at or range(len(pieces)), len(pieces[0].costs)
     plain = Links(count, sends_s, barred)

@@ -1,4 +1,5 @@
-"""How much of the memory of its place each of several stages has: in proportion to what they take, and where that is too much, with the same share of each run again."""
+"""How several stages on one place share its memory: in proportion to what they hold, and where that is too much for the place, with the same share of
+each stage's blocks run again."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import numpy as np
 
 
 class Need(NamedTuple):
-    """Bytes that a stage takes: in all, how much less where all of it is run again, and of what is there only while it runs, which is no part of both, and while it is run again."""
+    """Bytes of a stage: `held`, by how much that is less if all its blocks run again (`freed`), and beside these what is there only while a piece of it
+    runs (`live`) or runs again (`live_again`)."""
 
     held: float
     freed: float
@@ -18,7 +20,7 @@ class Need(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Of the stages of one place the share of what these hold together, and bytes of what is there only while one of them runs."""
+    """For the stages of one place: the share of each in what they hold together, and the bytes (`live`) that are there only while one of them runs."""
 
     shares: list[float]
     live: float
@@ -41,7 +43,8 @@ def _parts(values: Sequence[float]) -> list[float]:
 
 
 def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]]:
-    """Bytes that each of the stages of one place has of `limit_bytes`, and how many of them it leaves for what is there only while a stage runs, of which all have the same."""
+    """For each stage of one place, its bytes of `limit_bytes`, and how many of them it reserves for what is there only while a stage runs: all stages
+    share that part."""
     if len(needs) == 1:
         return [(limit_bytes, 0.0)]
     found = split(needs, limit_bytes)
@@ -49,7 +52,7 @@ def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]
 
 
 class Spent(NamedTuple):
-    """Seconds of a stage, bytes that it holds, and beside these bytes of what is there only while it runs."""
+    """What a stage takes: seconds, bytes that it holds, and bytes that are there only while it runs."""
 
     seconds: float
     held: float
@@ -57,7 +60,7 @@ class Spent(NamedTuple):
 
 
 class May(NamedTuple):
-    """Seconds and bytes that a stage may take, and how many of these it leaves for what is there only while a stage runs."""
+    """What a stage may take: seconds and bytes, of which it reserves `spare` bytes for what is there only while a stage runs."""
 
     seconds: float
     nbytes: float
@@ -65,13 +68,16 @@ class May(NamedTuple):
 
 
 class Budgets:
-    """How much of the time and of the memory of its place a stage may have, where those before it on the same place have left some or taken more than their part. `at` has the
-    place of each stage, `limits` its bytes, `whole` what a stage would take that were all of the model."""
+    """How much time and memory of its place each stage may take, given what the stages before it on that place have taken.
+
+    `at` is the place of each stage, `limits` the bytes of that place, `whole` what a stage there would take that had all of the model.
+    """
 
     def __init__(self, at: Sequence[int], limits: Sequence[float], whole: Sequence[Need]) -> None:
         self.before: list[list[int]] = [[other for other in range(stage) if at[other] == place] for stage, place in enumerate(at)]
         self.limits, count = limits, len(at)
-        self.live, self.time, self.memory = (np.zeros(count) for _ in range(3))  # of stages and all before them on their place the seconds, in stages, and the share of bytes
+        # per stage: reserved bytes; and cumulated over the stages of its place up to it, its time in units of a stage and its share of the bytes
+        self.live, self.time, self.memory = (np.zeros(count) for _ in range(3))
         for place in dict.fromkeys(at):
             mine = [stage for stage, other in enumerate(at) if other == place]
             even = [need._replace(held=need.held / count, freed=need.freed / count) for need in (whole[stage] for stage in mine)]
@@ -80,7 +86,7 @@ class Budgets:
             self.memory[mine[-1]] = 1.0
 
     def of(self, stage: int, limit_s: float, spent: Sequence[Spent]) -> May:
-        """What `stage` may take where stages take `limit_s` on the mean of their place, and those before it have `spent` so much."""
+        """What `stage` may take if the stages of a place may take `limit_s` each on average, and those before it have `spent` what they did."""
         before, limit, live = [spent[other] for other in self.before[stage]], self.limits[stage], float(self.live[stage])
         if not before and self.memory[stage] == 1.0:
             return May(limit_s, limit)
@@ -89,5 +95,5 @@ class Budgets:
         return May(limit_s * float(self.time[stage]) - sum(other.seconds for other in before), held + spare, spare)
 
     def mean_s(self, seconds: Sequence[float]) -> float:
-        """The most that a stage and all before it on its place take, in the mean of these."""
+        """The largest average of the seconds of a stage and all stages before it on its place."""
         return max((own + sum(seconds[other] for other in self.before[stage])) / float(self.time[stage]) for stage, own in enumerate(seconds))

@@ -17,13 +17,25 @@ from autopar.pipeline.rooms import Need
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one piece (see pipeline.units) costs on a place: seconds of a microbatch (of them `forward_s` in its forward), seconds once per
-    step (of them `update_s` of the optimizer), bytes that a microbatch keeps, and more of them while it is halfway through its backward (gradients that wait for the weights' part), bytes that rest, and bytes that are there only while it runs. `inputs_s` and `weights_s` are the seconds
-    of a backward that is taken apart, `both_s` of one that could be; `ends_s`, of a block, by the number of blocks of a stage (the last
-    one: of so many and more), what the stage takes longer in its forward where it begins with it, in its backward where it ends with it, and there
-    where it begins with it. `sums` are those of gradients, which `once_s` has with their shares of full buckets, `each` those after every microbatch, of which `each_s` show in its backward,
-    in the weights' part, and where that could be; `contention`: of what hides.
-    `stops`, of a model without blocks: its operators in the forward and in the backward, whose work alone takes `work_s`. `hidden_s`: of a piece that is no block, what of its forward and of its backward hides under the blocks of its stage."""
+    """What one piece of a model (pipeline.units) costs on a place, in seconds and in bytes per device.
+
+        micro_s, forward_s      one microbatch, forward and backward; its forward alone
+        inputs_s, weights_s     the two parts of a backward that is split (gradients of inputs, gradients of weights)
+        both_s                  the backward under such a schedule where the two parts run at once
+        once_s, update_s        once per step; the part of it that is the optimizer's
+        kept_bytes              kept per microbatch in flight
+        halfway_bytes           more, per microbatch between the two parts of a split backward (gradients that wait for the second part)
+        rest_bytes              parameters, their gradients and state
+        live_bytes              there only while the piece runs
+        ends_s                  for a block, by the number of blocks in its stage (the last entry: that many or more): by how much the stage is
+                                longer in its forward if it begins with this block, in its backward if it ends with it, and in its backward
+                                if it begins with it
+        hidden_s                for a piece that is no block: seconds of its forward and of its backward that hide under its stage's blocks
+        sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
+        each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for weights, and in `both_s`
+        contention              seconds that a hidden collective adds to the compute over it, per second
+        stops, work_s           for a model without blocks: its operators in the forward and in the backward, and the seconds of their work
+    """
 
     micro_s: float = 0.0
     once_s: float = 0.0
@@ -47,17 +59,18 @@ class Cost:
 
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
-    """Bytes of a place with these stages, of the pieces of each and of the microbatches that it keeps: what is there only while a piece runs is that of one at a time."""
+    """Bytes per device of a place with these stages, each given by its pieces and the microbatches that it keeps. `live_bytes` count for one piece at a
+    time."""
     return sum(held_bytes(*stage) for stage in stages) + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
 
 
 def held_bytes(part: Sequence[Cost], flying: Flying) -> float:
-    """Bytes of a stage of these pieces: what rests, and what `flying` microbatches keep."""
+    """Bytes per device of a stage of these pieces: parameters and their state, and what the microbatches in flight keep."""
     return sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
 
 
 def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
-    """A stage's time, with `action_s` for each action; `split`: its backward is taken apart."""
+    """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its backward in two."""
     blocks = sum(bool(c.ends_s) for c in part)
     (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
     if not blocks:  # there is nothing else to hide under

@@ -41,10 +41,19 @@ NO_LIMIT_BYTES = float(1 << 60)
 
 @dataclass
 class UnitTime:
-    """Seconds of one microbatch in one instance of a unit, forward and backward: of its kernels and of the collectives of its
-    activations. `weights_s` is the part of `backward_s` that is for gradients of weights, `kept_s` the part of `forward_s` that operators take which do not run again where operators do (axes.kept_operators), `attention_s`, `mlp_s` and `experts_s` the parts of `forward_s` that parts of a block take (setup.WHOLE), `last_s` that of operators behind the last one that saves anything, `routed_s` and `routed_back_s` those of both that tokens take to their experts and back.
-    `operators` counts what the host calls in the forward, views too, and `experts` layers of experts, one each of them; of the `parameters` elements those that get gradients are `trained`; `expert_parameters` of
-    the first and `expert_trained` of the second are stacks of experts'."""
+    """What one microbatch takes in one instance of a unit, and the unit's parameters. Seconds are on one rank.
+
+        forward_s, backward_s               kernels
+        forward_comm_s, backward_comm_s     collectives of activations
+        attention_s, mlp_s, experts_s       of forward_s: the parts of a block that can run again whole (setup.WHOLE)
+        kept_s                              of forward_s: operators that do not run again where single operators do (axes.kept_operators)
+        last_s                              of forward_s: operators behind the last one that saves anything for the backward
+        weights_s                           of backward_s: gradients of weights
+        routed_s, routed_back_s             of forward_s and of backward_s: tokens on their way to experts and back
+        operators, experts, collectives     calls of the host in the forward, views included; layers of experts; collectives
+        parameters, trained                 elements of weights; those of them that get gradients
+        expert_parameters, expert_trained   of these two: stacks of experts
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -79,9 +79,17 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-    `whole_experts`: the width of experts is not cut over `tp`: its ranks are among those that `ep` counts. `experts_over_context`: context-parallel ranks have experts of their own too, and are among them. `vpp`: stages per place. `flushes`: so many times a step fills the pipeline and empties it, with as many microbatches each time (gradients that add up around a schedule). `schedule`: one of those that take a backward apart (none: 1F1B, interleaved where places have several stages). `zero`: which of optimizer state (1), gradients (2), parameters (3) rest cut over `dp`; with
-    `replicas` the shards are over dp / replicas ranks and copied. `recompute`: `full` runs each block's forward again in the backward,
-    `selective` those of its PARTS that `parts` names (`operators`: all but attention, every second matmul and the sums behind matmuls). `blocks`: how many each stage has, first to last (none: dealt evenly, at least one to each); `again`: how many of them run again.
+        whole_experts           experts are not cut over `tp`: its ranks have experts of their own, and are among those that `ep` counts
+        experts_over_context    the same of the context-parallel ranks
+        vpp                     stages per place
+        flushes                 how many times a step fills and empties the pipeline, each time with `microbatches` (gradient accumulation around a schedule)
+        schedule                one of APART, which split the backward; empty: 1F1B, interleaved where `vpp` is above 1
+        zero                    what is sharded over `dp`: 1 optimizer state, 2 gradients too, 3 parameters too
+        replicas                copies of these shards (HSDP): each set is over dp / replicas ranks
+        recompute, parts        "full": the forward of a block runs again in the backward; "selective": that of the PARTS that `parts` names
+                                ("operators": all but attention, every second matmul and the sums behind matmuls)
+        blocks                  the number of blocks of each stage, first to last (empty: dealt evenly, at least one each)
+        again                   how many of the blocks of a stage run again
     """
 
     micro_batch: int

@@ -1,13 +1,16 @@
 """Gradients: from the local leaves that autograd sees to the DTensor parameters, with one sum per backward.
 
-Autograd accumulates into local leaves. Parameters whose gradient is partial on an axis are summed over it, where they rest whole, or
-scattered, where they rest cut (ZeRO-1 and 2), in flat buckets, in reverse order of use; a bucket starts as soon as its last gradient is
-there, while the backward goes on; where it takes several collectives, the next one begins when buckets of a later block have begun behind it (`autopar.late`). Where branches run side by side
-(`placed`), gradients come in another order on each rank: what they take then begins in the order of buckets, whatever came first. All are finished when
-the backward ends, whoever called it. Only the gradient of *this* backward is summed, then added to `param.grad`, so
-accumulation over several backwards is exact. Gradients of weights that `gather` gathered come here whole (`sink`) and are
-scattered in the background (`autopar.late`), then summed in buckets where other axes want that. A parameter that a backward did not reach keeps its `grad` (None at first),
-as on one device.
+Autograd accumulates into local leaves. A gradient that is partial on an axis is all-reduced over it where the parameter rests whole, or
+reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buckets, in reverse order of use.
+
+* A bucket starts as soon as its last gradient is there, while the backward goes on. If it takes several collectives, the next one begins
+  when buckets of a later block have begun behind it (`autopar.late`). All are finished when the backward ends, whoever called it.
+* Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank. Collectives then begin
+  in the order of the buckets, so that it is the same on all ranks.
+* Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the background, then summed
+  in buckets where they are partial on other axes.
+* Only the gradient of *this* backward is summed, and then added to `param.grad`, so accumulation over several backwards is exact.
+* A parameter that a backward did not reach keeps its `grad` (None at first), as on one device.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from autopar.runtime.turns import AS_IS, Gathered
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients take the same collectives (kind, axis), one after the other in the background; `block`: whose backward fills it, None outside of blocks."""
+    """Parameters whose gradients take the same collectives, together. `moves` are these as (kind, axis), in order; `block` is the number of the block
+    whose backward fills it, None outside of blocks; `ready` are the members whose gradient has come."""
 
     moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
@@ -56,7 +60,7 @@ class Scatter:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of what is on its way."""
+        """Bytes that its current collective holds."""
         return self.chain.nbytes
 
     @property
@@ -65,7 +69,7 @@ class Scatter:
         return self.chain.more
 
     def go_on(self) -> bool:
-        """Begin the next collective, or hand over what has come."""
+        """Begin the next collective, or pass the result to `done`; whether there is more to do."""
         if self.chain.more:
             self.chain.go_on()
             return True
@@ -73,7 +77,7 @@ class Scatter:
         return False
 
     def wait(self) -> None:
-        """Wait for what runs."""
+        """Wait for the current collective."""
         self.chain.wait()
 
 
@@ -113,7 +117,7 @@ class GradSync:
         return sync
 
     def fill(self, held: Sequence[Held], bucket_bytes: int) -> None:
-        """Deal the gradients of `held` to buckets of so many bytes."""
+        """Divide the gradients of `held` into buckets of about `bucket_bytes`."""
         self.buckets = _buckets(held, self.mesh, bucket_bytes)
         for bucket in self.buckets:
             bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
@@ -129,7 +133,7 @@ class GradSync:
             held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:
-        """Follow what users do to parameters between steps: casts, moves, freezing, assignment."""
+        """Renew the leaves of parameters that the user cast, moved, froze or assigned between steps. Raises RunError for what the plan cannot follow."""
         self.reset()
         for one in held:
             if one.tensor.requires_grad and not one.info.trainable:
@@ -163,12 +167,12 @@ class GradSync:
             bucket.ready, bucket.sums = [], None
 
     def of(self, leaf: Tensor) -> Held | None:
-        """Whose leaf a tensor is."""
+        """The parameter whose leaf `leaf` is; None for other tensors."""
         held = self.held_of.get(id(leaf))
         return held if held is not None and held.leaf is leaf else None
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
-        """Who scatters the gradient of what is `gathered` of a `shard` in `unit`; None for what is no parameter."""
+        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where the gradient stays with autograd."""
         held = self.of(shard)
         if held is None or not self.scattering:
             return None
@@ -194,7 +198,7 @@ class GradSync:
 
     @torch.no_grad()
     def _partly(self, held: Held, grad: Tensor) -> None:
-        """A part of the gradient of a leaf, one for each gather of it; the last one is followed by the sum over ranks."""
+        """Add one part of the gradient of a leaf (each gather of it gives one). After the last part it is summed over ranks."""
         before = held.leaf.grad
         held.leaf.grad = whole = grad if before is None else before + grad
         self.left[held.name] = weakref.ref(whole), whole._version
@@ -206,7 +210,7 @@ class GradSync:
             self._move(held)
 
     def _rests(self, held: Held, grad: Tensor) -> None:
-        """Note a part of the gradient of `held` that lies as it rests."""
+        """Add a part of the gradient of `held` that already has the layout at rest."""
         before = self.scattered.get(held.name)
         self.scattered[held.name] = grad if before is None else before + grad
 
@@ -216,8 +220,8 @@ class GradSync:
 
     @torch.no_grad()
     def flush(self, *, each: bool = False) -> None:
-        """Sum what the backwards of a step left in the leaves, and move it into `param.grad`; with `each` only of parameters whose
-        gradients go after every microbatch."""
+        """Sum over ranks what the backwards of a step left in the leaves, and move it into `param.grad`; with `each`, only for parameters whose
+        gradients are scattered after every microbatch."""
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
@@ -245,13 +249,13 @@ class GradSync:
         self._move(held)
 
     def _accumulated(self, held: Held) -> bool:
-        """Whether autograd has left something in a leaf: torch 2.13 tells of leaves of which all gradients went elsewhere (`sink`), too."""
+        """Whether autograd has accumulated something in a leaf: torch 2.13 also calls the hook of leaves all of whose gradients went to `sink`."""
         part, version = self.left.get(held.name, (lambda: None, 0))
         return held.leaf.grad is not None and (held.leaf.grad is not part() or held.leaf.grad._version != version)
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:
-        """Send the gradient of a leaf to where it rests, with its bucket when that is full, and when it is its turn where turns are kept."""
+        """Send the gradient of a leaf to where it rests: by itself, or with its bucket once that is full. With branches, in the order of `turns`."""
         self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
@@ -321,7 +325,7 @@ class GradSync:
         self._clear()
 
     def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
-        """Add to what goes to the host when the step ends: once, not after every microbatch."""
+        """Add to the gradients that go to the host at the end of the step: once, not after every microbatch."""
         for grad in grads:
             before = self.waiting.get(held.name)
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))

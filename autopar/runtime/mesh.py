@@ -31,17 +31,18 @@ def _grow_segments() -> None:
 
 
 def sends_from_host(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ranks of `group` (None: all) can send each other what is in the memory of the host alone, and have tensors elsewhere: gloo's transfers from one rank to another, unlike its
-    collectives, read the memory of a GPU as if it were the host's, which ends the process."""
+    """Whether ranks of `group` (None: all) have tensors on GPUs and can only send host memory to each other: point-to-point transfers of gloo, unlike its
+    collectives, read GPU memory as if it were the host's, which crashes the process."""
     return device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config(group).split(",")
 
 
 class Mesh:
     """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
 
-    With `places` above 1 there are that many such meshes, one per place of a pipeline axis that stands in front of the
-    others; this rank sees the mesh of its own place. The axes `behind` have a second process group each, for what runs in the
-    background. `branches`: operators that run on some coordinates only were called on it (`placed`), so that gradients come in another order on each rank. Two meshes with the same of all these are the same object, so that they share their process groups. Everything but sizes and names needs torch.distributed, except on one rank.
+    With `places` above 1 there is one such mesh for each place of the pipeline axis, which is the outermost; a rank sees the mesh of its own place.
+    The axes `behind` have a second process group each, for collectives in the background. `branches`: operators run on some coordinates
+    only (`placed`), so that gradients come in a different order on each rank. Meshes with equal arguments are the same object and share
+    process groups. Everything except sizes and names needs torch.distributed, unless there is one rank.
     """
 
     sizes: tuple[int, ...]

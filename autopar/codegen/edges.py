@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def rest(self) -> Layout:
-        """How a parameter with these layouts rests."""
+        """The layout in which a parameter with these layouts rests."""
         return self.grad if self.has_grad else self.value
 
     @property
@@ -59,11 +59,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One change of layout. `role` is edge, feed (into a run), carry (from block to block) or sync (a parameter at rest to its leaf,
-    and gradients back, in buckets); `count` is how often it runs per step; `weight` says that it starts at a parameter, `saved` that a
-    reader's backward needs the value, it is no vector, and all readers run on all ranks. In the first block of a run there may be no gradient (`late`), or no such
-    reader (`spared`). `replay` says what becomes of it where its block is run again (problem.rerun): "again", "kept", "skipped", or ""
-    where that ends before. `each`: gradients go back after every microbatch."""
+    """One change of layout of the value `ref`, from `src` to `dst`.
+
+        role      edge (between operators), feed (into a run of blocks), carry (from block to block), or sync (a parameter at rest to its leaf, and
+                  gradients back, in buckets)
+        count     how often it runs per step
+        weight    whether the value is a parameter
+        saved     whether a reader's backward needs the value; False for vectors, and where a reader runs on some ranks only
+        late      whether there is no gradient in the first block of a run; `spared`: whether that has no reader that makes it `saved`
+        replay    where its block is run again (problem.rerun): "again", "kept" or "skipped"; "" where the second run ends before it, or there is none
+        each      whether gradients go back after every microbatch (sync)
+    """
 
     ref: Ref
     src: Pair
@@ -84,30 +90,30 @@ class Reshard:
         return not self.replay and self.gathers(sizes)  # a block that is run again gathers it then, and has it for the backward
 
     def gathers(self, sizes: tuple[int, ...]) -> bool:
-        """Whether it is a gathered weight that the backward needs, in blocks that are run again and in others; it need not be trained itself."""
+        """Whether it gathers a weight that the backward needs, which may be a frozen one."""
         return self.saved and self.fetches(sizes)
 
     def fetches(self, sizes: tuple[int, ...]) -> bool:
-        """Whether it gathers a weight where it is used, which can begin before (runtime.ahead)."""
+        """Whether it gathers a weight at its use, so that the gather can begin earlier (runtime.ahead)."""
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
         return self.weight and self.role != "sync" and any(s.kind == "all_gather" for s in self.forward(sizes))
 
     @property
     def in_first(self) -> Reshard:
-        """What it is in the first block of a run."""
+        """The same reshard in the first block of a run."""
         dst = Pair(self.dst.value, (NO_GRAD,) * len(self.dst.grad)) if self.late else self.dst
         return replace(self, dst=dst, saved=self.saved and not self.spared)
 
     @property
     def onward(self) -> Reshard:
-        """The way of the value alone."""
+        """The same reshard without a gradient."""
         none = (NO_GRAD,) * len(self.src.value)
         return replace(self, src=Pair(self.src.value, none), dst=Pair(self.dst.value, none))
 
     @property
     def back(self) -> Reshard:
-        """The way of the gradient alone."""
+        """The same reshard of the gradient alone; the value stays."""
         return replace(self, src=Pair(self.dst.value, self.src.grad))
 
     @property
@@ -145,7 +151,8 @@ class Edges:
         return "keep" if op.name in self.as_made or saves_results(op) else "skip"
 
     def behind(self, plan: Plan) -> tuple[int, ...]:
-        """The mesh axes on which something runs in the background (gathers of weights, sums and scatters of gradients) and compute waits for something else."""
+        """The mesh axes that need a second process group: on them some collectives run in the background (gathers of weights, sums and scatters of
+        gradients), and compute waits for others."""
         sizes, behind, waited = tuple(plan.mesh), set[int](), set[int]()
         for reshard in self.reshards:
             moved = {step.axis for step in (*reshard.forward(sizes), *reshard.backward(sizes)) if crosses(step, sizes)}

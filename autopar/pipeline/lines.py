@@ -1,8 +1,9 @@
-"""What a stage of a pipeline waits for at the begin and at the end of each pass: it begins with nothing gathered, and waits at the end for all that it has
-sent, once per pass, however many blocks it has (`ends_s`).
+"""What a stage of a pipeline waits for at the beginning and at the end of each pass (`ends_s`): nothing is gathered yet when it begins, and all
+gradients that it sends must have arrived when it ends. Both happen once per pass, however many blocks the stage has.
 
-Gathers of the block behind begin when a block takes its first one (runtime.ahead). Collectives of one mesh axis run in the order in which they begin, those in
-the background apart from those that compute waits for (runtime.mesh). In a backward the order is the other way round, but where the block runs again first.
+Gathers for the next block begin when a block takes its first gathered weight (runtime.ahead). Collectives of one mesh axis run in the order in which
+they begin, those in the background apart from those that compute waits for (runtime.mesh). In a backward the order of operators is reversed,
+except while a block first runs again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A weight or a gradient on its way: its collectives, one after the other, and its bytes on the rank where it is whole."""
+    """A gather of a weight or a scatter of a gradient: its collectives, one after the other, and the bytes of the whole tensor on a rank."""
 
     way: Sequence[Load]
     nbytes: float
@@ -36,8 +37,8 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The gradient of a weight as it is summed over ranks, in buckets with all of `key`; `first`: what scatters it to its leaf before, which is done when enough is on its way
-    behind it (autopar.late); None where it is made there."""
+    """The sum of a weight's gradient over ranks, in buckets with all others of the same `key`. `first` is the scatter that brings it to its leaf before
+    that, which is waited for late (autopar.late); None where the backward makes it in the leaf's layout."""
 
     key: object
     sent: Sent
@@ -46,9 +47,16 @@ class Sum:
 
 @dataclass(eq=False, slots=True)
 class Stop:
-    """What one operator of a block does: before it `takes` gathered weights and waits for collectives, each with the number of the operand for which,
-    then computes, waits for those `behind`, and `sends` gradients away; `sums` are those that its gradients belong to. Seconds of one block. `opens`: weights that it takes when
-    nothing has computed yet, which are part of the work as they are priced."""
+    """What one operator does in a pass, in this order; seconds are of one block.
+
+        takes        gathered weights that it needs, each with the number of the operand
+        waits        collectives that it waits for, each with the number of the operand
+        compute_s    compute
+        behind       collectives that are waited for after it
+        sends        gradients that are scattered from it
+        sums         the sums that its gradients belong to
+        opens        weights that are needed when nothing has computed yet; they are priced as part of the work
+    """
 
     compute_s: float = 0.0
     opens: list[tuple[int, Sent]] = field(default_factory=list)

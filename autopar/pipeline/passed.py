@@ -1,7 +1,7 @@
-"""A solution under change, by what a step takes pass by pass (problem.passing): near enough to what pipeline.passes makes of it to say which moves are
-worth pricing, and as cheap to ask for all moves at once as the Problem's own seconds.
+"""The State for honing: a solution that local search changes, with the seconds of its passes (problem.passing) in place of the Problem's.
 
-Not seen: that small collectives take less of a link than large ones, and the buckets of gradients of each kind.
+It approximates pipeline.passes well enough to say which moves are worth pricing, and is as cheap to ask for all moves at once as the Problem's seconds.
+It does not know that small collectives take less of a link than large ones, nor the buckets of gradients of each kind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 @dataclass(frozen=True, eq=False)
 class _Leaves:
-    """Of `count` blocks (problem.leaves.in_a_row): of each weight, in the order in which buckets are filled, the node that lays it and by its choice the bytes that are gathered once per step.
-    What of them is ahead is the total `row`."""
+    """The leaves of a run of `count` blocks (problem.leaves.in_a_row). For each weight, in the order in which buckets are filled: the node that decides its
+    layout, and by its choice the bytes that are gathered once per step. The share that comes ahead is the total number `row`."""
 
     nodes: Sequence[int]
     nbytes: Sequence[np.ndarray]
@@ -30,19 +30,22 @@ class _Leaves:
     row: int
 
     def after(self, choice: Sequence[int], v: int = -1) -> np.ndarray:
-        """The share that is on its way before its block begins: of `choice`, or of each choice of node `v` with all others as they are."""
+        """The share of the leaves that is on its way before its block begins: under `choice`, or for each choice of node `v` with all others unchanged."""
         each = [own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)]
         ways, of = np.unique(np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True)
         return np.array([share_ahead(way.tolist(), self.count) for way in ways])[of.reshape(-1)]
 
 
 class Passed(State):
-    """A step of one stage and one microbatch (pipeline.alone), or one that is `times` as long as the passes of a microbatch, with `own_s` seconds beside them by
-    node and choice, and the memory of `problem`, which has the nodes of `passing` and behind its nets those of what is once per step. `opening`: of each run
-    of blocks the share that begin a stage, whose gathers have nothing in front of them.
+    """The State of a step of one stage and one microbatch (pipeline.alone), or of a pipeline.
 
-    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, of each run of blocks the share of its leaves that is ahead]: the last
-    ones do not add up, but what each single move makes of them is exact. `limit_bytes` may be set to other room in memory."""
+    For a pipeline, the step is `times` as long as the passes of one microbatch, plus `own_s` seconds by node and choice. Its memory is that of
+    `problem`, which has the nodes of `passing`, and after its nets those of what happens once per step. `opening` is, for each run of blocks, the
+    share of blocks that begin a stage: their gathers have nothing before them to hide under.
+
+    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, share of the leaves of each run that is ahead].
+    The last ones are not sums over nodes, but the change by each single move is exact. `limit_bytes` may be set to another memory limit.
+    """
 
     def __init__(self, passing: Passing, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = (),
                  opening: Mapping[str, float] | None = None) -> None:
@@ -66,7 +69,7 @@ class Passed(State):
 
     @property
     def _added(self) -> int:
-        """How many totals add up."""
+        """The number of totals that are sums over nodes and nets."""
         return FIXED + 2 * self.passing.width * len(self.first)
 
     @property

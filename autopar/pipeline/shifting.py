@@ -1,8 +1,9 @@
-"""Cuts shifted piece by piece while the step, by the schedule's own order, gets shorter.
+"""Local search over cuts: pieces move from stage to stage while the step, timed by the schedule's own order of actions, gets shorter.
 
-`balance` makes the slowest stage as fast as can be. Where there are few microbatches that is not all: a pipeline fills sooner behind short first stages, and is done sooner where the last
-ones are short. From a cut that it has made each stage may give one piece to any other, those between them shifted by one; of all such moves, which are timed at once, the best is made, until
-none is worth it. A stage that has blocks keeps one: where it has none, next to nothing that it sends and gathers is hidden, and prices are no better than their guess at that.
+`balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline fills sooner behind short first stages,
+and drains sooner where the last ones are short. From a cut of `balance`, a move gives one piece from one stage to another, and shifts the stages
+between them by one piece. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks keeps at least
+one: without blocks, hardly any communication of a stage hides, and prices of that are rough.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from autopar.pipeline.stretches import Cost, Pieces, held_bytes
 
 GAIN = 1e-5  # relative: moves that gain less are not worth it
 SWEEP, ALL = 1e7, 1e8
-"""Actions that are timed, times ways to time them, in one look at moves and in all of them: where there are more, stages give pieces to near ones only."""
+"""The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where there is more to do, stages give
+pieces to nearby stages only."""
 
 SHIFTS = ((0, 0), (0, -1), (-1, -1), (-1, 0), (0, 1), (1, 1), (1, 0))
-"""How far a stage's two ends may go: a giver to what is behind, between, its taker; a taker of what is behind, between, its giver."""
+"""By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of the giver, of stages between, of the
+taker; for a piece that goes to an earlier stage, those of the taker, of stages between, of the giver."""
 
 TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
-"""Of a stage, what it is made of, and where it stops."""
+"""(stage, its pieces, the piece behind its last one) -> its times."""
 
 EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """As Timetable.ends_all_s."""

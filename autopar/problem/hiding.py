@@ -1,10 +1,10 @@
-"""How long a stretch of work takes with collectives in the background: the streams and shares of `simulate.engine`, spread evenly.
+"""How long some work takes with collectives in the background: the model of `simulate.engine` (streams, shared links and units), spread evenly over time.
 
-    work      seconds of compute, and of collectives that compute waits for, one after the other in small pieces
-    behind    collectives in the background, those of one mesh axis one after the other, all there from the begin
+    work      seconds of compute, and of collectives that compute waits for, alternating in small pieces
+    behind    collectives in the background, those of one mesh axis one after the other, all of them ready from the beginning
 
-A collective in the background takes the share `contention` of the compute units from what computes. Collectives that run at the same time and want
-more of a link than there is are all slower by the same factor. What is left of the background when the work is done shows.
+A collective in the background takes the share `contention` of the compute units from compute. Collectives that run at the same time and together
+want more than a link has are all slowed by the same factor. What is left of the background when the work is done is exposed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LOCAL_AXIS = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies), with the share of each level's link that they take meanwhile;
-    `kind` where they are of one."""
+    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies), and `shares`, the share of each level's link that they take while they
+    run; `kind` of the collective, where all are of one kind."""
 
     axis: int
     seconds: float
@@ -27,12 +27,12 @@ class Load:
     kind: str = ""
 
     def times(self, factor: float) -> Load:
-        """So many times as long."""
+        """The same, `factor` times as long."""
         return Load(self.axis, self.seconds * factor, self.shares, self.kind)
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
-    """Of a way whose collectives run in the background (`layout.legs`): what compute waits for, and what is behind it."""
+    """Split the loads of a way whose collectives run in the background (`layout.legs`): the local copies, which compute waits for, and the collectives."""
     waited: list[Load] = []
     behind: list[Load] = []
     for load in loads:

@@ -1,10 +1,14 @@
-"""From what rests to the leaves that autograd computes with, once per step (ZeRO-1 and 2, mixed precision).
+"""Leaves: the tensors that autograd computes with, made once per step from the parameters at rest (ZeRO-1 and 2, mixed precision).
 
-A parameter that rests cut and is whole for its readers, or that is computed with in another dtype, has a leaf of its own: it is cast, then gathered. At the begin of every step, and of every forward without a
-backward, all such leaves are gathered, in flat buckets in the order of use: those that the model itself reads before it runs, those of a block
-when it is called, while the gathers behind it go on. Leaves that are cut over several axes take a collective for each, one after the other: the
-last one of a bucket begins LEAVES_AHEAD buckets before it is needed, each of the others one bucket earlier (`due`). Nothing is remembered from one step to the next, so a leaf is never stale, whatever has
-changed the parameter in between: an optimizer, a checkpoint, an edit in place that no version counter shows.
+A parameter has a leaf of its own where it rests cut and its readers see it whole, or where it is computed with in another dtype. The leaf is a cast
+of it, then gathered. This is done at the beginning of every step, and of every forward without a backward, in flat buckets in the order of use:
+leaves that are read outside of blocks before the model runs, those of a block when it is called, while later gathers go on.
+
+A leaf that is cut over several axes takes one collective for each, one after the other. The last collective of a bucket begins LEAVES_AHEAD buckets
+before it is needed, each of the others one bucket earlier (`due`).
+
+Nothing is kept from one step to the next, so a leaf is never stale, whatever has changed the parameter in between: an optimizer, a checkpoint, or an
+in-place edit that no version counter shows.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ waits for has ended. Running tasks slow each other down where they share somethi
             (1 if nothing else is said), all of them are slower by the same factor. A task that needs several is as fast as the fullest one lets it be
     units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
 
-Nothing here knows what a task is. The end is never before the longest chain of tasks that wait for each other, and never after the sum of
-all tasks, where what computes on units needs no links. Without shared links and units longer tasks never end earlier; with them they may: a task that comes later leaves a link to
-another one (Graham's anomaly).
+The engine does not know what tasks stand for. The end is never before the longest chain of tasks that wait for each other; and never after the sum of
+all tasks, if tasks that compute need no links. Without shared links and units, making a task longer never makes the end earlier. With them it may
+(Graham's anomaly): a task that comes later leaves a link to another one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from autopar.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`work_s` are its seconds when it has everything to itself; `after` are positions of tasks that must have ended.
+    """One task. `work_s` are its seconds if it shares nothing with others; `after` are the positions of tasks that must have ended before it begins.
 
-    `uses` are the shares of its `links` that it takes when it has everything to itself (empty: all of each). `units` is the device that it computes on, or takes the share `takes` of (0: it gets what the others leave).
+    `uses` are the shares of its `links` that it takes when nothing slows it (empty: all of each). `units` names the device whose compute units it
+    uses: the share `takes` of them, or with 0 what the others leave (it is the one that computes).
     """
 
     name: str

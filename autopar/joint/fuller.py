@@ -1,7 +1,8 @@
-"""What blocks that are run again keep: more than nothing and other results than the heavy ones, where that makes a step faster.
+"""Which results blocks keep that are run again in a pipeline: others than those of a level, where that makes a step faster.
 
-A level says what all blocks keep that are run again, and memory how many are. Which results are worth their bytes depends on how they lie and on what else there is room for: of all
-that can be kept under the choices of a place (problem.frontier) every corner of seconds against bytes is laid out, the one of least bytes first, until one does not fit.
+A level fixes what such blocks keep, and memory decides how many blocks are run again. Which results are worth their bytes depends on their layouts and
+on the room that there is. So every corner of the trade-off of seconds against bytes under the choices of a place (problem.frontier) is laid out, the one
+of fewest bytes first, until one does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def opens(found: Found, planner: Planner) -> bool:
 
 @dataclass(eq=False)
 class Fuller:
-    """The choices of `chosen` with anything kept of blocks that are run again; `nothing` says of which runs, and that they keep nothing."""
+    """The variants of `chosen` that differ in what blocks keep that are run again. `nothing` is the one that keeps nothing: all runs, with no nodes."""
 
     chosen: Chosen
     nothing: Levels
@@ -38,14 +39,14 @@ class Fuller:
         return Fuller(replace(chosen, kept=None), planner.levels("full"))
 
     def keeping(self, kept: Levels) -> Chosen:
-        """With just that kept, made once."""
+        """The variant that keeps just `kept` (by scope); made once."""
         key = tuple((scope, tuple(names)) for scope, names in kept.items())
         if key not in self._made:
             self._made[key] = replace(self.chosen, kept=kept)
         return self._made[key]
 
     def fastest(self, laid: Callable[[Chosen], Found]) -> Found | None:
-        """The fastest of what `laid` makes of the corners, run by run; None where nothing fits."""
+        """The fastest variant, run after run of blocks, by the step that `laid` gives each; None where nothing fits."""
         best, kept = None, dict(self.nothing)
         for scope in self._corners:
             for chosen in self.ways(scope, kept):
@@ -60,11 +61,11 @@ class Fuller:
         return best
 
     def ways(self, scope: str, kept: Levels) -> Iterator[Chosen]:
-        """Every corner of one run, the least bytes first, with `kept` of all others."""
+        """The variants for every corner of one run, the fewest bytes first, in which all other runs keep `kept`."""
         return (self.keeping({**kept, scope: corner.kept}) for corner in self._corners[scope])
 
     @cached_property
     def _corners(self) -> dict[str, Sequence[Point]]:
-        """Of each run what it may keep, the least bytes first."""
+        """By scope of a run, the corners of what its blocks may keep, the fewest bytes first."""
         models = self.chosen.models
         return {scope: choices(models.micro, models.forward, self.chosen.solution.choice, scope).corners for scope in self.nothing}

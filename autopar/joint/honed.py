@@ -1,6 +1,7 @@
-"""The choices of places honed by what the whole step takes: cut into stages, timed and its memory counted, blocks run again as that wants it.
+"""Honing of a pipeline's choices by the price of the whole step: cut into stages, timed, its memory counted, and as many blocks run again as memory
+requires.
 
-The Problem of a shape weighs seconds and bytes, and what hides in which pass it does not see; nor that a little less memory lets more blocks keep what they computed.
+The Problem of a shape does not know what hides in which pass, nor that with slightly less memory fewer blocks have to run again.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from autopar.problem.passing import Passing
 from autopar.search.tangents import roamed
 
 TRIED = 8
-"""So many moves of each kind are priced before it is given up that one is faster: a price is a whole step."""
+"""Moves of each kind that are priced at most before the descent ends: few, since each price is that of a whole step."""
 
 
 def honed(inner: Inner, name: str, found: Found, late: Callable[[], bool]) -> Found:
-    """`found`, laid out as it runs, or what descent by its price makes of its choices where that is faster; it ends early where it is `late`. Places of several kinds,
-    and those that are laid out each in their own way, stay as they are."""
+    """`found`, or the result of descent from its choices where that is faster, laid out as it runs; ends early once `late`. Pipelines on several kinds of
+    places, and those with layouts of their own for each place, are returned as they are."""
     chosen = found.chosen
     if type(chosen) is not Chosen or isinstance(chosen.models, Mixed) or chosen.models.micro.prices.overlap == 0.0:
         return found
@@ -47,7 +48,7 @@ def honed(inner: Inner, name: str, found: Found, late: Callable[[], bool]) -> Fo
 
 
 def _state(found: Found) -> Passed:
-    """A step as the Problem weighs it, but for what hides in which pass."""
+    """The State of the descent: the step as the shape's Problem weighs it, with overlap counted pass by pass."""
     chosen, table = found.chosen, found.table
     passing = Passing(chosen.rerun(chosen.models), chosen.models.forward, late=True)
     own_s = [node.cost_s / table.places for node in chosen.models.once.problem.nodes]

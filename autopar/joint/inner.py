@@ -1,5 +1,8 @@
-"""All that the search makes of one graph, when first asked for: for each shape and one role per mesh axis the Problems of a microbatch and of
-what a step costs once, solved for the share of a timetable; least work, memory at rest, how microbatches share values."""
+"""Inner: everything that the search derives from one graph, made when first asked for and then shared.
+
+For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step, and their solution for a
+timetable. Beside them the least work, the memory of parameters, and how microbatches share values.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,17 @@ from autopar.search import ilp
 from autopar.timer import Timer
 from passes.part_runs import Parts, part_runs
 
-SOLVE_S = 2.0  # seconds for one Problem
-SOLVED = 0.005  # relative: so near the optimum is solved
-TRUST = 0.95  # share of its bound that a Problem of several kinds of places is trusted with: what they weigh in it is only nearly right
+SOLVE_S = 2.0  # seconds at most to solve one Problem
+SOLVED = 0.005  # relative: a solution proven to be this close to the optimum is good enough
+TRUST = 0.95  # factor on the bound of a Problem of several kinds of places: their weights in it are approximate
 
 
 class Inner:
-    """All Problems of one graph, made when first asked for. `whole` reads the graph at the sizes of the batch; `limit_bytes` is
-    the memory that a plan may fill on each device, `timer` the time that there is for it; `on_devices` the same with nothing on the host, where something is, and `best_s` the
-    fastest step there that is known."""
+    """All Problems of one graph, made when first asked for.
+
+    `whole` is the planner of the graph at the sizes of the whole batch. `limit_bytes` is the memory that a plan may fill on each device, `timer` the
+    time that is left for the search. With offloading, `on_devices` is the same without it. `best_s` is the fastest step that is known.
+    """
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
         self.timer = Timer(request.time_limit_s)
@@ -74,11 +79,11 @@ class Inner:
         self.answered: Callable[[float], None] = lambda known_s: None  # told the seconds of ever better answers
 
     def restart(self) -> None:
-        """What is looked for from now on has the time of the request once more."""
+        """Begin the time limit anew."""
         self.timer = Timer(self.request.time_limit_s)
 
     def limited(self, limit_bytes: float) -> Inner:
-        """The same with that much memory on each device; what was made so far is shared."""
+        """The same with another memory limit per device; what was made so far is shared."""
         other = copy.copy(self)
         other.limit_bytes = other._asked_bytes = limit_bytes
         other._parted = {}
@@ -93,7 +98,7 @@ class Inner:
         return other
 
     def hosted(self, held: str) -> Inner:
-        """The same with that on the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
+        """The same with `held` offloaded to the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
         if held not in self._hosted:
             other = self._hosted[held] = copy.copy(self)
             other.request = replace(self.request, settings=replace(self.request.settings, offload=held))
@@ -106,7 +111,7 @@ class Inner:
         return made
 
     def parted(self, parts: Parts) -> Inner:
-        """The same with runs of blocks in parts (Plan.parted)."""
+        """The same with runs of blocks divided into `parts` (Plan.parted)."""
         key = json.dumps(parts)
         if key not in self._parted:
             self._parted[key] = self._with_parts(parts) if parts else self
@@ -128,13 +133,13 @@ class Inner:
         return self.parted(plan.parted).whole.program
 
     def origin(self, name: str) -> str:
-        """What an operator of a part of a run is called in the run."""
+        """The name, in the whole run, of an operator of a part of it; `name` itself for others."""
         scope, _, rest = name.rpartition("/")
         return f"{self._origins[scope]}/{rest}" if scope in self._origins else name
 
     @property
     def roomy(self) -> dict[Shape, float]:
-        """Seconds of shapes at which the free search with all on the devices was not short of memory: there is nothing to gain on the host."""
+        """Step times of shapes for which the search without offloading was not short of memory: offloading gains nothing there."""
         return self._roomy.setdefault(self.limit_bytes, {})
 
     @property
@@ -154,7 +159,7 @@ class Inner:
 
     @cached_property
     def alike(self) -> int:
-        """How many of them are blocks, of which stages have about the same number; all where there are none."""
+        """How many of the pieces are blocks, of which stages should have about the same number; all pieces where there are no blocks."""
         return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
 
     def work(self, places: int, level: str = "none") -> Work:
@@ -168,13 +173,13 @@ class Inner:
         return self._mixed[level]
 
     def pace(self, device: Device) -> float:
-        """How often in a second one device can do all operators at its best rates."""
+        """How often per second one device could run all operators at its best rates."""
         if device not in self._paces:
             self._paces[device] = 1 / Work.of(self.whole.program, device, self.request.settings).rates_s
         return self._paces[device]
 
     def paces(self, shape: Shape) -> list[list[float]]:
-        """How fast the devices of each place are, with the parts of the cluster in every order that is tried."""
+        """The `pace` of the devices of each place (1 where all are alike), for every order of the cluster's parts that is tried."""
         if not self.request.cluster.parts or shape.places == 1:
             return [[1.0] * shape.places]
         return [[self.pace(ground.places.device(place)) for place in range(shape.places)] for ground in self.grounds(shape)]
@@ -225,12 +230,12 @@ class Inner:
         return self._of_kinds(here, frame, ground, shape)
 
     def _weights(self, ground: Ground) -> Weights:
-        """What each kind of place weighs."""
+        """The weights of the kinds of places (joint.kinds)."""
         kinds = list(dict.fromkeys(sorted(ground.kinds)))
         return Weights.of([ground.kinds.count(kind) for kind in kinds], [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in kinds])
 
     def laid(self, shape: Shape, ground: Ground, decisions: Decisions) -> Models:
-        """The Problems of a shape in which all is decided."""
+        """The Problems of a shape in which every choice is fixed by `decisions`."""
         here = self.planner(shape.microbatches)
         joints = [[[Joint(tuple([decisions[op.name][axis] for op in cluster.members]))] for cluster in here.clusters] for axis in range(len(shape.mesh))]
         return self._of_kinds(here, Frame.of(here.program, here.clusters, joints, shape.mesh), ground, shape)
@@ -251,13 +256,13 @@ class Inner:
         return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
 
     def _hosted_models(self, models: Models) -> Models:
-        """`models` with what is on the host there: it changes what is once per step."""
+        """`models` with offloading, which only changes what happens once per step."""
         once = models.once.prices
         prices = StepPrices(once.mesh, once.device, self.request.settings, once.kernels, bucket_bytes=once.bucket_bytes)
         return replace(models, once=rested(models.once, prices))
 
     def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
-        """Prices of the operators on one device, and of their forward, asked for before or new."""
+        """Prices of the operators on one device, and of their forward alone; made once."""
         if device == here.kernels.device:
             return here.kernels, here.forward_kernels
         key = (id(here), device)
@@ -267,8 +272,8 @@ class Inner:
         return self._others[key]
 
     def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
-        """A place's choices under `table`, with all blocks run again at `level`, at a glance (which ends where nothing is as fast as
-        `cutoff_s`) or `exact`. Raises InfeasibleError where memory is short."""
+        """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance, which ends once it is proven that
+        nothing is as fast as `cutoff_s`. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
@@ -279,7 +284,7 @@ class Inner:
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:
-        """Bytes of each device if all that is held were cut evenly over all of them, each place with one microbatch at least."""
+        """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one microbatch."""
         if level not in self._held:
             self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
                                             self.request.settings, self.whole.levels(level))
@@ -288,21 +293,21 @@ class Inner:
 
     @cached_property
     def rest_bytes(self) -> float:
-        """Bytes of all that rests, on one device."""
+        """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of devices."""
         return self._of_parameters(Prices.rest_bytes)
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of the optimizer's step: an even share of it for each device."""
+        """Seconds of the optimizer's step, divided evenly over all devices."""
         return self._of_parameters(Prices.update_s) / self.request.cluster.devices
 
     @property
     def late_s(self) -> float:
-        """Seconds behind its work that no step beats: those of the update, where something is on the host."""
+        """Seconds that every step takes after its work: those of the update with offloading, else 0."""
         return self.update_s if self.request.settings.offload else 0.0
 
     def _of_parameters(self, price: Callable[[Prices, Op, Sequence[Option]], float]) -> float:
-        """What all parameters come to on one device."""
+        """The sum of a price over all parameters, whole on one device."""
         cluster, table = self.request.cluster, self.whole.table(1, placed=False)
         prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
         return sum(price(prices, op, table[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")

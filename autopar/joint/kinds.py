@@ -1,12 +1,12 @@
-"""Places of several kinds: which part of the cluster each is in, and the Problems of a model that all kinds of places share.
+"""Places of several kinds (on different devices or links), and one Problem for all of them.
 
-    grounds     for each order of the cluster's parts: the places, the kind and the memory of each
-    Weights     what each kind of place weighs in a Problem whose choices are the same on every place
+    grounds     for each order of the cluster's parts: the places, with the kind and the memory of each
+    Weights     how much each kind of place counts in a Problem whose choices are the same on every place
 
-Faster places get more of the model. A step that is balanced takes as long as its work on any place; where place p would take t_p for all
-of the model it does L / t_p of it, with L = 1 / (1/t_1 + 1/t_2 + ...). What another choice adds to t_p adds (L / t_p)^2 as much to L: that is
-what a place weighs, with t_p by the work at the best rates of its device. Where choices change t_p in other proportions (a place on slow
-links), sum (L / t_p)^2 t_p is above the true L by a share of the second order of the difference: proportions that are wrong by a third give 2 to 3 %.
+Faster places get more of the model, so that all take the same time. If place p would take t_p for the whole model, it does the share L / t_p of it, where
+L = 1 / (1/t_1 + 1/t_2 + ...) is the time of the balanced step. A choice that adds d to t_p adds (L / t_p)^2 d to L: this factor is the weight of the
+place. It is computed with t_p at the best rates of the device. Where choices change the t_p in other proportions (a place on slow links), the
+weighted sum exceeds the true L by a term of second order: proportions that are wrong by a third give an error of 2 to 3 %.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.problem.types import Net, Node
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """The places of a shape with the parts of the cluster in one order: for each place the number of its kind, and the bytes that a plan may
+    """The places of a shape, with the cluster's parts in one order: for each place the number of its kind, and the bytes per device that a plan may
     fill there."""
 
     places: Places
@@ -38,7 +38,7 @@ def distinct(cluster: Cluster) -> list[Cluster]:
 
 
 def grounds(cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callable[[Places, int], float]) -> list[Ground]:
-    """All of them; `limit` says how many bytes there are on a place."""
+    """The Grounds of all orders of the cluster's parts; `limit` gives the bytes per device on a place."""
     parts, found = distinct(cluster), []
     for ordered in orders(cluster) if count > 1 else [cluster]:
         at = Places(ordered, count, sizes)
@@ -49,14 +49,14 @@ def grounds(cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callabl
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """For each kind of place how many there are, and the share of a balanced step's work that one of them does."""
+    """For each kind of place, the number of places, and the share of the work that one of them does in a balanced step."""
 
     counts: tuple[int, ...]
     shares: tuple[float, ...]
 
     @staticmethod
     def of(counts: Sequence[int], paces: Sequence[float]) -> Weights:
-        """For places that do all of the model so often in a second."""
+        """From the number of places of each kind, and how often per second one of them could do the whole model (`paces`)."""
         whole = sum(n * pace for n, pace in zip(counts, paces, strict=True))
         return Weights(tuple(counts), tuple(pace / whole for pace in paces))
 
@@ -66,7 +66,7 @@ class Weights:
         return sum(self.counts)
 
     def meant(self, models: Sequence[Model]) -> Model:
-        """The Problem that choices are made by: seconds of the whole model on a place that is as fast as all are on average."""
+        """The weighted mean of the kinds' Problems, by which choices are made: seconds of the whole model on a place of average speed."""
         factors = [self.places * n * share**2 for n, share in zip(self.counts, self.shares, strict=True)]
 
         def mean(tables: list[np.ndarray]) -> np.ndarray:
@@ -77,10 +77,10 @@ class Weights:
         return replace(models[0], problem=replace(models[0].problem, nodes=nodes, nets=nets), plain=None)
 
     def even(self, length: float, microbatches: int) -> float:
-        """Which share of a step of `length`, of balanced places, no other way to deal the model has less than.
+        """The least length of a step under any division of the model among places, as a share of `length`, that of the balanced division.
 
-        With one stage on each place a step takes (m - 1) L + sum t_p; to take work from the slowest place s makes L longer and the sum shorter, and
-        the step longer as long as m - 1 >= sum of (t_s / t_p - 1). With fewer microbatches only the m L of the slowest place are sure.
+        With one stage on each place, a step takes (m - 1) L + sum t_p. Taking work from the slowest place s lengthens L and shortens the sum; the step
+        gets longer as long as m - 1 >= sum of (t_s / t_p - 1), and the share is 1. With fewer microbatches, only the m L of the slowest place are certain.
         """
         least = min(self.shares)
         enough = microbatches - 1 >= sum(n * (share / least - 1) for n, share in zip(self.counts, self.shares, strict=True))

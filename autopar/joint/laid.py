@@ -1,4 +1,4 @@
-"""One shape under one timetable, laid out: cut into stages, timed by the schedule's own order, its memory counted."""
+"""Laying out a shape under one timetable: the model is cut into stages, the step timed by the schedule's own order of actions, and memory counted."""
 
 from __future__ import annotations
 
@@ -34,15 +34,20 @@ from autopar.planner import bare_plan
 from autopar.problem.graph import Program, Ref
 from autopar.recipes import offload as offloads
 
-UNEVEN = 0.01  # relative: places that are busier than their mean by so much
-ALIKE = 1e-3  # relative: of cuts whose steps differ by no more the most even one is taken
+UNEVEN = 0.01  # relative: a place that is busier than the mean by more calls for a cut that balances places
+ALIKE = 1e-3  # relative: of cuts whose steps differ by less, the most even one is taken
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """One priced answer: its plan without a prediction, at which level blocks are run again where they are, seconds of a step, bytes of
-    the fullest rank of each place, the largest share that one of them is of what is there, seconds of the busiest place's own work; and what was laid,
-    on which places."""
+    """One priced pipeline.
+
+        plan            the plan, without a prediction; `program` is what it is for, with runs of blocks in parts where places differ
+        level           the level of rematerialisation of blocks that are run again
+        step_s          seconds of a step; `busy_s`: of the busiest place's own work
+        places_bytes    bytes of the fullest rank of each place; `filled`: the largest share of its limit that one of them takes
+        chosen, ground, cuts    the choices, the places and the cut that were laid out
+    """
 
     plan: Plan
     shape: Shape
@@ -67,8 +72,8 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class _Laying:
-    """What is laid: the choices of a shape under one timetable on the places of `ground`; `flat` are they as a plan of one stage. `whole` as
-    `lay` has it."""
+    """What is laid out: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
+    as in `lay`."""
 
     inner: Inner
     shape: Shape
@@ -79,7 +84,7 @@ class _Laying:
     whole: bool
 
     def parted(self, cuts: Cuts) -> _Laying:
-        """The same for places that are each laid out in their own way: with runs of blocks in parts, as the cuts have it."""
+        """The same with runs of blocks divided into parts at the cuts, where places have layouts of their own; else unchanged."""
         if not isinstance(self.chosen, Apart):
             return self
         inner, chosen, flat = parting.parted(self.inner, self.shape, self.ground, self.chosen, _assembled(self, cuts))
@@ -87,8 +92,9 @@ class _Laying:
 
 
 def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
-    """What a place has `chosen` under `table`, on the places of `ground`, with no more blocks run again than memory wants. `whole`: the order
-    of the whole step is timed, not that of a shorter one, and its memory walked as it runs, not added up.
+    """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as memory requires.
+
+    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
@@ -109,7 +115,7 @@ def lay(inner: Inner, name: str, shape: Shape, table: Timetable, ground: Ground,
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A plan cut into stages, what each is made of and the bytes of each place; `on` is what it was laid from."""
+    """A plan that is cut into stages: the pieces of each stage (`parts`) and the bytes per device of each place (`held`); `on` is what it was made from."""
 
     on: _Laying
     cuts: Cuts
@@ -119,23 +125,23 @@ class _Cut:
 
 
 def _by_stage(here: _Laying) -> list[Pieces]:
-    """All pieces as they cost on the place of each stage."""
+    """For each stage, the costs of all pieces on its place."""
     return [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
 
 
 def _waits_for_links(times: Sequence[StageTime]) -> bool:
-    """Whether some link is busy for longer than any stage, so that other cuts may be faster than the most even ones."""
+    """Whether some link is busier than every stage: then a less even cut may be faster."""
     return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
 
 
 def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
-    """Whether one place has more to do than others, so that a cut may be faster that makes a stage longer and this place less busy."""
+    """Whether one place is busier than the others: then a cut that relieves it may be faster, though its slowest stage is longer."""
     busy = _by_place(table, [time.of("F") + time.of("B") for time in times])
     return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
 
 
 def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
-    """It cut as `balance` has it where a cut in front of each piece sends `sends_s`, and the times of its stages."""
+    """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times of its stages."""
     inner, table, ground = here.inner, here.table, here.ground
     pieces = _by_stage(here)
     largest = max(ground.limits)

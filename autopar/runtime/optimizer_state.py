@@ -93,6 +93,8 @@ def _without_decay(group: Mapping[str, Any]) -> State:
 
 FIRST: Mapping[str, Callable[[State], float]] = {"step": lambda group: 0.0, "mu_product": lambda group: 1.0, "eta": lambda group: float(group["lr"])}
 """Numbers in the state of torch's optimizers that a step without a gradient changes, as they are before the first one."""
+NUMBERS = (*FIRST, "mu")
+"""All of them; other optimizers' are those that are numbers beside parameters that have dims."""
 
 
 def _first(made: Mapping[str, Any]) -> State:
@@ -186,10 +188,11 @@ def _check_state(state: Any) -> None:
 
 @torch.no_grad()
 def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
-    """`state` with what `change` makes of its tensors that are shaped as their parameter is."""
+    """`state` with what `change` makes of its tensors that are shaped as their parameter is. Of a parameter of no dims (the scale of logits) numbers that count are too, and stay."""
+    counts = {*NUMBERS, *(key for name, values in state["state"].items() if name in held and held[name].info.shape for key, value in values.items() if not getattr(value, "shape", True))}
     found = {}
     for name, values in state["state"].items():
         h = held.get(name)
-        found[name] = values if h is None else {key: change(value, h) if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == h.info.shape else value
+        found[name] = values if h is None else {key: change(value, h) if isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counts) else value
                                                 for key, value in values.items()}
     return {**state, "state": found}

@@ -196,6 +196,17 @@ class Unused(nn.Module):
         return self.down(self.up(x).tanh()).square().mean()
 
 
+class Scaled(Unused):
+    """One parameter has no dims, as the scale of logits that models of images and texts learn, and its moments have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.exp()
+
+
 def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
     """One rank: parameters after three steps without a stop, of which a layer trains in the last two alone, and with one behind the first."""
     torch.manual_seed(0)
@@ -298,7 +309,7 @@ def test_a_state_that_lacks_parameters_is_refused() -> None:
 def _from_one_device(recipe: str, size: int) -> dict[str, Tensor]:
     """One rank: parameters after a step behind one that a device alone has taken and saved."""
     torch.manual_seed(0)
-    plain, x = Unused(), torch.randn(BATCH, 4)
+    plain, x = Scaled(), torch.randn(BATCH, 4)
     there = torch.optim.AdamW(plain.parameters(), 1e-2)
     plain(x).backward()
     there.step()

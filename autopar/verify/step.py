@@ -51,9 +51,10 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
     found: Gaps = {}
     for again in range(2 if light.gathers else 1):
         with _as_it_was(module) if light.gathers and not again else nullcontext(), count() as seen:
-            outputs = _run(module, batch, training)
-            now = dict(_compare("output", _outputs(module, outputs), wanted, module))
-            del outputs
+            now: Gaps = {}
+            for outputs in _run(module, batch, training):
+                now |= {key: max(gap, now.get(key, 0.0)) for key, gap in _compare("output", _outputs(module, outputs), wanted, module)}
+                del outputs
             if wanted["buffer"]:
                 now |= _compare("buffer", _state(module), wanted, module)
             if training:
@@ -79,17 +80,19 @@ def _as_it_was(module: ShardedModule) -> Iterator[None]:
         parameter.grad = None
 
 
-def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> dict[str, Tensor]:
+def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
     """The outputs of a forward, behind which there was a backward where training. The forward of a pipeline has no gradient, so
-    there its outputs come from another one, which does not count and leaves no trace in the buffers."""
+    there its outputs come from another one, which does not count and leaves no trace in the buffers, and then once more with the loss of the step."""
     if training and isinstance(module, PipelinedModule):
         with uncounted(), _as_it_was(module):
             outputs: dict[str, Tensor] = module(*batch)
-        return {**outputs, "loss": module.train_step(*batch)}
+        yield outputs
+        yield {**outputs, "loss": module.train_step(*batch)}
+        return
     outputs = module(*batch)
     if training:
         outputs["loss"].backward()
-    return outputs
+    yield outputs
 
 
 Part = tuple[Tensor | None, Layout]

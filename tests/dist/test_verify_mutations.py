@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.verify import Report
-from tests.helpers.verify import Subject, by_chance, by_recipe, subject
+from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
@@ -119,3 +119,11 @@ def test_an_output_that_is_wrong_behind_all_operators_is_named() -> None:
     halved = _swap(r"(return .*self\.spread\(linear\w*)(,)", r"\1 * 0.5\2")
     report = who.verified(by_recipe(who, (2,), "ddp"), 8, mutate=halved)
     assert [row.name for row in report.rows if not row.ok] == ["h"] and report.first == "no operator: output h is put together wrongly behind the last operator"
+
+
+def test_a_loss_that_is_wrong_in_the_forward_of_a_pipeline_alone_is_found() -> None:
+    """Of the microbatches' parts of the loss the first alone is given; a step adds them up in its own way, and its loss and gradients are right."""
+    who = subject("mlp")
+    first = _swap(r"""(MICRO = \{.*'0': )'P'""", r"\1'R'")
+    report = who.verified(by_stages(who, (1,), "single", 2, 2, "gpipe"), mutate=first)
+    assert [(row.kind, row.name) for row in report.rows if not row.ok] == [("loss", "loss")]

@@ -262,7 +262,7 @@ class PipelinedModule(ShardedModule):
             return None, None
         entry, values, spread = self.MICRO[str(number)], [value for value, _ in parts], parts[0][1]
         if entry == "P":
-            return torch.stack(values).sum(0), spread
+            return torch.stack(values).sum(0, dtype=values[0].dtype), spread
         if not is_shard(entry) or len(values) == 1:
             return values[0], spread
         dim, ways = dim_of(entry), 1

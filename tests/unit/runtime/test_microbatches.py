@@ -92,3 +92,4 @@ def test_parts_of_sums_are_added_and_what_is_the_same_is_taken_once() -> None:
     module, parts = made((2,), {"x": "S0", "y": "S1"}), [(torch.full((2, 2), float(10**n)), None) for n in range(COUNT)]
     assert torch.equal(module._joined(2, parts, "loss")[0], torch.full((2, 2), 111.0)) and torch.equal(module._joined(3, parts, "loss")[0], torch.ones(2, 2))
     assert module._joined(2, None, "loss") == (None, None)
+    assert module._joined(2, [(torch.ones(2, dtype=torch.int32), None)] * COUNT, "output")[0].dtype == torch.int32  # torch adds whole numbers in int64

@@ -24,6 +24,7 @@ def _copied(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], 
     losses = [module.train_step(*batch)]
     twin = copy.deepcopy(module.eval())
     assert not twin.training and twin.extra == module.extra and twin.extra is not module.extra
+    assert twin.rng_state() == module.rng_state() and module.rng_state()["step"] == 1 and twin.rng is not module.rng
     assert list(twin.state_dict()) == list(module.state_dict()) and len(list(twin.parameters())) == len(list(module.parameters()))
     assert all(parameter.grad is None for parameter in twin.parameters())
     twin.train()

@@ -150,3 +150,38 @@ def _module(limit):
 @pytest.mark.parametrize("limit", [1, 200, 10**9])
 def test_gradients_scattered_in_the_background_are_exact(limit):
     on_ranks(4, _module, limit)
+
+
+def _read_both_ways():
+    class Tied(ShardedModule):
+        """One weight that is read as it rests, and later gathered; between the two another one is gathered."""
+
+        MESH = Mesh((2, 2), ("x", "y"), "cpu")
+        INPUTS = {"x": "S0,R"}  # noqa: RUF012
+        OUTPUTS = (("loss", "loss"),)
+        PARAMS = {"a": Param((4, 4), "float64", "R,S0", sync=(0,)), "b": Param((4, 4), "float64", "S0,R")}  # noqa: RUF012
+
+        def forward(self, x):
+            x = reshard(F.linear(x, self.w["a"]), "S0,S1 -> S0,R", grad="S0,R -> S0,S1", shape=(8, 4), mesh=self.MESH).tanh()
+            x = F.linear(x, gather(self.w["b"], "S0,R -> R,R", grad="P,R -> S0,R", shape=(4, 4), mesh=self.MESH, name="b")).tanh()
+            x = F.linear(x, gather(self.w["a"], "R,S0 -> R,R", grad="P,R -> P,S0", shape=(4, 4), mesh=self.MESH, name="a"))
+            return (reshard(x.square().sum(), "P,R -> R,R", grad="R,R -> R,R", shape=(), mesh=self.MESH),)
+
+    torch.manual_seed(0)
+    whole = {name: torch.randn(info.shape, dtype=torch.float64, requires_grad=True) for name, info in Tied.PARAMS.items()}
+    x = torch.randn(8, 4, dtype=torch.float64)
+    F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]).tanh(), whole["a"]).square().sum().backward()
+    model = Tied().load_full(whole)
+    model._sync.late.limit_bytes = 1  # the gathered part is there, and its sum has begun, before autograd has the other one
+    begun, begin = [], model._sync._start
+    model._sync._start = lambda bucket: (begun.append(bool(model._sync.mixed)), begin(bucket))
+    for _ in range(2):  # by the second step it is known that there are two parts
+        model.zero_grad()
+        model.train_step(*model.shard_batch(x))
+        for name, grad in model.full_grads().items():
+            torch.testing.assert_close(grad, whole[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    assert begun == [False, True]
+
+
+def test_a_part_of_a_gradient_that_comes_when_the_sum_has_begun_is_summed():
+    on_ranks(4, _read_both_ways)

@@ -15,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.early import ends
 from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES
 from autopar.pipeline.lines import Sent, Stop, Stops, Sum
-from autopar.pipeline.work import BACKWARD, Pass, shown_s
+from autopar.pipeline.work import BACKWARD, Pass, least_s, shown_s
 from autopar.problem.graph import Program
 from autopar.problem.hiding import Load, Loads
 
@@ -88,20 +89,21 @@ class Line:
             summed.shown_s += count * (1.0 - share) * load.seconds
             summed.behind_s[load.axis] += count * share * load.seconds
         if scope:
-            summed.of_block.append(Sum(one.key, one.sent.times(each), one.first and one.first.times(each)))
+            summed.of_block.append(one.times(each))
         else:
             self.stops.at(self.program.ops[name], back=True).sums.append(one)
 
     def more_s(self, scopes: Mapping[str, Sequence[Pass]], shares: Mapping[str, float], way: int, contention: float, *, at_once: bool) -> float:
-        """Seconds by which a pass takes longer than that: `scopes` as they are priced, of whose collectives in the background the `shares` show. `at_once`: the first gathers begin
-        with the pass, as those of a backward that follows its forward."""
+        """Seconds by which a pass takes longer than that: `scopes` as they are priced, of whose collectives in the background the `shares` show. Less than none where no blocks are in it:
+        what is known operator by operator is not taken to come evenly. `at_once`: the first gathers begin with the pass, as those of a backward that follows its forward."""
         back, none = way == BACKWARD, _Summed()
         summed = {scope: self._summed[scope] if back else none for scope in scopes}
         runs = {scope: _Ran.of(passes[way], self.program.runs[scope].count, self.gathers_bytes[scope, way], summed[scope], contention) for scope, passes in scopes.items() if scope}
         late_s = self._late_s(runs, contention, back=back, at_once=at_once)
         own_s = scopes[""][way].work_s - summed[""].shown_s - self._opened_s(back=back) if "" in scopes else 0.0
         took_s = own_s + late_s + sum(ran.seconds for ran in runs.values())
-        return max(0.0, took_s - sum(passes[way].work_s + shares[scope] * passes[way].background_s for scope, passes in scopes.items()))
+        priced_s = sum(passes[way].work_s + shares[scope] * passes[way].background_s for scope, passes in scopes.items())
+        return max(took_s, priced_s if runs else sum(least_s(passes[way], contention) for passes in scopes.values())) - priced_s
 
     def _opened_s(self, *, back: bool) -> float:
         """Seconds of collectives of weights that are taken when nothing has computed yet."""
@@ -147,28 +149,27 @@ class _Clock:
     """A pass as far as it has come: seconds since its begin, what of them it has waited, and how long each axis was busy with what blocks move."""
 
     def __init__(self, gathers: Sequence[Gather], contention: float) -> None:
-        self._gathers, self._taken, self._contention = gathers, 0, contention
-        self._before_bytes = [0.0, *itertools.accumulate(sent.nbytes for sent, _ in gathers)]
-        self._ends: list[tuple[int, float]] = []  # of gathers that have begun: the axis of the last collective, and its end
+        self._gathers, self._taken, self._contention = [_Gathering(self, *gather) for gather in gathers], 0, contention
+        self._each_bytes = [sent.nbytes for sent, _ in gathers]
         self._now_s, self._late_s = 0.0, 0.0
         self._blocked_s: defaultdict[int, float] = defaultdict(float)
         self._until_s: dict[int, float] = {}  # by axis, in seconds that are not blocked
-        self._late: Queue[_Coming] = Queue(BUCKETS * BUCKET_BYTES)
-        self._buckets: defaultdict[object, list[Sent]] = defaultdict(list)
+        self._late: Queue[_Coming | _Scatter] = Queue(BUCKETS * BUCKET_BYTES)
+        self._sums: Queue[_Summing] = Queue(BUCKET_BYTES)
+        self._buckets: defaultdict[object, list[Sum]] = defaultdict(list)
         self._filled: dict[object, tuple[float, float]] = {}  # of a bucket so far: when all of it has come to its leaves, and bytes
 
     def take(self, count: int, coming_s: float = 0.0) -> None:
         """So many gathers are waited for, but for their last `coming_s`, and those behind each of them begin."""
         for _ in range(count):
             self.begin(self._taken + 1)
-            axis, end_s = self._ends[self._taken]
-            self._wait(end_s - coming_s - self._of(axis))
+            self._gathers[self._taken].wait(coming_s)
             self._taken += 1
 
     def run(self, ran: _Ran) -> None:
         """_Ran; what follows them begins where they are reached from there."""
         for number in range(ran.count):
-            if number == round((1.0 - ran.reached) * ran.count):
+            if ran.takes.way and number == round((1.0 - ran.reached) * ran.count):
                 self.begin(self._taken)
             for done in (ran.sums or (None,))[::-1]:  # spread evenly
                 part = ran.count * max(1, len(ran.sums))
@@ -180,33 +181,37 @@ class _Clock:
         """One operator of the model itself."""
         self._works(stop.compute_s)
         self._now_s += stop.work_s - stop.compute_s
-        come_s = max([self._now_s, *(self._send(sent.way) for sent in stop.sends)])
+        for sent in stop.sends:
+            scatter = _Scatter(self, sent.way, sent.held, one=next((one for one in stop.sums if one.first is sent), None))
+            scatter.go_on()
+            self._late.add(scatter, scatter)
         for one in stop.sums:
-            self._made(one, come_s, id(stop))
+            if not any(one.first is sent for sent in stop.sends):
+                self._made(one, self._now_s, id(stop))
 
     def late_s(self) -> float:
         """What it has waited when all is done."""
         self._late.drain()
         for key in [*self._buckets]:
             self._sum(key)
+        self._sums.drain()
         self._wait(max((until_s - self._of(axis) for axis, until_s in self._until_s.items()), default=0.0))
         return self._late_s
 
     def _made(self, one: Sum, come_s: float, unit: Hashable) -> None:
         """An operator or a block, the `unit`, has made a gradient, all of which is scattered at a time."""
         if one.first is None:
-            self.summed(one.key, one.sent, come_s)
+            self.summed(one, come_s, unit)
         else:
-            self._late.add(_Coming(self, one, come_s, one.first.nbytes, len(one.first.way)), unit)
+            self._late.add(_Coming(self, one, come_s, one.first.nbytes, len(one.first.way), unit), unit)
 
-    def summed(self, key: object, sent: Sent, come_s: float) -> None:
+    def summed(self, one: Sum, come_s: float, unit: Hashable) -> None:
         """A gradient has come to its leaf; full buckets are summed."""
-        bucket = self._buckets[key]
-        bucket.append(sent)
-        before_s, nbytes = self._filled.get(key, (0.0, 0.0))
-        self._filled[key] = max(come_s, before_s, self._now_s), nbytes + sent.nbytes
-        if nbytes + sent.nbytes >= BUCKET_BYTES:
-            self._sum(key)
+        self._buckets[one.key].append(one)
+        before_s, nbytes = self._filled.get(one.key, (0.0, 0.0))
+        self._filled[one.key] = max(come_s, before_s, self._now_s), nbytes + one.sent.nbytes
+        if nbytes + one.sent.nbytes >= BUCKET_BYTES:
+            self._sum(one.key, unit if isinstance(unit, tuple) else None)
 
     def _of(self, axis: int) -> float:
         """Seconds that an axis has had."""
@@ -227,21 +232,33 @@ class _Clock:
         self._late_s += max(0.0, seconds)
 
     def begin(self, count: int) -> None:
-        """Begin the first `count` gathers, and further ones until enough is on its way behind them."""
-        while (begun := len(self._ends)) < len(self._gathers) and (begun < count or self._before_bytes[begun] - self._before_bytes[count] < BUCKET_BYTES):
-            self._gather()
+        """Begin the first `count` gathers, and go on with further ones as far ahead as the runtime does (autopar.early)."""
+        at = count - 1
+        until = {legs: ends(self._each_bytes, at, legs) for legs in {len(gather.legs) for gather in self._gathers}}
+        wanted = {number: sum(number < end for end in until[len(self._gathers[number].legs)]) for number in range(at, max([at, *(end for each in until.values() for end in each)]))}
+        for own, leg in itertools.product((True, False), range(max(until, default=0))):
+            for number, legs in wanted.items():
+                if (number == at) == own and self._gathers[number].begun <= leg < legs:
+                    self._gathers[number].go_on()
 
-    def _gather(self) -> None:
-        sent, more = self._gathers[len(self._ends)]
-        self._send(sent.way)
-        self._ends.append((sent.way[-1].axis, self._until_s[sent.way[-1].axis]))
-        self._send(more)
-
-    def _sum(self, key: object) -> None:
-        """The collectives of all of a bucket, when all its gradients have come to their leaves."""
+    def _sum(self, key: object, block: Hashable = None) -> None:
+        """The first collective of all of a bucket, when all its gradients have come to their leaves. The next one, or what waits for a scatter, comes when enough of later units
+        is behind it: a `block`, or the bucket itself."""
         begin_s, _ = self._filled.pop(key)
-        for step in zip(*(sent.way for sent in self._buckets.pop(key)), strict=True):
-            begin_s = max(self._send([load], begin_s) for load in step)
+        bucket = self._buckets.pop(key)
+        way = [Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind) for step in zip(*(one.sent.way for one in bucket), strict=True)]
+        summing = _Summing(self, way, [sum(held) for held in zip(*(one.sent.held for one in bucket), strict=True)], begin_s)
+        if way and summing.go_on():
+            self._sums.add(summing, block or summing)
+
+    def start(self, way: Sequence[Load], begin_s: float = 0.0) -> float:
+        """Begin collectives, one after the other, now or at `begin_s`: until when the axis of the last is busy, in seconds that are not blocked."""
+        self._send(way, begin_s)
+        return self._until_s[way[-1].axis]
+
+    def wait_for(self, axis: int, until_s: float) -> None:
+        """What computes waits for what has begun (`start`)."""
+        self._wait(until_s - self._of(axis))
 
     def _send(self, way: Sequence[Load], begin_s: float = 0.0) -> float:
         """When collectives have ended that begin now or at `begin_s`, one after the other, as far as is known."""
@@ -253,6 +270,28 @@ class _Clock:
         return end_s
 
 
+class _Gathering:
+    """A gather of which collectives have begun, each behind the one before it; those of all blocks (`more` of them behind) begin at once."""
+
+    def __init__(self, clock: _Clock, sent: Sent, more: Sequence[Load]) -> None:
+        self.clock, self.more = clock, more
+        self.legs = [[load] for load in sent.way] if not more else [sent.way]
+        self.begun, self.until_s = 0, 0.0
+
+    def go_on(self) -> None:
+        """Wait for the collective that runs; begin the next one."""
+        self.wait()
+        self.until_s = self.clock.start(self.legs[self.begun])
+        self.begun += 1
+        if self.more:
+            self.clock.start(self.more)
+
+    def wait(self, coming_s: float = 0.0) -> None:
+        """Wait for the collective that runs, but for its last `coming_s`."""
+        if self.begun:
+            self.clock.wait_for(self.legs[self.begun - 1][-1].axis, self.until_s - coming_s)
+
+
 @dataclass(eq=False)
 class _Coming:
     """A gradient of so many bytes on its way to its leaf, where it is at a time at the earliest; `legs`: collectives that have not been waited for."""
@@ -262,6 +301,7 @@ class _Coming:
     come_s: float
     nbytes: float
     legs: int
+    unit: Hashable
 
     @property
     def more(self) -> bool:
@@ -272,8 +312,63 @@ class _Coming:
         """Wait for a collective; whether another one begins."""
         self.legs -= 1
         if self.legs <= 0:
-            self.clock.summed(self.one.key, self.one.sent, self.come_s)
+            self.clock.summed(self.one, self.come_s, self.unit)
         return self.legs > 0
 
     def wait(self) -> None:
         """Nothing is dropped."""
+
+
+@dataclass(eq=False)
+class _Summing:
+    """A bucket on its `way`, from `begin_s` on: `held` are the bytes in front of each collective. What it has scattered last is waited for when enough is behind it, whose memory goes
+    then (runtime.together)."""
+
+    clock: _Clock
+    way: Sequence[Load]
+    held: Sequence[float]
+    begin_s: float = 0.0
+    begun: int = 0
+    until_s: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of what is on its way."""
+        return self.held[self.begun - 1] if self.begun else 0.0
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.begun < len(self.way)
+
+    def go_on(self) -> bool:
+        """Wait for the collective that runs, begin the next one if there is one; whether to go on later."""
+        return self._next() and (self.more or self.way[-1].kind == "reduce_scatter")
+
+    def _next(self) -> bool:
+        self.wait()
+        if not self.more:
+            return False
+        self.until_s = self.clock.start([self.way[self.begun]], self.begin_s)
+        self.begun += 1
+        return True
+
+    def wait(self) -> None:
+        """Wait for the collective that runs."""
+        if self.begun:
+            self.clock.wait_for(self.way[self.begun - 1].axis, self.until_s)
+
+
+@dataclass(eq=False)
+class _Scatter(_Summing):
+    """A gradient on its way to its leaf, where the sum `one` is of it."""
+
+    one: Sum | None = None
+
+    def go_on(self) -> bool:
+        """Wait for the collective that runs, begin the next one or sum what has come; whether to go on later."""
+        if self._next():
+            return True
+        if self.one is not None:
+            self.clock.summed(self.one, 0.0, None)
+        return False

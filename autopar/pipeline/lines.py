@@ -25,14 +25,16 @@ BLOCKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A gather of a weight or a scatter of a gradient: its collectives, one after the other, and the bytes of the whole tensor on a rank."""
+    """A gather of a weight or a scatter of a gradient: its collectives, one after the other, and the bytes of the whole tensor on a rank. `held`: of a gradient, the bytes that wait in
+    front of each collective."""
 
     way: Sequence[Load]
     nbytes: float
+    held: Sequence[float] = ()
 
     def times(self, factor: float) -> Sent:
         """So many of them together."""
-        return Sent([load.times(factor) for load in self.way], factor * self.nbytes)
+        return Sent([load.times(factor) for load in self.way], factor * self.nbytes, [factor * nbytes for nbytes in self.held])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class Sum:
     key: object
     sent: Sent
     first: Sent | None = None
+
+    def times(self, factor: float) -> Sum:
+        """So many of them together."""
+        return Sum(self.key, self.sent.times(factor), self.first and self.first.times(factor))
 
 
 @dataclass(eq=False, slots=True)

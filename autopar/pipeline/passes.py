@@ -277,7 +277,7 @@ class Passes:
         leaf = self._leaf(link, made, asked)
         back = routes.loads(asked.back, leaf, grad_bytes)
         last = link.last if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
-        sent = Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes))
+        sent = Sent(split(back)[1], grad_bytes * fraction(asked.value, self.prices.sizes), routes.held_bytes(asked.back, leaf, grad_bytes))
         if gathers and reads and not opening:
             self._copies(reads[0][0], back, back=True).sends.append(sent)
         if gathers and not opening:
@@ -307,7 +307,7 @@ class Passes:
             (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), (ratio * self._leaf_bytes(link, made),), ratio * min(self.prices.bucket_bytes, together), moves,
                                                               sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
         if made.each or not self.late:
-            self.line.sums(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made)), first), count, hidden)
+            self.line.sums(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made), routes.held_bytes(leaf, made.back, grad_bytes)), first), count, hidden)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
                 for load, share in zip(moving, hidden, strict=True):

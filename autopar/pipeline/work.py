@@ -73,6 +73,15 @@ def shows(total: Pass, contention: float, shared: bool) -> float:
     return 1.0 if shared else shown_s(total, contention) / (total.background_s or 1.0)
 
 
+def least_s(total: Pass, contention: float) -> float:
+    """Seconds of a pass over a scope where all that may hide hides under all of it."""
+    hidden = Pass()
+    hidden.add(total)
+    hidden.after, hidden.lag_s = Loads(), 0.0
+    hidden.behind.add(total.after.moving())
+    return hidden.work_s + total.after.local_s + shown_s(hidden, contention)
+
+
 def shown_s(total: Pass, contention: float) -> float:
     """Seconds by which the collectives behind a pass of a scope make it longer."""
     if not total.background_s:

@@ -100,6 +100,11 @@ class Paths:
         """The steps of one way, each with its axis: what goes in one bucket has the same ones."""
         return tuple([(self._order[index].kind, self._order[index].axis) for index in self._way[self.number(source, target)]])
 
+    def held_bytes(self, source: Layout, target: Layout, size_bytes: float) -> list[float]:
+        """Bytes of a tensor of `size_bytes` on a rank in front of each collective of one way."""
+        way = moving([self._order[index] for index in self._way[self.number(source, target)]], self.sizes)
+        return [size_bytes * fraction(step.before, self.sizes) for step in way]
+
     def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[distinct ways, 1 + 6 axes]: what each takes (problem.moved); `ways.at` says which of them is where."""
         known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)

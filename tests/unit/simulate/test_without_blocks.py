@@ -34,6 +34,17 @@ def test_layers(recipe: str | None, widths: tuple[int, ...], batch: int, cluster
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
 
 
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3"])
+def test_dense_layers_behind_convolutions(recipe: str) -> None:
+    """Nearly all gradients are there when the backward has hardly begun, and what it computes next waits for the scatter of one bucket when another one begins."""
+    with torch.device("meta"):
+        convolutions = (layer for one, other in ((3, 96), (96, 192), (192, 256)) for layer in (nn.Conv2d(one, other, 3, 2, 1), nn.ReLU()))
+        model = nn.Sequential(*convolutions, nn.Flatten(), *_layers(256 * 8 * 8, 2048, 4096, 1000))
+    inputs = torch.zeros(2048, 3, 64, 64), torch.zeros(2048, dtype=torch.long)
+    compiled = autopar.compile(model, "rtx4090:1x4", inputs, loss_fn=nn.functional.cross_entropy, precision="bf16", recipe=recipe, time_limit_s=10.0)
+    assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
+
+
 class Scored(nn.Module):
     """Words of a large table, and a head of some layers: nearly all that is to be summed is of the table, and nearly all work of the head."""
 

@@ -60,8 +60,8 @@ def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], st
 def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and mesh.
 
-    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Raises PlanError for an unknown recipe, and
-    for one that the model or the mesh cannot use.
+    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Those that split samples, and with them all of the work, come first: where there is time
+    for one alone, it is no baseline that computes everything on every rank. Raises PlanError for an unknown recipe, and for one that the model or the mesh cannot use.
     """
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
@@ -70,7 +70,7 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []
-    for recipe in asked:
+    for recipe in sorted(asked, key=lambda recipe: not any(role in roles.BY_SAMPLE for role in recipe.roles)):
         if lacking := recipe.lacking(planner.program):
             raise PlanError(lacking)
         refused = refused_meshes(planner, recipe) if request.recipe else {}
@@ -87,8 +87,14 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
                 continue
             found = filled(planner, found, best.cost.time_s if best is not None else math.inf)
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
-            best = found if best is None or found.cost.time_s < best.cost.time_s else best
-    return best, tried
+            best = found if best is None or _rank(found) < _rank(best) else best
+    table = list(RECIPES)
+    return best, sorted(tried, key=lambda row: table.index(row.name))
+
+
+def _rank(found: Candidate) -> tuple[float, int]:
+    """Of recipes that are equally fast, as all are on one device, the first of the table is the best."""
+    return found.cost.time_s, list(RECIPES).index(found.name)
 
 
 def _priced(planner: Planner, recipe: Recipe, sizes: tuple[int, ...], limit_s: float) -> Candidate:

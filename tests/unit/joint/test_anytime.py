@@ -85,3 +85,11 @@ def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str) -> Non
     made = fastest(inner, model="stack", graph_hash="0" * 64)
     assert UNPROVEN in made.notes
     assert made.predicted.bound_s == pytest.approx(inner.work(1).step_s(2, 1, 1))
+
+
+def test_what_is_found_in_no_time_at_all_splits_the_work() -> None:
+    """It was the baseline, every rank computing everything: the first recipe of the table, behind which time was up."""
+    request = Request(Cluster.parse("h100:1x4"), time_limit_s=1e-3)
+    made = fastest(Inner(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
+    tried = {row.name: row.step_s for row in made.alternatives}
+    assert made.strategy != "single" and "single" not in tried, (made.strategy, tried)

@@ -39,7 +39,7 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 
 def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
-    """Rows of kind "model", outputs and gradients of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
+    """Rows of kind "model", outputs, gradients and new values of buffers of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
     it draws no random numbers but for dropout, and as it evaluates, where that is another thing. A model that does not run in float32 is not compared. The model has its weights, on
     the CPU; it and they stay as they are."""
     drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
@@ -83,29 +83,35 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
     got = train_step(gm, weights, _cast(inputs_of(captured, args, kwargs), dtype), training=training)
     try:
-        outputs, gradients = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+        outputs, gradients, buffers = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
     except RuntimeError as error:
         raise _Stopped(first_line(error)) from error
     if len(outputs) != len(got["output"]):
         return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
     rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
     found = {name: torch.zeros_like(value) for name, value in gradients.items()} | got["gradient"]
-    return rows + [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in found.items()]
+    rows += [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in found.items()]
+    new = {name: value for name, value in got["buffer"].items() if still is not evaluate or name in captured.evaluation.changing}
+    changed = [name for name, value in buffers.items() if name in new or not torch.equal(value, weights[name])]
+    return rows + [Row(f"new {name}", "model", difference(new.get(name, weights[name]), buffers[name]), TOLERANCE) for name in changed]
 
 
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
-                left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The tensors that the model gives, in order, but for those that are `left_out`, and the gradients of its loss: of the output whose kind says so, if `kinds` are given."""
+                left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors that the model gives, in order, but for those that are `left_out`; the gradients of its loss: of the output whose kind says so, if `kinds` are given; and what
+    its buffers hold behind the forward."""
     own = dict(model.named_parameters())
     leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
-        result = functional_call(model, _everywhere(model, {**leaves, **buffers}), tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
+        placed = _everywhere(model, {**leaves, **buffers})  # torch puts what is assigned to a buffer in here
+        result = functional_call(model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
-    return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
+    after = {name: placed[name].detach() for name in dict(model.named_buffers()) if name in placed}
+    return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}, after
 
 
 def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

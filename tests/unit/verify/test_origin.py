@@ -65,6 +65,36 @@ def test_a_graph_that_is_another_model_is_seen(spoil: Callable[[fx.GraphModule],
     assert {row.name for row in rows_of("hf-gpt2", "train", spoil) if not row.ok} >= wrong
 
 
+class Counted(nn.Module):
+    """A batch norm, and a sum of all that came by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, 4] -> []."""
+        self.seen = self.seen + x.detach().sum(0)
+        return self.norm(x).square().mean() + self.seen.sum()
+
+
+def test_what_buffers_hold_behind_the_step_is_compared() -> None:
+    """A change that capture did not see was none: running statistics of instance norms, of which the operator's schema says nothing."""
+    model, x = Counted(), torch.randn(6, 4)
+    captured = capture(model, (x,))
+    rows, _ = graph_rows(model, captured, (x,), {}, training=True)
+    assert {row.name for row in rows if row.name.startswith("new ")} == {*(f"new norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")), "new seen", "new seen, in evaluation"}
+    assert all(row.ok for row in rows)
+    (output,) = captured.gm.graph.find_nodes(op="output")
+    still = [place for place, about in enumerate(captured.gm.meta["outputs"]) if about["kind"] != "mutation"]
+    output.args = (tuple(output.args[0][place] for place in still),)
+    captured.gm.meta["outputs"] = [captured.gm.meta["outputs"][place] for place in still]
+    captured.gm.recompile()
+    wrong = {row.name for row in graph_rows(model, captured, (x,), {}, training=True)[0] if not row.ok}
+    assert wrong == {"new norm.running_mean", "new norm.running_var", "new norm.num_batches_tracked", "new seen", "new seen, in evaluation"}
+
+
 class Chaotic(nn.Module):
     """Batch norms over two samples, one behind the other: float32 rounds to another model."""
 

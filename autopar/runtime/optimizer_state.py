@@ -7,6 +7,7 @@ reordered rows, which another plan would read in the wrong order without noticin
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -97,11 +98,28 @@ NUMBERS = (*FIRST, "mu")
 """All of them; other optimizers' are those that are numbers beside parameters that have dims."""
 
 
+NONE_YET = "momentum_buffer"
+"""A tensor that SGD has none of before the first step: that one takes the whole gradient for it, and all others a part, where momentum is dampened."""
+
+
 def _first(made: Mapping[str, Any]) -> State:
-    """State that one step on gradients of zero has made, as it is before it."""
+    """State that one step on gradients of zero has made, as it is before it. Where zeros are not that, it is nan: `_begin` knows it by that, and whoever does not is told loudly."""
     groups = {name: group for group in made["param_groups"] for name in group["params"]}
-    return {**made, "state": {name: {key: _as(value, FIRST[key](groups[name])) if key in FIRST else value for key, value in values.items()}
+    first = {name: {**FIRST, **({NONE_YET: lambda group: math.nan} if _dampens(group) else {})} for name, group in groups.items()}
+    return {**made, "state": {name: {key: _as(value, first[name][key](groups[name])) if key in first[name] else value for key, value in values.items()}
                               for name, values in made["state"].items()}}
+
+
+def _dampens(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("dampening") and group.get("momentum"))
+
+
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Leave out of what was loaded what there is none of yet."""
+    for group in filter(_dampens, optimizer.param_groups):
+        for state in (optimizer.state.get(param, {}) for param in group["params"]):
+            if isinstance(state.get(NONE_YET), Tensor) and local_of(state[NONE_YET]).isnan().all():
+                state[NONE_YET] = None
 
 
 def _as(value: Any, number: float) -> Any:
@@ -131,6 +149,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         _check_complete(model, optimizer, state["state"], groups)
     there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
     optimizer.load_state_dict(_mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh)))
+    _begin(optimizer)
 
 
 def _own_part(value: Tensor, h: Held, mesh: Mesh) -> Tensor:

@@ -138,6 +138,32 @@ def test_states_that_are_of_no_optimizer_of_the_model_are_refused():
     on_ranks(4, _other_states)
 
 
+def _dampened():
+    def made(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    plain, model, resumed = _plain(), sharded((2, 2))().double(), sharded((2, 2))().double()
+    for one in (model, resumed):
+        one.load_full(plain.state_dict())
+    wanted, optimizer = made(plain), made(model)
+    for step in range(3):  # each by a new optimizer, that of the first step from a state in which nothing has stepped
+        fresh = made(resumed)
+        resumed.load_optimizer_state_dict(fresh, model.optimizer_state_dict(optimizer))
+        model, optimizer, resumed = resumed, fresh, model
+        wanted.zero_grad()
+        plain(*batch())["loss"].backward()
+        wanted.step()
+        _step(model, optimizer)
+        resumed.load_full(model.full_state_dict())
+        for name, value in model.full_state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12, msg=lambda text, name=name, step=step: f"{name}, step {step}: {text}")
+
+
+def test_momentum_that_dampens_begins_with_the_whole_gradient():
+    """A state from before the first step had momentum of zeros, with which what goes on from it takes a part of its first gradient."""
+    on_ranks(4, _dampened)
+
+
 def _batches():
     model = sharded((2, 2))().load_full(_plain().state_dict())
     ids, labels = batch(5)

@@ -30,10 +30,10 @@ from autopar.capture.failures import advice, as_it_is, described, made_numbers, 
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
 from autopar.capture.guards import passing_guards
 from autopar.capture.hooks import refusing_hooks
-from autopar.capture.inside import traced_forward, why_untraced
+from autopar.capture.inside import DERIVED, traced_forward, why_untraced
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
-from autopar.capture.lines import source
+from autopar.capture.lines import source, traced
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.picking import Picking
 from autopar.capture.shadow import WithLoss
@@ -305,13 +305,24 @@ def _name_held(gm: fx.GraphModule, held: Sequence[tuple[fx.Node, Any]], canonica
         node.meta["fqn"] = name
         node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
         node.meta["requires_grad"] = requires_grad.get(name, False)
-        if node.meta["role"] == "constant":  # derivatives by torch.func make some that know how they came about
-            node.meta["val"] = node.meta["val"].detach()
+        if node.meta["role"] == "constant":
+            node.meta["val"] = _value(node)
         if name in seen:
             node.replace_all_uses_with(seen[name])
             gm.graph.erase_node(node)
         else:
             seen[name] = node
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    """Of a constant, without what derivatives by torch.func know of how it came about. Raises CaptureError where it is an input of such a derivative, which torch.export takes for a constant
+    unless it is mapped over samples."""
+    try:
+        found: torch.Tensor = node.meta["val"].detach()
+    except NotImplementedError as error:  # it has no storage of its own
+        readers = [traced(user.meta.get("stack_trace") or "") for user in node.users]
+        raise CaptureError(f"{DERIVED}\n{readers[0] if readers else ''}".rstrip()) from error
+    return found
 
 
 def _name_inputs(gm: fx.GraphModule, given: Sequence[tuple[fx.Node, Any]], dims: Dims) -> dict[str, Any]:

@@ -51,13 +51,21 @@ def _refusing_seeds(function: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+DERIVED = ("derivatives of a whole batch are taken in forward by torch.func (grad, vjp), and torch.export makes constants of what they are of; take those of each sample, "
+           "torch.func.vmap(torch.func.grad(f)), use jacrev or hessian, or write them out as a formula")
+WRAPPED = "functorch tensor"
+"""In torch's errors on what such a derivative is of."""
+
+
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:
     """What to say of an `error` whose cause is that gradients were `taken` in forward, or that `inputs` hold objects; "" where it is another."""
     if UNKNOWN in str(error):
         kinds = {name: type(leaf).__name__ for name, value in inputs.items() for leaf in pytree.tree_leaves(value) if not isinstance(leaf, KNOWN)}
         return (f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes tensors and numbers; "
                 "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)")
+    if WRAPPED in str(error):
+        return DERIVED
     if not taken or UNTRACED not in str(error):
         return ""
     return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: take them of a function by torch.func.grad "
-            "(or jacrev, hessian; under torch.func.vmap of each sample), whose operators are, write them out as a formula, or compile the part of the model that takes none")
+            "of each sample (under torch.func.vmap), jacrev or hessian, whose operators are, write them out as a formula, or compile the part of the model that takes none")

@@ -114,7 +114,7 @@ class Line:
         begins = {self.program.runs[scope].ports[0]: ran for scope, ran in runs.items()}
         found: dict[str, Stop | _Ran] = {**self.stops.named("", back=back), **begins}
         order = [found[name] for name in sorted(found, key=lambda name: self.program.order[name], reverse=back)]
-        clock = _Clock([gather for each in order for gather in _gathers(each)], contention)
+        clock = _Clock([gather for each in order for gather in _gathers(each)], contention, blocks=bool(runs))
         if at_once:
             clock.begin(1)
         for each in order:
@@ -128,7 +128,7 @@ class Line:
 
 def waits_s(stops: Sequence[Stop], contention: float) -> float:
     """Seconds that a stage of operators of the model itself waits in a pass over them, in that order, for what it gathers and sends, and by which that makes longer what computes."""
-    clock = _Clock([gather for stop in stops for gather in _gathers(stop)], contention)
+    clock = _Clock([gather for stop in stops for gather in _gathers(stop)], contention, blocks=False)
     for stop in stops:
         clock.take(len(_gathers(stop)))
         clock.operator(stop)
@@ -146,10 +146,14 @@ def _gathers(each: _Ran | Stop) -> list[Gather]:
 
 
 class _Clock:
-    """A pass as far as it has come: seconds since its begin, what of them it has waited, and how long each axis was busy with what blocks move."""
+    """A pass as far as it has come: seconds since its begin, what of them it has waited, and how long each axis was busy with what blocks move.
 
-    def __init__(self, gathers: Sequence[Gather], contention: float) -> None:
-        self._gathers, self._taken, self._contention = [_Gathering(self, *gather) for gather in gathers], 0, contention
+    Collectives of one gather, scatter or sum follow each other as autopar.early and autopar.late let them go on. Where `blocks` are in the pass they follow at once, and nothing waits for
+    a scatter before the end: what blocks gather and scatter lets others go on too, and is known as a whole alone.
+    """
+
+    def __init__(self, gathers: Sequence[Gather], contention: float, *, blocks: bool) -> None:
+        self._gathers, self._taken, self._contention, self._blocks = [_Gathering(self, *gather, at_once=blocks) for gather in gathers], 0, contention, blocks
         self._each_bytes = [sent.nbytes for sent, _ in gathers]
         self._now_s, self._late_s = 0.0, 0.0
         self._blocked_s: defaultdict[int, float] = defaultdict(float)
@@ -181,6 +185,11 @@ class _Clock:
         """One operator of the model itself."""
         self._works(stop.compute_s)
         self._now_s += stop.work_s - stop.compute_s
+        if self._blocks:
+            come_s = max([self._now_s, *(self._send(sent.way) for sent in stop.sends)])
+            for one in stop.sums:
+                self._made(one, come_s, id(stop))
+            return
         for sent in stop.sends:
             scatter = _Scatter(self, sent.way, sent.held, one=next((one for one in stop.sums if one.first is sent), None))
             scatter.go_on()
@@ -246,6 +255,10 @@ class _Clock:
         is behind it: a `block`, or the bucket itself."""
         begin_s, _ = self._filled.pop(key)
         bucket = self._buckets.pop(key)
+        if self._blocks:
+            for step in zip(*(one.sent.way for one in bucket), strict=True):
+                begin_s = max(self._send([load], begin_s) for load in step)
+            return
         way = [Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind) for step in zip(*(one.sent.way for one in bucket), strict=True)]
         summing = _Summing(self, way, [sum(held) for held in zip(*(one.sent.held for one in bucket), strict=True)], begin_s)
         if way and summing.go_on():
@@ -271,11 +284,11 @@ class _Clock:
 
 
 class _Gathering:
-    """A gather of which collectives have begun, each behind the one before it; those of all blocks (`more` of them behind) begin at once."""
+    """A gather of which collectives have begun, each behind the one before it or all `at_once`; with those of a first block, `more` for the next ones."""
 
-    def __init__(self, clock: _Clock, sent: Sent, more: Sequence[Load]) -> None:
+    def __init__(self, clock: _Clock, sent: Sent, more: Sequence[Load], *, at_once: bool) -> None:
         self.clock, self.more = clock, more
-        self.legs = [[load] for load in sent.way] if not more else [sent.way]
+        self.legs = [sent.way] if at_once else [[load] for load in sent.way]
         self.begun, self.until_s = 0, 0.0
 
     def go_on(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar._torch import pytree
 from autopar.capture import capture, dims
 from autopar.capture.failures import says
 from autopar.errors import CaptureError, InfeasibleError
@@ -384,7 +384,7 @@ def test_dims_of_a_registered_dataclass_stay_symbolic():
 
 
 def test_what_torch_says_of_no_sizes_is_said_in_words():
-    said = says(RuntimeError("Cannot create Dim with inconsistent min=0, max=-oo"), dims.explicit([], ((), {}), pytree.tree_structure(((), {}))))
+    said = says(RuntimeError("Cannot create Dim with inconsistent min=0, max=-oo"), dims.explicit([], ((), {}), (), {}, inspect.signature(lambda: None)))
     assert said.startswith("the model works only for some sizes") and "oo" not in said
 
 

@@ -15,7 +15,7 @@ from autopar.problem.hiding import Load, together_s
 def test_what_moves_beside_blocks_slows_what_they_compute(moves_s: float, computes_s: float, contention: float) -> None:
     """Not the collectives that they wait for: all ten seconds of blocks were taken for compute, of which half the axis of tensor parallelism has."""
     blocks = _Ran(10.0, {}, Sent((), 0.0), 0, (), 1.0, 1, (), computes_s / 10.0)
-    clock = _Clock([(Sent([Load(0, moves_s, {"slow": 1.0})], 1.0), ())], contention)
+    clock = _Clock([(Sent([Load(0, moves_s, {"slow": 1.0})], 1.0), ())], contention, blocks=True)
     clock.begin(1)
     clock.run(blocks)
     together = together_s(computes_s, [Load(1, 10.0 - computes_s, {"fast": 1.0})], [Load(0, moves_s, {"slow": 1.0})], contention)

@@ -189,7 +189,8 @@ class _Shard:
         layout = tuple(o.outs[0].value for o in self.options)
         sizes = op.call.outs[0].sizes
         numel = math.prod(sizes) * fraction(layout, self.sizes)
-        last = 1 if "conv" in getattr(op.target, "__name__", "") else len(sizes) - 1  # columns: channels of a convolution, features else
+        behind = len(op.call.ins[1].sizes) - 2 if "conv" in getattr(op.target, "__name__", "") else 0  # dims of space, as many as the kernel has
+        last = len(sizes) - 1 - behind  # columns: channels of a convolution, of one sample without a batch too, features else
         n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
         m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
         inner = max(1, int(op.flops * share / 2 / max(numel, 1)))

@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from torch import fx
+import torch
+from torch import fx, nn
 
+from autopar.capture import capture
 from autopar.cluster import Cluster, Device
 from autopar.problem.graph import Op, Program
 from autopar.problem.kernels import ATTENTION, Kernels
@@ -81,3 +83,21 @@ def test_what_is_gathered_in_8_bits_is_cast_by_shards() -> None:
 def _up() -> Op:
     """The first matmul that widens rows to the feed-forward part's."""
     return next(op for op in llama().ops.values() if op.role == "op" and any(op.weight) and op.call.outs[0].sizes[-1] == 4096)
+
+
+def convolved_s(*batch: int, transposed: bool = False) -> float:
+    """Seconds of the forward of a convolution of one image, with a batch of one or without."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    with torch.device("meta"):
+        model = nn.Sequential(kind(64, 96, 3), nn.Flatten(0))
+        found = capture(model, (torch.zeros(*batch, 64, 40, 24),), loss_fn=lambda out: out.square().mean())
+    program = read(found.gm, found.hints, training=True, device="cuda")
+    (op,) = (op for op in program.ops.values() if "conv" in op.name)
+    table = table_of(program, 1, sections_of(program, None), None)
+    return Kernels(H100, Settings(precision="bf16")).seconds(op, (table[op.name][0],), (1,))[0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_of_one_image_takes_as_long_without_a_batch(*, transposed: bool) -> None:
+    """Its columns are channels, whichever dim these are."""
+    assert convolved_s(transposed=transposed) == pytest.approx(convolved_s(1, transposed=transposed))

@@ -142,7 +142,9 @@ def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mappin
             if found.hints.setdefault(name, shape[dim]) != shape[dim]:
                 raise CaptureError(f"{asked}: {name} is {found.hints[name]} and {shape[dim]}")
             found.of.setdefault(index, {})[dim] = name
-            most = getattr(said, "max", None)
+            least, most = getattr(said, "min", None), getattr(said, "max", None)
+            if not (least is None or least <= shape[dim]) or not (most is None or shape[dim] <= most):
+                raise CaptureError(f"{asked}: dim {dim} of input {index} has size {shape[dim]}, and {name} is from {least} to {most}")
             if most is not None and most < UNBOUNDED:
                 found.limits[name] = int(most)
     return found

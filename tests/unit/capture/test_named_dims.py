@@ -56,6 +56,8 @@ def test_every_form_by_name_and_place(forward, args, kwargs, given, wanted) -> N
     ((B,), "2 inputs, got 1"),
     ({"x": B, "y": {0: 6}}, "dim 0 of input 1 is 6, which has no name"),
     ({"x": B, "y": {0: torch.export.Dim.AUTO}}, "which has no name"),
+    ({"x": {0: torch.export.Dim("q", max=4)}, "y": None}, "dim 0 of input 0 has size 6, and q is from 0 to 4"),
+    ({"x": {0: torch.export.Dim("q", min=7)}, "y": None}, "dim 0 of input 0 has size 6, and q is from 7 to"),
     ({"x": B, "y": 3}, "y has 3"),
     ("b", "it is neither a tuple nor a dict"),
 ])

@@ -7,7 +7,7 @@ rank, is compared before the first step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,21 +48,17 @@ def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -
 
 
 @torch.no_grad()
-def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh) -> None:
-    """Compare what several ranks hold whole of parameters and buffers, and the seed of what is drawn; a collective operation of all ranks. Raises RunError, on every rank,
-    where copies differ: they would get the same gradients and never become alike; and where seeds do, for replicas would draw other numbers."""
+def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable[tuple[Sequence[Held], dist.ProcessGroup]] = ()) -> None:
+    """Compare what several ranks hold whole of parameters and buffers, what places of a pipeline have copies of (`shared`, each with the ranks that have its parts), and the seed of what is
+    drawn; a collective operation of all ranks. Raises RunError, on every rank, where copies differ: they would get the same gradients and never become alike; and where seeds do, for replicas would draw other numbers."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     known, wrong = list(held), list[str]()
     for axis, size in enumerate(mesh.sizes):
-        copies = [one for one in known if size > 1 and one.info.entries[axis] == "R"]
-        if not copies:
-            continue
-        least = torch.stack([fingerprint(one.local) for one in copies]).to(mesh.device)
-        most = least.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.group(axis))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group(axis))
-        wrong += [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
+        if size > 1:
+            wrong += _differing([one for one in known if one.info.entries[axis] == "R"], mesh.group(axis), mesh.device)
+    for copies, group in shared:
+        wrong += _differing(copies, group, mesh.device)
     told = torch.tensor([len(wrong), seed, -seed], device=mesh.device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     anywhere, most_seed, least_seed = told.tolist()
@@ -73,6 +69,17 @@ def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh) -> None:
         names = f"{', '.join(dict.fromkeys(wrong[:3]))}{', ...' if len(wrong) > 3 else ''}" if wrong else "parameters of other ranks"
         raise RunError(f"copies of one tensor are not the same on all ranks that have one: {names}. Where weights are set after compile, set them alike: from one file, from "
                        "load_full(state_dict), or with random numbers of one seed (torch's DTensor draws others on each CPU rank)")
+
+
+def _differing(copies: Sequence[Held], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The names of those that are not the same on all ranks of a group, each of which has the same ones."""
+    if not copies:
+        return []
+    least = torch.stack([fingerprint(one.local) for one in copies]).to(device)
+    most = least.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from autopar._torch import local_of, wrap_like
@@ -216,7 +217,7 @@ class ShardedModule(Scope):
         batch.check_sizes(self.INPUTS, self.DIMS, self.SIZES, inputs, self.MESH)
         if not self._told.begun:
             self._told.first(inputs)
-            check_replicas(self._held.values(), self.rng.seed, self.MESH)
+            check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
         elif self._in_step() and self._told.tell(inputs) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # ranks that work on the same samples send each other what is as large as these
         return inputs
@@ -381,6 +382,10 @@ class ShardedModule(Scope):
         """Scale all gradients so that their global 2-norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one
         device; gives the norm before. A collective operation of all ranks."""
         return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH)
+
+    def _copies(self) -> Sequence[tuple[Sequence[Held], ProcessGroup]]:
+        """What places of a pipeline have copies of, with the ranks that have them."""
+        return ()
 
     def _counted(self) -> list[nn.Parameter]:
         """The parameters whose gradients this place adds to a norm over all of them."""

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from autopar._torch import local_of
 from autopar.errors import RunError
@@ -320,6 +321,9 @@ class PipelinedModule(ShardedModule):
     def _first_places(self) -> dict[str, int]:
         """The first place that holds each parameter and buffer."""
         return {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}
+
+    def _copies(self) -> list[tuple[list[Held], ProcessGroup]]:
+        return [([self._held[name] for name in one.names], one.group) for one in self._shared if one.mine]
 
     def _counted(self) -> list[nn.Parameter]:
         first = self._first_places()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from autopar.errors import RunError
 from autopar.runtime import PipelinedModule
 from autopar.runtime.mesh import Mesh
 from autopar.verify.step import Light
@@ -48,3 +49,24 @@ def _some_places(_: None) -> tuple[str, float]:
 def test_a_group_of_some_places_is_made_after_those_of_the_mesh() -> None:
     own, totals = zip(*on_new_ranks(4, _some_places, None), strict=True)
     assert len(set(own)) == 4 and totals == (2.0, 1.0, 2.0, 3.0)
+
+
+def _parted(source: str, light: Light) -> str:
+    """One rank: what is said of a first step when the last place's copy of a weight was set to other values."""
+    module = light.build(source)
+    assert isinstance(module, PipelinedModule)
+    (shared,) = module._shared
+    if dist.get_rank():
+        module._held[shared.names[0]].local.add_(1.0)
+    try:
+        module.train_step(*module.shard_batch(**light.batch))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_of_a_weight_on_several_places_are_compared_before_the_first_step() -> None:
+    """Those of ranks of one place alone were: set differently on each place they would get the same gradients, and never become alike."""
+    case = subject("hf-gpt2").case(by_stages(subject("hf-gpt2"), (1,), "single", 2, 4, "1f1b"))
+    said = on_new_ranks(2, _parted, case.source(), case.light)
+    assert all("copies of one tensor are not the same on all ranks that have one: transformer.wte.weight" in each for each in said), said

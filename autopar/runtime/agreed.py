@@ -71,7 +71,7 @@ def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable
                        "load_full(state_dict), or with random numbers of one seed (torch's DTensor draws others on each CPU rank)")
 
 
-def _differing(copies: Sequence[Held], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def _differing(copies: Sequence[Held], group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
     """The names of those that are not the same on all ranks of a group, each of which has the same ones."""
     if not copies:
         return []

@@ -240,29 +240,6 @@ def test_gradients_in_forward_are_refused():
         capture(TakesGradients(), batch())
 
 
-class TakesDerivatives(Net):
-    def change(self, x):
-        return torch.func.grad(lambda at: self.linear(at).tanh().sum())(x)
-
-
-class TakesThemOfProducts(Net):
-    def change(self, x):
-        return torch.func.grad(lambda at: (at @ self.linear.weight).square().sum())(x)
-
-
-class MapsDerivatives(Net):
-    def change(self, x):
-        return torch.func.vmap(torch.func.grad(lambda at: self.linear(at).tanh().sum()))(x)
-
-
-def test_derivatives_of_a_whole_batch_are_refused_and_those_of_samples_are_not():
-    """torch.export takes what they are of for a constant."""
-    for kind in (TakesDerivatives, TakesThemOfProducts):
-        with pytest.raises(CaptureError, match=r"derivatives of a whole batch are taken in forward by torch.func \(grad, vjp\).* torch.func.vmap\(torch.func.grad\(f\)\)"):
-            capture(kind(), batch())
-    assert capture(MapsDerivatives(), batch()).hints == {"b": 8}
-
-
 def test_objects_among_inputs_are_told_by_name():
     class Reads(nn.Module):
         def forward(self, x, how):

@@ -70,6 +70,7 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []
+    order = {name: place for place, name in enumerate(RECIPES)}
     for recipe in sorted(asked, key=lambda recipe: not any(role in roles.BY_SAMPLE for role in recipe.roles)):
         if lacking := recipe.lacking(planner.program):
             raise PlanError(lacking)
@@ -87,14 +88,8 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
                 continue
             found = filled(planner, found, best.cost.time_s if best is not None else math.inf)
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
-            best = found if best is None or _rank(found) < _rank(best) else best
-    table = list(RECIPES)
-    return best, sorted(tried, key=lambda row: table.index(row.name))
-
-
-def _rank(found: Candidate) -> tuple[float, int]:
-    """Of recipes that are equally fast, as all are on one device, the first of the table is the best."""
-    return found.cost.time_s, list(RECIPES).index(found.name)
+            best = min((one for one in (best, found) if one is not None), key=lambda one: (one.cost.time_s, order[one.name]))  # all are equally fast on one device
+    return best, sorted(tried, key=lambda row: order[row.name])
 
 
 def _priced(planner: Planner, recipe: Recipe, sizes: tuple[int, ...], limit_s: float) -> Candidate:

@@ -33,13 +33,14 @@ from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import DERIVED, traced_forward, why_untraced
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
-from autopar.capture.lines import source, traced
+from autopar.capture.lines import source
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.picking import Picking
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span, unkept
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check, unasked_layouts
+from passes.provenance import source_line
 
 ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
          InputKind.USER_INPUT: "input"}
@@ -320,8 +321,8 @@ def _value(node: fx.Node) -> torch.Tensor:
     try:
         found: torch.Tensor = node.meta["val"].detach()
     except NotImplementedError as error:  # it has no storage of its own
-        readers = [traced(user.meta.get("stack_trace") or "") for user in node.users]
-        raise CaptureError(f"{DERIVED}\n{readers[0] if readers else ''}".rstrip()) from error
+        at = next(map(source_line, node.users), "")
+        raise CaptureError(DERIVED + (f"\nat {at}" if at else "")) from error
     return found
 
 

@@ -23,12 +23,6 @@ def source(error: BaseException | None, model: nn.Module) -> str:
     return f"at {_short(found.group(1))}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
 
 
-def traced(stack: str) -> str:
-    """The last of the user's lines in the `stack_trace` of a node, `at model.py:12`; empty where there is none."""
-    frames = [(path, line) for path, line in re.findall(r'File "([^"]+)", line (\d+)', stack) if users(path)]
-    return f"at {_short(frames[-1][0])}:{frames[-1][1]}" if frames else ""
-
-
 def place_of(frame: FrameType) -> str:
     """The line that runs in a frame, as `source` says it."""
     path = frame.f_code.co_filename

@@ -173,7 +173,7 @@ class _Clock:
     def run(self, ran: _Ran) -> None:
         """_Ran; what follows them begins where they are reached from there."""
         for number in range(ran.count):
-            if ran.takes.way and number == round((1.0 - ran.reached) * ran.count):
+            if number == round((1.0 - ran.reached) * ran.count):
                 self.begin(self._taken)
             for done in (ran.sums or (None,))[::-1]:  # spread evenly
                 part = ran.count * max(1, len(ran.sums))
@@ -210,17 +210,17 @@ class _Clock:
     def _made(self, one: Sum, come_s: float, unit: Hashable) -> None:
         """An operator or a block, the `unit`, has made a gradient, all of which is scattered at a time."""
         if one.first is None:
-            self.summed(one, come_s, unit)
+            self.summed(one, come_s)
         else:
-            self._late.add(_Coming(self, one, come_s, one.first.nbytes, len(one.first.way), unit), unit)
+            self._late.add(_Coming(self, one, come_s, one.first.nbytes, len(one.first.way)), unit)
 
-    def summed(self, one: Sum, come_s: float, unit: Hashable) -> None:
+    def summed(self, one: Sum, come_s: float) -> None:
         """A gradient has come to its leaf; full buckets are summed."""
         self._buckets[one.key].append(one)
         before_s, nbytes = self._filled.get(one.key, (0.0, 0.0))
         self._filled[one.key] = max(come_s, before_s, self._now_s), nbytes + one.sent.nbytes
         if nbytes + one.sent.nbytes >= BUCKET_BYTES:
-            self._sum(one.key, unit if isinstance(unit, tuple) else None)
+            self._sum(one.key)
 
     def _of(self, axis: int) -> float:
         """Seconds that an axis has had."""
@@ -244,15 +244,15 @@ class _Clock:
         """Begin the first `count` gathers, and go on with further ones as far ahead as the runtime does (autopar.early)."""
         at = count - 1
         until = {legs: ends(self._each_bytes, at, legs) for legs in {len(gather.legs) for gather in self._gathers}}
-        wanted = {number: sum(number < end for end in until[len(self._gathers[number].legs)]) for number in range(at, max([at, *(end for each in until.values() for end in each)]))}
+        wanted = {number: sum(number < end for end in until[len(self._gathers[number].legs)]) for number in range(max(0, at), max([at, *(end for each in until.values() for end in each)]))}
         for own, leg in itertools.product((True, False), range(max(until, default=0))):
             for number, legs in wanted.items():
                 if (number == at) == own and self._gathers[number].begun <= leg < legs:
                     self._gathers[number].go_on()
 
-    def _sum(self, key: object, block: Hashable = None) -> None:
-        """The first collective of all of a bucket, when all its gradients have come to their leaves. The next one, or what waits for a scatter, comes when enough of later units
-        is behind it: a `block`, or the bucket itself."""
+    def _sum(self, key: object) -> None:
+        """The first collective of all of a bucket, when all its gradients have come to their leaves. The next one, or what waits for a scatter, comes when enough of later
+        buckets is behind it."""
         begin_s, _ = self._filled.pop(key)
         bucket = self._buckets.pop(key)
         if self._blocks:
@@ -262,7 +262,7 @@ class _Clock:
         way = [Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind) for step in zip(*(one.sent.way for one in bucket), strict=True)]
         summing = _Summing(self, way, [sum(held) for held in zip(*(one.sent.held for one in bucket), strict=True)], begin_s)
         if way and summing.go_on():
-            self._sums.add(summing, block or summing)
+            self._sums.add(summing, summing)
 
     def start(self, way: Sequence[Load], begin_s: float = 0.0) -> float:
         """Begin collectives, one after the other, now or at `begin_s`: until when the axis of the last is busy, in seconds that are not blocked."""
@@ -314,7 +314,6 @@ class _Coming:
     come_s: float
     nbytes: float
     legs: int
-    unit: Hashable
 
     @property
     def more(self) -> bool:
@@ -325,7 +324,7 @@ class _Coming:
         """Wait for a collective; whether another one begins."""
         self.legs -= 1
         if self.legs <= 0:
-            self.clock.summed(self.one, self.come_s, self.unit)
+            self.clock.summed(self.one, self.come_s)
         return self.legs > 0
 
     def wait(self) -> None:
@@ -383,5 +382,5 @@ class _Scatter(_Summing):
         if self._next():
             return True
         if self.one is not None:
-            self.clock.summed(self.one, 0.0, None)
+            self.clock.summed(self.one, 0.0)
         return False

@@ -70,6 +70,7 @@ class Paths:
         self._held: list[float] = []
         self._collectives: list[int] = []
         self._halfway: list[float] = []
+        self._shares: dict[int, list[float]] = {}  # of a way: the share of a tensor that a rank has in front of each collective
         self._of_size: dict[tuple[float, float], _Sized] = {}  # by bytes of a tensor, of a bucket
 
     def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
@@ -102,8 +103,10 @@ class Paths:
 
     def held_bytes(self, source: Layout, target: Layout, size_bytes: float) -> list[float]:
         """Bytes of a tensor of `size_bytes` on a rank in front of each collective of one way."""
-        way = moving([self._order[index] for index in self._way[self.number(source, target)]], self.sizes)
-        return [size_bytes * fraction(step.before, self.sizes) for step in way]
+        number = self.number(source, target)
+        if number not in self._shares:
+            self._shares[number] = [fraction(step.before, self.sizes) for step in moving([self._order[index] for index in self._way[number]], self.sizes)]
+        return [size_bytes * share for share in self._shares[number]]
 
     def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[distinct ways, 1 + 6 axes]: what each takes (problem.moved); `ways.at` says which of them is where."""

@@ -153,7 +153,8 @@ class _Clock:
     """
 
     def __init__(self, gathers: Sequence[Gather], contention: float, *, blocks: bool) -> None:
-        self._gathers, self._taken, self._contention, self._blocks = [_Gathering(self, *gather, at_once=blocks) for gather in gathers], 0, contention, blocks
+        self._taken, self._contention, self._blocks = 0, contention, blocks
+        self._gathers = [_Gathering(self, [sent.way] if blocks else [[load] for load in sent.way], behind=more) for sent, more in gathers]
         self._each_bytes = [sent.nbytes for sent, _ in gathers]
         self._now_s, self._late_s = 0.0, 0.0
         self._blocked_s: defaultdict[int, float] = defaultdict(float)
@@ -191,7 +192,7 @@ class _Clock:
                 self._made(one, come_s, id(stop))
             return
         for sent in stop.sends:
-            scatter = _Scatter(self, sent.way, sent.held, one=next((one for one in stop.sums if one.first is sent), None))
+            scatter = _Scatter(self, [[load] for load in sent.way], held=sent.held, one=next((one for one in stop.sums if one.first is sent), None))
             scatter.go_on()
             self._late.add(scatter, scatter)
         for one in stop.sums:
@@ -259,9 +260,9 @@ class _Clock:
             for step in zip(*(one.sent.way for one in bucket), strict=True):
                 begin_s = max(self._send([load], begin_s) for load in step)
             return
-        way = [Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind) for step in zip(*(one.sent.way for one in bucket), strict=True)]
-        summing = _Summing(self, way, [sum(held) for held in zip(*(one.sent.held for one in bucket), strict=True)], begin_s)
-        if way and summing.go_on():
+        legs = [[Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind)] for step in zip(*(one.sent.way for one in bucket), strict=True)]
+        summing = _Summing(self, legs, begin_s, held=[sum(held) for held in zip(*(one.sent.held for one in bucket), strict=True)])
+        if legs and summing.go_on():
             self._sums.add(summing, summing)
 
     def start(self, way: Sequence[Load], begin_s: float = 0.0) -> float:
@@ -283,26 +284,47 @@ class _Clock:
         return end_s
 
 
-class _Gathering:
-    """A gather of which collectives have begun, each behind the one before it or all `at_once`; with those of a first block, `more` for the next ones."""
+@dataclass(eq=False)
+class _Chain:
+    """Collectives in `legs`, each of one or more in a row: a leg begins, from `begin_s` on, when the one before it has been waited for."""
 
-    def __init__(self, clock: _Clock, sent: Sent, more: Sequence[Load], *, at_once: bool) -> None:
-        self.clock, self.more = clock, more
-        self.legs = [sent.way] if at_once else [[load] for load in sent.way]
-        self.begun, self.until_s = 0, 0.0
+    clock: _Clock
+    legs: Sequence[Sequence[Load]]
+    begin_s: float = 0.0
+    begun: int = 0
+    until_s: float = 0.0
 
-    def go_on(self) -> None:
-        """Wait for the collective that runs; begin the next one."""
+    @property
+    def more(self) -> bool:
+        """Whether a leg is yet to begin."""
+        return self.begun < len(self.legs)
+
+    def next(self) -> bool:
+        """Wait for the leg that runs; begin the next one, if there is one."""
         self.wait()
-        self.until_s = self.clock.start(self.legs[self.begun])
+        if not self.more:
+            return False
+        self.until_s = self.clock.start(self.legs[self.begun], self.begin_s)
         self.begun += 1
-        if self.more:
-            self.clock.start(self.more)
+        return True
 
     def wait(self, coming_s: float = 0.0) -> None:
-        """Wait for the collective that runs, but for its last `coming_s`."""
+        """Wait for the leg that runs, but for its last `coming_s`."""
         if self.begun:
             self.clock.wait_for(self.legs[self.begun - 1][-1].axis, self.until_s - coming_s)
+
+
+@dataclass(eq=False)
+class _Gathering(_Chain):
+    """A gather; with those of a first block, `behind` for the next ones."""
+
+    behind: Sequence[Load] = ()
+
+    def go_on(self) -> None:
+        """Begin the next leg."""
+        self.next()
+        if self.behind:
+            self.clock.start(self.behind)
 
 
 @dataclass(eq=False)
@@ -332,43 +354,20 @@ class _Coming:
 
 
 @dataclass(eq=False)
-class _Summing:
-    """A bucket on its `way`, from `begin_s` on: `held` are the bytes in front of each collective. What it has scattered last is waited for when enough is behind it, whose memory goes
+class _Summing(_Chain):
+    """A bucket on its way: `held` are the bytes in front of each collective. What it has scattered last is waited for when enough is behind it, whose memory goes
     then (runtime.together)."""
 
-    clock: _Clock
-    way: Sequence[Load]
-    held: Sequence[float]
-    begin_s: float = 0.0
-    begun: int = 0
-    until_s: float = 0.0
+    held: Sequence[float] = ()
 
     @property
     def nbytes(self) -> float:
         """Bytes of what is on its way."""
         return self.held[self.begun - 1] if self.begun else 0.0
 
-    @property
-    def more(self) -> bool:
-        """Whether a collective is yet to begin."""
-        return self.begun < len(self.way)
-
     def go_on(self) -> bool:
         """Wait for the collective that runs, begin the next one if there is one; whether to go on later."""
-        return self._next() and (self.more or self.way[-1].kind == "reduce_scatter")
-
-    def _next(self) -> bool:
-        self.wait()
-        if not self.more:
-            return False
-        self.until_s = self.clock.start([self.way[self.begun]], self.begin_s)
-        self.begun += 1
-        return True
-
-    def wait(self) -> None:
-        """Wait for the collective that runs."""
-        if self.begun:
-            self.clock.wait_for(self.way[self.begun - 1].axis, self.until_s)
+        return self.next() and (self.more or self.legs[-1][-1].kind == "reduce_scatter")
 
 
 @dataclass(eq=False)
@@ -379,7 +378,7 @@ class _Scatter(_Summing):
 
     def go_on(self) -> bool:
         """Wait for the collective that runs, begin the next one or sum what has come; whether to go on later."""
-        if self._next():
+        if self.next():
             return True
         if self.one is not None:
             self.clock.summed(self.one, 0.0)
